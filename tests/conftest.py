@@ -1,0 +1,118 @@
+"""Tiny models of every family, made here: the suite reads nothing outside the checkout."""
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from twellctl.convert import convert
+from twellctl.model import quiet_transformers
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {"pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0},
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def stdlib_texts(count: int) -> list[str]:
+    """The first `count` sources of the standard library, by name."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:count]
+    return [path.read_text(encoding="utf-8") for path in files]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 512 tokens with a chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(stdlib_texts(10), trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def make_model(tokenizer, tmp_path_factory):
+    """`make_model(family, **config)` writes a randomly initialised SiLU model and returns its folder."""
+
+    def make(family: str = "llama", *, seed: int = 0, shard_size: str = "5GB", **changes) -> Path:
+        settings = {
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "initializer_range": 0.3,
+        }
+        config = AutoConfig.for_model(family, **settings | FAMILIES.get(family, {}) | changes)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0, 0.3)
+        folder = tmp_path_factory.mktemp(family) / "model"
+        with quiet_transformers():
+            model.save_pretrained(folder, max_shard_size=shard_size)
+            tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def silu_llama(make_model) -> Path:
+    """A tiny SiLU Llama; read only."""
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def relu_llama(silu_llama, tmp_path_factory) -> Path:
+    """The tiny Llama, converted; read only."""
+    out = tmp_path_factory.mktemp("relu") / "model"
+    convert(silu_llama, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """A jsonl of real text: some twenty sources of the standard library."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    lines = (json.dumps({"text": text}) + "\n" for text in stdlib_texts(20))
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """A real pretrained SiLU model, if the environment names one."""
+    folder = os.environ.get("TWELL_TEST_MODEL")
+    if not folder:
+        pytest.skip("TWELL_TEST_MODEL names no model folder")
+    return Path(folder)

@@ -1,0 +1,3 @@
+from twellctl.cli import main
+
+main()

@@ -1,0 +1,204 @@
+"""TwELL, tile-wise ELLPACK, in plain torch: the judge of every kernel, and the path where there is none.
+
+A gate `[M, N]` (M tokens, N neurons) is cut into tiles of `tile` consecutive columns. Of each (row, tile)
+the columns whose gate lies above the threshold are kept, in ascending order, in `slots` places:
+
+    counts   [M, T]     how many fired in the tile, also beyond `slots`     T = ceil(N / tile)
+    entries  [M, T, S]  bf16, fp16: value << 16 | column, one int32 a slot  S = slots
+    columns, values     wider types: int16 (read as unsigned) and the value, two parallel [M, T, S]
+    backup   [B, N]     the rows that do not fit (a tile overflowed) or hold NaN or Inf, dense
+    backup_row [M]      the row's place in `backup`, -1 for a row that fits
+
+Places behind a tile's count hold zeros. `kernels/README.md` (in an export `twell_kernels/README.md`)
+draws the layout. This module is not fast: it is exact, on any device, for any input.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .twell_config import MAX_COLUMNS, SLOTS, TILE, storable_threshold
+
+
+def fires(gate: Tensor, threshold: float) -> Tensor:
+    """Bool, shape of `gate`: above the threshold, or NaN (which must not vanish)."""
+    # float32 holds every bf16 and fp16 value, and a threshold that fp16 itself would round
+    wide = gate.float() if gate.dtype.itemsize < 4 else gate
+    return (wide > threshold) | wide.isnan()
+
+
+def keep_fired(gate: Tensor, threshold: float) -> Tensor:
+    """`relu_t`: the gate where it fires, else +0. ReLU with `threshold` 0."""
+    return torch.where(fires(gate, threshold), gate, torch.zeros_like(gate))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed gate `[M, N]`; the module's head describes the fields. `nnz` and `overflowed` derive."""
+
+    counts: Tensor
+    entries: Tensor | None
+    columns: Tensor | None
+    values: Tensor | None
+    backup: Tensor
+    backup_row: Tensor
+    num_columns: int
+    tile: int
+
+    @property
+    def nnz(self) -> Tensor:
+        """int64 `[M]`: neurons that fired, backup rows included."""
+        return self.counts.sum(-1)
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Bool `[M]`: rows that live in the backup."""
+        return self.backup_row >= 0
+
+
+def pack(gate: Tensor, threshold: float = 0.0, tile: int = TILE, slots: int = SLOTS) -> Packed:
+    """Pack what fires of `gate` `[M, N]`, any strides, dtype bf16, fp16, fp32 or fp64, any device.
+
+    `ValueError` for other shapes and dtypes, N > 65536, or numbers out of range.
+    """
+    _check(gate, threshold, tile, slots)
+    num_rows, num_columns = gate.shape
+    fired = fires(gate, threshold)
+    num_tiles = -(-num_columns // tile)
+    tiles = F.pad(fired, (0, num_tiles * tile - num_columns)).view(num_rows, num_tiles, tile)
+    counts = tiles.sum(-1, dtype=torch.int32)
+
+    place = tiles.cumsum(-1, dtype=torch.int32) - 1
+    row, tile_idx, within = (tiles & (place < slots)).nonzero(as_tuple=True)
+    at = (row, tile_idx, place[row, tile_idx, within].long())
+    column = tile_idx * tile + within
+    value = gate[row, column]
+    shape = (num_rows, num_tiles, slots)
+    entries = columns = values = None
+    if gate.dtype.itemsize == 2:
+        entries = torch.zeros(shape, dtype=torch.int32, device=gate.device)
+        entries[at] = value.view(torch.int16).int() << 16 | column.int()
+    else:
+        columns = torch.zeros(shape, dtype=torch.int16, device=gate.device)
+        values = torch.zeros(shape, dtype=gate.dtype, device=gate.device)
+        columns[at], values[at] = column.short(), value
+
+    overflowed = (counts > slots).any(-1) | ~gate.isfinite().all(-1)
+    backup = keep_fired(gate[overflowed], threshold)
+    backup_row = torch.where(overflowed, overflowed.cumsum(0) - 1, -1).int()
+    return Packed(counts, entries, columns, values, backup, backup_row, num_columns, tile)
+
+
+def fired_positions(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """(row, column, value) of each filled slot, backup rows left out: int64, int64 and the gate's dtype."""
+    slots = (packed.columns if packed.entries is None else packed.entries).shape[-1]
+    filled = torch.arange(slots, device=packed.counts.device) < packed.counts[..., None]
+    row, tile_idx, slot = (filled & ~packed.overflowed[:, None, None]).nonzero(as_tuple=True)
+    if packed.entries is None:
+        at = packed.columns[row, tile_idx, slot]
+        value = packed.values[row, tile_idx, slot]
+    else:
+        entry = packed.entries[row, tile_idx, slot]
+        at = entry
+        value = (entry >> 16).short().view(packed.backup.dtype)
+    return row, at.long() & 0xFFFF, value
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The dense `[M, N]` that was packed: bit for bit the gate where it fired, +0 elsewhere."""
+    num_rows = packed.counts.shape[0]
+    gate = packed.backup.new_zeros(num_rows, packed.num_columns)
+    row, column, value = fired_positions(packed)
+    gate[row, column] = value
+    gate[packed.overflowed] = packed.backup
+    return gate
+
+
+class _SparseFFN(torch.autograd.Function):
+    """The gated FFN of which only what fired outlives the forward pass: x, the packed gate, up where it fired."""
+
+    @staticmethod
+    def forward(ctx, x, w_gate, w_up, w_down, b_gate, b_up, b_down, threshold, tile, slots):
+        packed = pack(F.linear(x, w_gate, b_gate), threshold, tile, slots)
+        gate = unpack(packed)
+        up = F.linear(x, w_up, b_up)
+        row, column, _ = fired_positions(packed)
+        up_fired, up_backup = up[row, column], up[packed.overflowed]
+        weights = (w_gate, w_up, w_down)
+        ctx.save_for_backward(
+            x, *weights, up_fired, up_backup,
+            packed.counts, packed.entries, packed.columns, packed.values,
+            packed.backup, packed.backup_row,
+        )  # fmt: skip
+        ctx.packed_shape = (packed.num_columns, packed.tile)
+        ctx.has_bias = tuple(bias is not None for bias in (b_gate, b_up, b_down))
+        ctx.threshold = threshold
+        return F.linear(gate * up, w_down, b_down)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, w_gate, w_up, w_down, up_fired, up_backup, *fields = ctx.saved_tensors
+        packed = Packed(*fields, *ctx.packed_shape)
+        row, column, _ = fired_positions(packed)
+        gate = unpack(packed)
+        up = torch.zeros_like(gate)
+        up[row, column] = up_fired
+        up[packed.overflowed] = up_backup
+
+        grad_hidden = grad_y @ w_down
+        grad_up = grad_hidden * gate
+        # what did not fire passes no gradient, whatever grad_hidden holds there
+        grad_gate = torch.where(fires(gate, ctx.threshold), grad_hidden * up, 0)
+        grad_x = grad_gate @ w_gate + grad_up @ w_up
+        grad_weights = (grad_gate.T @ x, grad_up.T @ x, grad_y.T @ (gate * up))
+        grad_biases = (
+            grad.sum(0) if has else None
+            for has, grad in zip(ctx.has_bias, (grad_gate, grad_up, grad_y), strict=True)
+        )
+        return grad_x, *grad_weights, *grad_biases, None, None, None
+
+
+def gated_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    threshold: float = 0.0,
+    tile: int = TILE,
+    slots: int = SLOTS,
+) -> Tensor:
+    """`down(relu_t(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`, differentiable once.
+
+    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Under autocast it
+    computes in the autocast dtype. Equal to the dense equation, `keep_fired` in the place of ReLU.
+    """
+    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    with torch.autocast(device, enabled=False):
+        rows = tensors[0].reshape(-1, x.shape[-1])
+        y = _SparseFFN.apply(rows, *tensors[1:], threshold, tile, slots)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _check(gate: Tensor, threshold: float, tile: int, slots: int) -> None:
+    if gate.dim() != 2 or not gate.is_floating_point() or gate.dtype.itemsize < 2:
+        raise ValueError(
+            f"pack takes a [M, N] of bf16, fp16, fp32 or fp64, got {list(gate.shape)} of {gate.dtype}"
+        )
+    if gate.shape[1] > MAX_COLUMNS:
+        raise ValueError(
+            f"TwELL holds columns in 16 bits: at most {MAX_COLUMNS} neurons, got {gate.shape[1]}"
+        )
+    if not (1 <= slots <= tile <= MAX_COLUMNS):
+        raise ValueError(f"TwELL needs 1 <= slots <= tile <= {MAX_COLUMNS}, got {slots} of {tile}")
+    if storable_threshold(threshold) != threshold:
+        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")

@@ -1,0 +1,70 @@
+"""Checkpoints become torch models here, always through the stock transformers class."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from twellctl.bundle.modeling_twell import set_thresholds
+from twellctl.checkpoint import Checkpoint
+from twellctl.errors import TwellError
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    activation: str | None = None,
+) -> PreTrainedModel:
+    """The model in eval mode: the dense equation with the checkpoint's thresholds.
+
+    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` and no
+    thresholds (a freshly converted model with the SiLU it had).
+    """
+    extra = {} if activation is None else {"hidden_act": activation}
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, dtype=dtype or "auto", trust_remote_code=False, **extra
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TwellError(f"{checkpoint.name} could not be loaded: {reason}") from error
+    if activation is None:
+        thresholds = checkpoint.twell["thresholds"]
+        if any(thresholds):
+            set_thresholds(model, thresholds)
+    return model.to(device or default_device()).eval()
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
+    checkpoint.require_tokenizer()
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TwellError(f"{checkpoint.name}: its tokenizer could not be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers inside."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,251 @@
+"""The settings of a fine-tuning run: one table from which flags, recipe keys, help, defaults and checks come.
+
+A recipe is a flat YAML file whose keys are the flags of `twellctl finetune`. A flag wins over the recipe,
+the recipe over the default. All that is wrong is said at once.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.resources import resource_dir
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of `Recipe`: its default, its help text and what it may be."""
+    checks = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
+    metadata = {"help": help, "choices": choices, "checks": checks}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `twellctl finetune` is told, besides MODEL and OUT."""
+
+    data: list[str] = setting([], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.")
+    text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
+    seq_len: int = setting(1024, "Tokens of a block; texts are packed into blocks.", at_least=8)
+    eval_data: list[str] = setting([], "Held-out text, in place of --eval-fraction. Repeatable.")
+    eval_fraction: float = setting(
+        0.01, "Share of the texts held out of training.", at_least=0, below=1
+    )
+    eval_steps: int = setting(200, "Steps between evaluations; 0 for only at the end.", at_least=0)
+    eval_blocks: int = setting(64, "Blocks of held-out text an evaluation reads.", at_least=1)
+
+    l1: float = setting(
+        2e-5,
+        "Coefficient of the L1 penalty: the mean over layers and tokens of the sum over neurons of "
+        "|relu(gate) * up|. With --l1-schedule target it is only where the controller starts.",
+        at_least=0,
+    )
+    l1_schedule: str = setting(
+        "target",
+        "target: raise the coefficient until --target-sparsity is met. constant: keep --l1.",
+        choices=("target", "constant"),
+    )
+    l1_normalizer: str = setting(
+        "sum",
+        "sum over neurons, as the paper's code does; or their mean, as its printed formula says "
+        "(it divides by N too: the same --l1 then weighs N times less).",
+        choices=("sum", "mean"),
+    )
+    target_sparsity: float = setting(
+        0.95, "Share of neurons that shall be zero for a token (target schedule).", above=0, below=1
+    )
+    teacher: str = setting(
+        "auto",
+        "Model to distil from, or none. auto: a freshly converted model learns from itself run with "
+        "its source activation, a fine-tuned one from its source if that is a local folder.",
+    )
+    teacher_weight: float = setting(
+        0.8, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
+    )
+
+    epochs: float = setting(1.0, "Passes over the data, unless steps or tokens are given.", above=0)
+    max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
+    max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
+    batch_size: int = setting(32, "Blocks an optimizer step sees, over all processes.", at_least=1)
+    micro_batch_size: int = setting(
+        4, "Blocks one process holds at once; the rest is gradient accumulation.", at_least=1
+    )
+    learning_rate: float = setting(2e-4, "Peak learning rate of AdamW.", above=0)
+    lr_scheduler: str = setting(
+        "cosine", "What follows the warm-up.", choices=("cosine", "linear", "constant")
+    )
+    warmup_steps: float = setting(0.02, "Warm-up steps; below 1, a share of the run.", at_least=0)
+    weight_decay: float = setting(0.0, "Weight decay of AdamW.", at_least=0)
+    adam_beta2: float = setting(0.95, "AdamW's beta2.", above=0, below=1)
+    max_grad_norm: float = setting(1.0, "Gradient norm above which gradients are clipped.", above=0)
+    seed: int = setting(0, "Seed of the order of blocks and of everything drawn.", at_least=0)
+
+    param_dtype: str = setting(
+        "float32",
+        "float32 weights (under bf16 autocast on a GPU), or bfloat16 for less memory.",
+        choices=("float32", "bfloat16"),
+    )
+    lora_rank: int = setting(
+        0, "Rank of LoRA on attention, the FFN trained in full; 0: full fine-tuning.", at_least=0
+    )
+    lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
+    gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
+
+    save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
+    logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
+    report_to: str = setting("none", "Trainer integrations: none, tensorboard, wandb...")
+
+
+def flag_name(field_name: str) -> str:
+    """`target_sparsity` as flag and recipe key: "target-sparsity"."""
+    return field_name.replace("_", "-")
+
+
+def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | None = None) -> Recipe:
+    """Flags (field name: value) over a recipe (a file, or the name of a shipped one) over defaults.
+
+    `UsageError` lists all that is wrong with the flags, `TwellError` with the file.
+    """
+    from_file = {} if recipe is None else _read(recipe)
+    by_key = {flag_name(field.name): field for field in dataclasses.fields(Recipe)}
+    values, wrong = _coerced(from_file, by_key)
+    if wrong:
+        raise TwellError(f"recipe {recipe}: {'; '.join(wrong)}")
+    given = {flag_name(name): value for name, value in (flags or {}).items()}
+    flag_values, wrong = _coerced(given, by_key)
+    if not wrong:
+        values |= flag_values
+        wrong = _contradictions(values)
+    if wrong:
+        raise UsageError("; ".join(wrong))
+    return Recipe(**values)
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write all settings, defaults included, so that the file alone repeats the run."""
+    content = {flag_name(key): value for key, value in dataclasses.asdict(recipe).items()}
+    path.write_text(
+        yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False),
+        encoding="utf-8",
+    )
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with twellctl."""
+    return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
+
+
+def _read(recipe: str | Path) -> dict[str, Any]:
+    path = Path(recipe)
+    if str(recipe) in recipe_names():
+        path = resource_dir("recipes") / f"{recipe}.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(recipe_names())
+        raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}") from None
+    except OSError as error:
+        raise TwellError(f"recipe {recipe} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise TwellError(f"recipe {recipe} is not valid YAML: {reason}") from error
+    if not isinstance(content, dict):
+        raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {content!r}")
+    return content
+
+
+def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[str, Any], list[str]]:
+    values, wrong = {}, []
+    for key, value in given.items():
+        field = by_key.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), by_key, n=1)
+            wrong.append(f"unknown key {key}" + (f", did you mean {near[0]}?" if near else ""))
+            continue
+        try:
+            values[field.name] = _coerce(value, field)
+        except ValueError as error:
+            wrong.append(f"{key} {error}, got {value!r}")
+    return values, wrong
+
+
+def _coerce(value: Any, field: dataclasses.Field) -> Any:
+    kind, optional = field.type, False
+    if isinstance(kind, types.UnionType):
+        kind, optional = typing.get_args(kind)[0], True
+    if value is None and optional:
+        return None
+    if kind == list[str]:
+        items = [value] if isinstance(value, str | Path) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
+            raise ValueError("must be one path or a list of paths")
+        return [str(item) for item in items]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if kind is str:
+        return _checked_choice(value, field.metadata["choices"])
+    return _checked_number(value, kind, field.metadata["checks"])
+
+
+def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    if choices and value not in choices:
+        raise ValueError(f"must be {' or '.join(choices)}")
+    return value
+
+
+def _checked_number(value: Any, kind: type, checks: dict[str, float | None]) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    try:
+        number = float(value)  # YAML 1.1 reads 2e-5 as text
+    except (TypeError, ValueError):
+        raise ValueError("must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
+    if kind is int and number != int(number):
+        raise ValueError("must be a whole number")
+    if (bound := checks["at_least"]) is not None and number < bound:
+        raise ValueError(f"must be >= {bound}")
+    if (bound := checks["above"]) is not None and number <= bound:
+        raise ValueError(f"must be > {bound}")
+    if (bound := checks["at_most"]) is not None and number > bound:
+        raise ValueError(f"must be <= {bound}")
+    if (bound := checks["below"]) is not None and number >= bound:
+        raise ValueError(f"must be < {bound}")
+    return kind(number)
+
+
+def _contradictions(values: dict[str, Any]) -> list[str]:
+    wrong = []
+    recipe = Recipe(**values)
+    if recipe.max_steps is not None and recipe.max_tokens is not None:
+        wrong.append("max-steps and max-tokens exclude each other: give one")
+    if recipe.lora_ffn and not recipe.lora_rank:
+        wrong.append("lora-ffn needs a lora-rank above 0")
+    if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):
+        wrong.append(
+            f"batch-size must be a multiple of micro-batch-size, "
+            f"got {recipe.batch_size} and {recipe.micro_batch_size}"
+        )
+    return wrong
