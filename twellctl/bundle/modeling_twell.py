@@ -1,12 +1,14 @@
 """Twell...ForCausalLM: a stock transformers model whose gated FFNs run over TwELL.
 
-`TwellLlamaForCausalLM` is `LlamaForCausalLM` with the same weights under the same names; so it goes for
-every causal model whose FFN is `down(act(gate(x)) * up(x))`, with `gate_proj` and `up_proj` or with both
-fused in `gate_up_proj`. The class of a family is made when it is first asked for (`__getattr__`).
+`TwellLlamaForCausalLM` is `LlamaForCausalLM` with the same weights under the same names; so it goes
+for every causal model whose FFN is `down(act(gate(x)) * up(x))`, with `gate_proj` and `up_proj` or
+with both fused in `gate_up_proj`. The class of a family is made when it is first asked for
+(`__getattr__`).
 
-What it needs beyond the stock config stands under "twell" in config.json: tile, slots and thresholds by
-layer. The files that belong to it (this one too) are listed with their sha256 in twell_manifest.json; a
-changed or missing one is refused by name, and `save_pretrained` writes all of them again.
+What it needs beyond the stock config stands under "twell" in config.json: tile, slots and
+thresholds by layer. The files that belong to it (this one too) are listed with their sha256 in
+twell_manifest.json; a changed or missing one is refused by name, and `save_pretrained` writes all
+of them again.
 """
 
 import hashlib
@@ -73,7 +75,10 @@ class TwellFFN:
         fused = hasattr(self, "gate_up_proj")
         projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
         activation = getattr(self, activation_name(self))
-        if not all(map(_is_plain, (*projections, self.down_proj))):
+        linears = (*projections, self.down_proj)
+        if not (
+            all(_is_plain(m, nn.Linear) for m in linears) and _is_plain(activation, GateThreshold)
+        ):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
             gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
             return self.down_proj(activation(gate) * up)
@@ -96,13 +101,10 @@ class TwellFFN:
         )
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    return (
-        type(linear) is nn.Linear
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and "forward" not in linear.__dict__
-    )
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = any(getattr(module, name) for name in hooks)
+    return type(module) is kind and not hooked and "forward" not in module.__dict__
 
 
 class TwellModel:
@@ -117,7 +119,9 @@ class TwellModel:
         set_thresholds(self, twell["thresholds"])
         for ffn, slots in zip(ffns, twell["slots"], strict=True):
             stock = type(ffn)
-            ffn.__class__ = type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
+            ffn.__class__ = type(
+                f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__}
+            )
             ffn.twell_tile, ffn.twell_slots = twell["tile"], slots
 
     @classmethod
@@ -130,42 +134,59 @@ class TwellModel:
         model._twell_bundle = bundle
         return loaded
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
         if self._twell_bundle is None:
-            raise ValueError("this model was not loaded from an export, so it has no bundle to save")
-        super().save_pretrained(save_directory, *args, **kwargs)
-        write_bundle(Path(save_directory), self._twell_bundle)
-        config_file = Path(save_directory) / "config.json"
+            raise ValueError("this model was not loaded from an export: it has no bundle to save")
+        if kwargs.get("push_to_hub"):
+            raise ValueError("save_pretrained would push before all is written: use push_to_hub()")
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            self._complete(Path(save_directory))
+
+    def _complete(self, folder: Path) -> None:
+        write_bundle(folder, self._twell_bundle)
+        config_file = folder / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         config |= config_entries(type(self).__name__.removeprefix(_PREFIX))
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for weights in folder.glob("*.safetensors"):  # safetensors writes them 0600
+            weights.chmod(config_file.stat().st_mode)
 
 
 def config_entries(stock_class: str) -> dict:
-    """What config.json says of the classes: the stock one for every tool, ours for those who trust it."""
+    """Of classes config.json says: the stock one for all, ours for those who trust the code."""
     ours = f"modeling_twell.{_PREFIX}{stock_class}"
     return {"architectures": [stock_class], "auto_map": {"AutoModelForCausalLM": ours}}
 
 
 def read_bundle(model: str | Path, **source) -> dict[str, bytes]:
-    """{name: content} of the bundled files of an export (folder or hub id), each equal to its sha256.
+    """{name: content} of an export's bundled files (folder or hub id), each equal to its sha256.
 
-    `source` goes to transformers' `cached_file` (revision, cache_dir, token...). `ValueError` names the
-    first file that is missing or was changed.
+    `source` goes to transformers' `cached_file` (revision, cache_dir, token...). `ValueError` names
+    the first file that is missing or was changed.
     """
-    manifest_bytes = _read(model, MANIFEST, source)
-    manifest = json.loads(manifest_bytes)
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{model}: {MANIFEST} has format_version {manifest.get('format_version')!r}, "
-            f"this code reads {FORMAT_VERSION}: export the model again"
-        )
-    bundle = {MANIFEST: manifest_bytes}
-    for name, digest in manifest["sha256"].items():
+    bundle = {MANIFEST: _read(model, MANIFEST, source)}
+    for name, digest in _digests(model, bundle[MANIFEST]).items():
         bundle[name] = _read(model, name, source)
         if hashlib.sha256(bundle[name]).hexdigest() != digest:
             raise ValueError(f"{model}: bundled file {name} was changed: export the model again")
     return bundle
+
+
+def _digests(model: str | Path, manifest_bytes: bytes) -> dict[str, str]:
+    try:
+        manifest = json.loads(manifest_bytes)
+        version, digests = manifest["format_version"], dict(manifest["sha256"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{model}: bundled file {MANIFEST} was changed: export the model again"
+        ) from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{model}: {MANIFEST} has format_version {version!r}, "
+            f"this code reads {FORMAT_VERSION}: export the model again"
+        )
+    return digests
 
 
 def write_bundle(folder: Path, bundle: dict[str, bytes]) -> None:
@@ -187,7 +208,9 @@ def _read(model: str | Path, name: str, source: dict) -> bytes:
     try:
         return Path(cached_file(str(model), name, **source)).read_bytes()
     except OSError as error:
-        raise ValueError(f"{model}: bundled file {name} is missing: export the model again") from error
+        raise ValueError(
+            f"{model}: bundled file {name} is missing: export the model again"
+        ) from error
 
 
 def __getattr__(name: str) -> type:

@@ -1,7 +1,7 @@
 """The "twell" block of config.json and the format's numbers. Standard library only.
 
-    "twell": {"format_version": 1, "tile": int, "slots": [int a layer], "thresholds": [float a layer],
-              "source": str, "source_act": str}
+    "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
+              "thresholds": [float a layer], "source": str, "source_act": str}
 
 `source` is the model this one was made from and `source_act` the activation it had there.
 """
@@ -39,9 +39,9 @@ def check_twell(twell: object, num_layers: int) -> dict:
     for key, values in (("slots", slots), ("thresholds", thresholds)):
         if not isinstance(values, list) or len(values) != num_layers:
             raise ValueError(f'"twell" must hold {num_layers} {key}, one a layer, got {values!r}')
-    if not isinstance(tile, int) or not 1 <= tile <= MAX_COLUMNS:
+    if type(tile) is not int or not 1 <= tile <= MAX_COLUMNS:
         raise ValueError(f'"twell" must have a tile of 1 to {MAX_COLUMNS}, got {tile!r}')
-    if bad := [s for s in slots if not isinstance(s, int) or not 1 <= s <= tile]:
+    if bad := [s for s in slots if type(s) is not int or not 1 <= s <= tile]:
         raise ValueError(f'"twell" must have slots of 1 to {tile} (its tile), got {bad[0]!r}')
     numbers = (int, float)
     if bad := [t for t in thresholds if type(t) not in numbers or storable_threshold(t) != t]:
@@ -53,6 +53,6 @@ def storable_threshold(threshold: float) -> float:
     """The nearest threshold that bf16 holds exactly; `ValueError` unless finite and >= 0."""
     if not 0 <= threshold <= 3.3e38:
         raise ValueError(f"a threshold must be finite and >= 0, got {threshold}")
-    bits = struct.unpack("<I", struct.pack("<f", threshold))[0]
+    bits = struct.unpack("<I", struct.pack("<f", abs(threshold)))[0]
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return struct.unpack("<f", struct.pack("<I", rounded))[0]

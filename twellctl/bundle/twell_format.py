@@ -1,7 +1,8 @@
-"""TwELL, tile-wise ELLPACK, in plain torch: the judge of every kernel, and the path where there is none.
+"""TwELL, tile-wise ELLPACK, in plain torch: judge of every kernel, and the path without any.
 
-A gate `[M, N]` (M tokens, N neurons) is cut into tiles of `tile` consecutive columns. Of each (row, tile)
-the columns whose gate lies above the threshold are kept, in ascending order, in `slots` places:
+A gate `[M, N]` (M tokens, N neurons) is cut into tiles of `tile` consecutive columns. Of each
+(row, tile) the columns whose gate lies above the threshold are kept, in ascending order, in `slots`
+places:
 
     counts   [M, T]     how many fired in the tile, also beyond `slots`     T = ceil(N / tile)
     entries  [M, T, S]  bf16, fp16: value << 16 | column, one int32 a slot  S = slots
@@ -9,8 +10,9 @@ the columns whose gate lies above the threshold are kept, in ascending order, in
     backup   [B, N]     the rows that do not fit (a tile overflowed) or hold NaN or Inf, dense
     backup_row [M]      the row's place in `backup`, -1 for a row that fits
 
-Places behind a tile's count hold zeros. `kernels/README.md` (in an export `twell_kernels/README.md`)
-draws the layout. This module is not fast: it is exact, on any device, for any input.
+Places behind a tile's count hold zeros. `kernels/README.md` (in an export
+`twell_kernels/README.md`) draws the layout. This module is not fast: it is exact, on any device,
+for any input.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .twell_config import MAX_COLUMNS, SLOTS, TILE, storable_threshold
 
@@ -36,7 +39,7 @@ def keep_fired(gate: Tensor, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed gate `[M, N]`; the module's head describes the fields. `nnz` and `overflowed` derive."""
+    """A packed gate `[M, N]`; the head of the module describes the fields."""
 
     counts: Tensor
     entries: Tensor | None
@@ -92,7 +95,7 @@ def pack(gate: Tensor, threshold: float = 0.0, tile: int = TILE, slots: int = SL
 
 
 def fired_positions(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, column, value) of each filled slot, backup rows left out: int64, int64 and the gate's dtype."""
+    """(row, column, value) of each filled slot, without backup rows, in the gate's order."""
     slots = (packed.columns if packed.entries is None else packed.entries).shape[-1]
     filled = torch.arange(slots, device=packed.counts.device) < packed.counts[..., None]
     row, tile_idx, slot = (filled & ~packed.overflowed[:, None, None]).nonzero(as_tuple=True)
@@ -117,7 +120,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 class _SparseFFN(torch.autograd.Function):
-    """The gated FFN of which only what fired outlives the forward pass: x, the packed gate, up where it fired."""
+    """The gated FFN. For backward it keeps x, the packed gate, and up only where the gate fired."""
 
     @staticmethod
     def forward(ctx, x, w_gate, w_up, w_down, b_gate, b_up, b_down, threshold, tile, slots):
@@ -138,6 +141,7 @@ class _SparseFFN(torch.autograd.Function):
         return F.linear(gate * up, w_down, b_down)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y):
         x, w_gate, w_up, w_down, up_fired, up_backup, *fields = ctx.saved_tensors
         packed = Packed(*fields, *ctx.packed_shape)
@@ -173,10 +177,11 @@ def gated_ffn(
     tile: int = TILE,
     slots: int = SLOTS,
 ) -> Tensor:
-    """`down(relu_t(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`, differentiable once.
+    """`down(relu_t(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`.
 
-    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Under autocast it
-    computes in the autocast dtype. Equal to the dense equation, `keep_fired` in the place of ReLU.
+    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Equal to the dense
+    equation with `keep_fired` in the place of ReLU; differentiable once. Under autocast it computes
+    in the autocast dtype.
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     device = x.device.type
@@ -192,7 +197,7 @@ def gated_ffn(
 def _check(gate: Tensor, threshold: float, tile: int, slots: int) -> None:
     if gate.dim() != 2 or not gate.is_floating_point() or gate.dtype.itemsize < 2:
         raise ValueError(
-            f"pack takes a [M, N] of bf16, fp16, fp32 or fp64, got {list(gate.shape)} of {gate.dtype}"
+            f"pack takes [M, N] of bf16, fp16, fp32 or fp64, got {list(gate.shape)} {gate.dtype}"
         )
     if gate.shape[1] > MAX_COLUMNS:
         raise ValueError(

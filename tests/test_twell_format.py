@@ -1,0 +1,319 @@
+"""The plain torch form of TwELL, judge of every kernel, against loops and the dense equation."""
+
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from twellctl.bundle.twell_config import check_twell, new_twell, storable_threshold
+from twellctl.bundle.twell_format import fired_positions, gated_ffn, keep_fired, pack, unpack
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# (M, N, tile, slots): one row, ragged last tiles, a tile wider than N, no row, all 65536 columns
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 256, 256, 64),
+    (5, 300, 256, 8),
+    (7, 1000, 64, 64),
+    (3, 17, 32, 5),
+    (0, 40, 16, 4),
+    (2, 65536, 256, 8),
+    (2, 65536, 65536, 65536),
+]
+# NaN with a payload (both signs), +-Inf, +-0, the smallest and largest denormal, one, minus one
+ODD_16 = {
+    torch.bfloat16: [0x7FC1, 0xFFA5, 0x7F80, 0xFF80, 0, 0x8000, 1, 0x007F, 0x8001, 0x3F80, 0xBF80],
+    torch.float16: [0x7E01, 0xFD55, 0x7C00, 0xFC00, 0, 0x8000, 1, 0x03FF, 0x8001, 0x3C00, 0xBC00],
+}
+
+
+@pytest.fixture
+def seed() -> int:
+    """A new seed each run; a failure shows it as a local."""
+    fresh = torch.seed() % 2**31
+    torch.manual_seed(fresh)
+    print(f"torch.manual_seed({fresh})")
+    return fresh
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(BITS[x.dtype.itemsize])
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern alike: NaNs with payloads, infinities, denormals, both zeros."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def expected(gate: torch.Tensor, threshold: float) -> torch.Tensor:
+    fired = (gate.double() > threshold) | gate.isnan()
+    return torch.where(fired, gate, torch.zeros((), dtype=gate.dtype))
+
+
+def assert_round_trip(gate: torch.Tensor, threshold: float, tile: int, slots: int) -> None:
+    packed = pack(gate, threshold, tile, slots)
+    wanted, got = bits(expected(gate, threshold)), bits(unpack(packed))
+    wrong = [(r, c // tile, c) for r, c in (wanted != got).nonzero().tolist()]
+    assert not wrong, f"(row, tile, column) that differ: {wrong[:5]}"
+    assert_sound(gate, packed, threshold, slots)
+
+
+def assert_sound(gate: torch.Tensor, packed, threshold: float, slots: int) -> None:
+    """Counts, columns, values and backup rows, by loops."""
+    fired = (gate.double() > threshold) | gate.isnan()
+    assert torch.equal(packed.nnz, fired.sum(-1))
+    in_backup = []
+    for row in range(gate.shape[0]):
+        fits = bool(gate[row].isfinite().all())
+        for tile_idx, columns in enumerate(fired[row].split(packed.tile)):
+            fits &= int(columns.sum()) <= slots
+            assert packed.counts[row, tile_idx] == columns.sum(), f"row {row}, tile {tile_idx}"
+        in_backup += [] if fits else [row]
+    assert packed.overflowed.nonzero().flatten().tolist() == in_backup
+    assert packed.backup_row[packed.overflowed].tolist() == list(range(len(in_backup)))
+    assert torch.equal(bits(packed.backup), bits(expected(gate[packed.overflowed], threshold)))
+
+    row, column, value = fired_positions(packed)
+    wanted_row, wanted_column = (fired & ~packed.overflowed[:, None]).nonzero(as_tuple=True)
+    assert torch.equal(row, wanted_row)
+    assert torch.equal(column, wanted_column)
+    assert torch.equal(bits(value), bits(gate[row, column]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip_of_sparse_gates(dtype, shape, seed):
+    *size, tile, slots = shape
+    for shift in (2.0, 1.0):
+        assert_round_trip((torch.randn(size) - shift).to(dtype), 0.0, tile, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", [0.0, storable_threshold(0.3), storable_threshold(1e-7)])
+def test_round_trip_of_any_bits(dtype, threshold, seed):
+    assert_round_trip(random_bits((64, 70), dtype), threshold, 32, 16)
+    finite = random_bits((64, 70), dtype)
+    finite[~finite.isfinite()] = -1
+    assert_round_trip(finite, threshold, 32, 20)
+
+
+@pytest.mark.parametrize("dtype", list(ODD_16))
+def test_round_trip_of_every_odd_value_alone(dtype):
+    for pattern in ODD_16[dtype]:
+        gate = torch.full((3, 40), -1.0, dtype=dtype)
+        gate[1, 17] = torch.tensor([pattern], dtype=torch.uint16).view(dtype)[0]
+        assert_round_trip(gate, 0.0, 16, 2)
+        assert pack(gate, 0.0, 16, 2).overflowed[1] == (not gate[1, 17].isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_zero_all_full_exactly_full_and_one_over(dtype):
+    gate = torch.zeros(5, 50, dtype=dtype)
+    gate[1] = -0.0
+    gate[2] = 1
+    gate[3, 16:20] = 2  # four slots of the second tile
+    gate[4, 16:21] = 2
+    assert_round_trip(gate, 0.0, 16, 4)
+    packed = pack(gate, 0.0, 16, 4)
+    assert packed.overflowed.tolist() == [False, False, True, False, True]
+    assert packed.backup_row.tolist() == [-1, -1, 0, -1, 1]
+    assert packed.counts[2].tolist() == [16, 16, 16, 2]
+    assert packed.nnz.tolist() == [0, 0, 50, 4, 5]
+    assert not unpack(packed)[:2].signbit().any()
+
+
+def test_entries_by_hand():
+    gate = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -0.0]])
+    packed = pack(gate.bfloat16(), 0.0, tile=4, slots=3)
+    assert packed.counts.tolist() == [[2, 1]]
+    assert packed.entries.tolist() == [[[0x3F80_0000, 0x3F00_0002, 0], [0x4000_0004, 0, 0]]]
+    assert packed.columns is None
+    half = pack(gate.half(), 0.0, tile=4, slots=3)
+    assert half.entries.tolist() == [[[0x3C00_0000, 0x3800_0002, 0], [0x4000_0004, 0, 0]]]
+    single = pack(gate, 0.5, tile=4, slots=2)
+    assert single.entries is None
+    assert single.columns.tolist() == [[[0, 0], [4, 0]]]
+    assert single.values.tolist() == [[[1.0, 0.0], [2.0, 0.0]]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_columns_of_65536(dtype):
+    gate = torch.full((1, 65536), -1.0, dtype=dtype)
+    gate[0, [0, 32767, 32768, 65535]] = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+    packed = pack(gate)
+    assert fired_positions(packed)[1].tolist() == [0, 32767, 32768, 65535]
+    if packed.entries is None:
+        assert packed.columns[0, -1, 0] == -1  # int16, read as unsigned
+    else:
+        assert packed.entries[0, -1, 0] & 0xFFFF == 65535
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_do_not_matter(dtype, seed):
+    wide = random_bits((70, 128), dtype)
+    for gate in (wide.T, wide[::3, 1::2], wide[:1].expand(4, -1)):
+        assert_round_trip(gate, 0.0, 32, 20)
+        assert_round_trip(gate, 0.0, 2, 1)  # tiles that need no padding
+
+
+def test_the_threshold_itself_does_not_fire():
+    for dtype in DTYPES:
+        for threshold in map(storable_threshold, (0.1, 1.0, 3e-5)):
+            edge = torch.tensor([threshold], dtype=dtype)
+            above = torch.nextafter(edge, torch.full_like(edge, 9))
+            gate = torch.stack((edge, above), -1)
+            assert pack(gate, threshold).nnz == 1 + (edge.double() > threshold)
+
+
+def test_refused_with_a_sentence():
+    with pytest.raises(ValueError, match="at most 65536 neurons, got 65537"):
+        pack(torch.zeros(1, 65537))
+    for gate in (torch.zeros(3), torch.zeros(1, 2, 3), torch.zeros(2, 2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"pack takes \[M, N\]"):
+            pack(gate)
+    for tile, slots in ((16, 17), (16, 0), (0, 0), (65537, 1)):
+        with pytest.raises(ValueError, match="1 <= slots <= tile"):
+            pack(torch.zeros(1, 16), 0.0, tile, slots)
+    for threshold in (0.1, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="threshold"):
+            pack(torch.zeros(1, 16), threshold)
+
+
+def dense_ffn(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, threshold=0.0):
+    gate = keep_fired(F.linear(x, w_gate, b_gate), threshold)
+    return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
+
+
+def ffn_inputs(M, K, N, dtype, bias, fused=False):
+    """x, weights and biases that want gradients; weights views of one when `fused`, as in Phi-3."""
+    w_gate_up = torch.randn(2 * N, K, dtype=dtype) / K**0.5
+    w_gate, w_up = w_gate_up.chunk(2) if fused else (w.clone() for w in w_gate_up.chunk(2))
+    tensors = [
+        torch.randn(M, K, dtype=dtype),
+        w_gate,
+        w_up,
+        torch.randn(K, N, dtype=dtype) / N**0.5,
+    ]
+    if bias:
+        tensors += [torch.randn(n, dtype=dtype) / 2 for n in (N, N, K)]
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", [0.0, 0.25])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_ffn_equals_the_dense_equation(dtype, threshold, bias, seed):
+    tolerance = {
+        torch.bfloat16: 2e-2,
+        torch.float16: 2e-3,
+        torch.float32: 1e-5,
+        torch.float64: 1e-12,
+    }
+    for M, slots in ((9, 32), (9, 6), (1, 1), (0, 4)):  # none, some and all rows in the backup
+        inputs = ffn_inputs(M, 24, 80, dtype, bias, fused=slots == 6)
+        wanted = dense_ffn(*inputs, threshold=threshold)
+        got = gated_ffn(*inputs, threshold=threshold, tile=32, slots=slots)
+        assert torch.equal(got, wanted)
+        grad_y = torch.randn_like(wanted)
+        wanted_grads = torch.autograd.grad(wanted, inputs, grad_y)
+        grads = torch.autograd.grad(got, inputs, grad_y)
+        for grad, want in zip(grads, wanted_grads, strict=True):
+            bound = tolerance[dtype] * (1 + want.norm().item())
+            torch.testing.assert_close(grad, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("slots", [8, 3])
+def test_ffn_gradcheck(slots, seed):
+    inputs = ffn_inputs(3, 4, 12, torch.float64, True)
+    assert torch.autograd.gradcheck(
+        lambda *t: gated_ffn(*t, threshold=0.125, tile=8, slots=slots), inputs
+    )
+
+
+def test_ffn_of_any_batch_shape_and_strides(seed):
+    _, *weights = ffn_inputs(1, 24, 80, torch.float32, True)
+    wide = torch.randn(6, 4, 48)
+    for x in (wide[:, :, ::2], wide[..., :24].transpose(0, 1), wide[0, 0, :24], wide[:, :, :24]):
+        assert torch.equal(gated_ffn(x, *weights, slots=9), dense_ffn(x, *weights))
+    transposed = [w.t().contiguous().t() for w in weights[:3]]
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(gated_ffn(x, *transposed), dense_ffn(x, *weights[:3]))
+
+
+def test_ffn_under_autocast(seed):
+    inputs = ffn_inputs(9, 24, 80, torch.float32, True)
+    grads = []
+    for ffn in (dense_ffn, gated_ffn):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ffn(*inputs, threshold=0.25)
+        assert y.dtype == torch.bfloat16
+        grads.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
+    for wanted, got in zip(*grads, strict=True):
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
+    assert torch.equal(grads[0][0], grads[1][0])
+
+
+def test_ffn_with_frozen_weights(seed):
+    inputs = [t.detach() for t in ffn_inputs(9, 24, 80, torch.float32, True)]
+    assert not gated_ffn(*inputs).requires_grad
+    inputs[0].requires_grad_()
+    wanted = torch.autograd.grad(dense_ffn(*inputs).sum(), inputs[0])[0]
+    torch.testing.assert_close(torch.autograd.grad(gated_ffn(*inputs).sum(), inputs[0])[0], wanted)
+
+
+def test_ffn_of_non_finite_gates():
+    """A NaN comes out as NaN where the dense equation gives one, and only there."""
+    inputs = [t.detach() for t in ffn_inputs(6, 24, 80, torch.float32, False)]
+    inputs[0][2, 3] = float("nan")
+    inputs[0][4, 0] = float("inf")
+    assert torch.equal(gated_ffn(*inputs).isnan(), dense_ffn(*inputs).isnan())
+    torch.testing.assert_close(gated_ffn(*inputs), dense_ffn(*inputs), equal_nan=True)
+
+
+def test_a_second_derivative_is_refused():
+    x, *weights = ffn_inputs(3, 4, 12, torch.float64, False)
+    (grad,) = torch.autograd.grad(gated_ffn(x, *weights).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_storable_threshold_rounds_as_bf16_does(seed):
+    magnitude = torch.rand(2000, dtype=torch.float64) * 76 - 38
+    drawn = torch.cat((10**magnitude, random_bits((2000,), torch.float32).abs().double()))
+    drawn = drawn.float()[drawn.float() <= 3.3e38].tolist()
+    rounded = torch.tensor(drawn, dtype=torch.float32).bfloat16().double().tolist()
+    assert [storable_threshold(t) for t in drawn] == rounded
+    assert [storable_threshold(t) for t in rounded] == rounded
+    halfway = struct.unpack("<f", struct.pack("<I", 0x3F808000))[0]  # a tie goes to the even one
+    assert storable_threshold(halfway) == 1.0
+    assert str(storable_threshold(-0.0)) == "0.0"
+
+
+@pytest.mark.parametrize("threshold", [-1e-9, float("nan"), float("inf"), 1e39])
+def test_thresholds_that_are_none(threshold):
+    with pytest.raises(ValueError, match=r"must be finite and >= 0"):
+        storable_threshold(threshold)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format_version": 2}, "format_version 2"),
+        ({"slots": [64]}, "2 slots"),
+        ({"thresholds": [0.0, 0.1]}, "bf16 holds exactly, got 0.1"),
+        ({"thresholds": [0.0, True]}, "got True"),
+        ({"tile": 0}, "a tile of 1 to 65536, got 0"),
+        ({"tile": True}, "got True"),
+        ({"slots": [64, 257]}, "slots of 1 to 256"),
+        ({"slots": [64, 1.0]}, "got 1.0"),
+    ],
+)
+def test_check_twell(change, sentence):
+    twell = new_twell(2, "model", "silu")
+    assert check_twell(twell, 2) is twell
+    with pytest.raises(ValueError, match=sentence):
+        check_twell(twell | change, 2)
