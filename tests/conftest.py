@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from twellctl.cli import main
 from twellctl.convert import convert
 from twellctl.model import quiet_transformers
 
@@ -55,7 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
-    """`make_model(family, **config)` writes a randomly initialised SiLU model and returns its folder."""
+    """`make_model(family, **config)` writes a random SiLU model and returns its folder."""
 
     def make(family: str = "llama", *, seed: int = 0, shard_size: str = "5GB", **changes) -> Path:
         settings = {
@@ -98,6 +101,23 @@ def relu_llama(silu_llama, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("relu") / "model"
     convert(silu_llama, out)
     return out
+
+
+@pytest.fixture
+def cli(monkeypatch, capfd):
+    """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr)."""
+    terminate = signal.getsignal(signal.SIGTERM)
+
+    def run(*words) -> tuple[int, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["twellctl", *map(str, words)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capfd.readouterr()
+        return stop.value.code, out, err.splitlines()
+
+    yield run
+    signal.signal(signal.SIGTERM, terminate)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,40 @@
-"""convert: only the activation changes, for every family, without touching a weight."""
+"""convert: only the activation changes, for every family, without touching or loading a weight."""
 
 import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.convert import convert
+
+TOP_MEMORY = "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')][0])"
+
+
+def run(*words, code: str = "", **environment) -> subprocess.CompletedProcess:
+    """The command line in a process of its own; `code` runs there at the end, on stdout."""
+    program = f"""
+import sys
+from twellctl.cli import main
+try:
+    main()
+finally:
+    {code or "pass"}
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"])
@@ -28,3 +56,151 @@ def test_logits_are_those_of_the_same_weights_with_relu(make_model, tmp_path, fa
         "source": str(source.resolve()),
         "source_act": "silu",
     }
+
+
+def test_weights_of_a_sharded_model_are_the_same_files(make_model, tmp_path):
+    source, out = make_model("qwen2", shard_size="40KB"), tmp_path / "out"
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(0o644)  # safetensors writes 0600, which is copied
+    convert(source, out)
+    shards = sorted(path.name for path in source.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert sorted(path.name for path in out.glob("*.safetensors")) == shards
+    assert all(os.path.samefile(source / shard, out / shard) for shard in shards)
+    index = "model.safetensors.index.json"
+    assert (out / index).read_bytes() == (source / index).read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (source, out))
+    assert after.pop("twell")["source_act"] == before.pop("hidden_act")
+    assert after.pop("hidden_act") == "relu"
+    assert after == before
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(source))
+
+
+def test_what_is_copied_when_the_disk_cannot_link(make_model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no links here")
+
+    source, out = make_model("llama", shard_size="40KB"), tmp_path / "out"
+    monkeypatch.setattr(os, "link", refuse)
+    convert(source, out)
+    for shard in source.glob("*.safetensors"):
+        copied = load_file(out / shard.name)
+        assert copied.keys() == load_file(shard).keys()
+        assert all(torch.equal(copied[name], tensor) for name, tensor in load_file(shard).items())
+        assert not os.path.samefile(shard, out / shard.name)
+
+
+def test_a_folder_of_links_becomes_one_of_files(silu_llama, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for path in silu_llama.iterdir():
+        (cache / path.name).symlink_to(path)
+    convert(cache, tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_files_that_go_along_and_files_that_stay(silu_llama, tmp_path):
+    source = Path(shutil.copytree(silu_llama, tmp_path / "model"))
+    stays = [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "modeling_x.py",
+        ".cache",
+        "a.gguf",
+    ]
+    goes = ["LICENSE", "chat_template.jinja", "special_tokens_map.json"]
+    for name in stays + goes:
+        (source / name).write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{}")
+    convert(source, tmp_path / "out")
+    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert names.isdisjoint(stays)
+    assert names > {*goes, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert "additional_chat_templates/tool.jinja" in names
+
+
+def test_remote_code_of_a_known_family_is_left_behind(make_model, tmp_path):
+    source = Path(shutil.copytree(make_model("phi3"), tmp_path / "model"))
+    config = json.loads((source / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "modeling_phi3.py").write_text("raise SystemExit")
+    convert(source, tmp_path / "out")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_folder_without_a_tokenizer(silu_llama, tmp_path):
+    source = Path(shutil.copytree(silu_llama, tmp_path / "model"))
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    convert(source, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from /proc")
+def test_memory_and_imports(silu_llama, tmp_path):
+    """A checkpoint of 2 GB (holes, for the disk's sake) takes less than 300 MB, and no torch."""
+    source = Path(shutil.copytree(silu_llama, tmp_path / "model"))
+    weights = source / "model.safetensors"
+    weights.chmod(0o644)
+    with weights.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
+        offsets = [end, end + (1 << 31)]
+        header["big"] = {"dtype": "BF16", "shape": [1 << 15, 1 << 15], "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        file.seek(0)
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offsets[1])
+    loaded = "print(*{'torch', 'transformers'} & set(sys.modules), 'none')"
+    done = run("convert", source, tmp_path / "out", code=f"{loaded}; {TOP_MEMORY}")
+    *_, modules, kilobytes = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, modules) == (0, "", "none")
+    assert int(kilobytes) < 300_000
+
+
+def test_help_is_quick_and_light():
+    loaded = "print(*{'torch', 'transformers', 'numpy', 'asyncio'} & set(sys.modules), 'none')"
+    seconds = "import time; print(time.process_time())"
+    runs = [run("--help", code=f"{loaded}; {seconds}").stdout.splitlines() for _ in range(4)]
+    assert "Commands:" in runs[0]
+    assert runs[0][-2] == "none"
+    assert min(float(lines[-1]) for lines in runs) < 0.3
+
+
+def test_a_hub_id_that_cannot_be_fetched(tmp_path):
+    done = run("convert", "nobody/nothing", tmp_path / "out", HF_HUB_OFFLINE="1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    words = "nobody/nothing is no local folder and could not be fetched from the hub (check the id"
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "Missing command"),
+        (("convert",), "Missing argument 'MODEL'"),
+        (("convert", "model"), "Missing argument 'OUT'"),
+        (("convret",), "No such command 'convret'"),
+        (("convert", "model", "out", "--speed"), "No such option: --speed"),
+    ],
+)
+def test_usage(cli, words, message):
+    code, out, err = cli(*words)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert message in err[0]
+    assert "--help" in err[0]
+
+
+def test_the_real_model(real_model, cli, tmp_path):
+    code, _, err = cli("convert", real_model, tmp_path / "out")
+    assert (code, err) == (0, [])
+    ids = torch.randint(0, 500, (1, 64), generator=torch.Generator().manual_seed(0))
+    expected = AutoModelForCausalLM.from_pretrained(real_model, hidden_act="relu")(ids).logits
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model(ids).logits, expected)

@@ -1,50 +1,39 @@
-"""A model folder without torch: its config, what its safetensors files hold, what its FFNs look like.
+"""A model folder without torch: its config, what its weights are called, what its FFNs look like.
 
 Every command opens its MODEL here, so that a folder which cannot work is refused before anything is
-loaded or written. Nothing here reads a weight, except `fingerprint`. Below that, the few ways in which
-commands carry parts of one folder over to the next.
+loaded or written. Nothing here reads a weight, except `fingerprint`. Below that, the few ways in
+which commands carry parts of one folder over to the next.
 """
 
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
 from twellctl.errors import TwellError
 from twellctl.outputs import link_or_copy
+from twellctl.shards import (
+    FLOATS,
+    INDEX,
+    OTHER_FORMATS,
+    SINGLE,
+    TensorInfo,
+    other_weights,
+    read_json,
+    read_shards,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SILU = ("silu", "swish")
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-OTHER_FORMATS = {
-    ".bin": "PyTorch pickle (.bin)",
-    ".pt": "PyTorch pickle (.pt)",
-    ".pth": "PyTorch pickle (.pth)",
-    ".gguf": "GGUF",
-    ".ggml": "GGML",
-    ".h5": "TensorFlow (.h5)",
-    ".msgpack": "Flax (.msgpack)",
-}
-NOT_CARRIED = {*OTHER_FORMATS, ".safetensors", ".py", ".onnx"}
+NOT_CARRIED = (*OTHER_FORMATS, ".safetensors", ".index.json", ".py", ".onnx")
+_OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a safetensors file: dtype as safetensors spells it, and where its bytes lie."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shard: str
-    start: int
-    stop: int
+_EXPERTS = re.compile(r"(\w+_)?(num|n)_(local_|routed_)?experts")
+_FUSED, _SPLIT = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ class Checkpoint:
 
     @property
     def twell(self) -> dict:
-        """The "twell" block of config.json, checked; a default one for a ReLU model that has none."""
+        """The "twell" block of config.json, checked; a default one for a model that has none."""
         if "twell" not in self.config:
             return new_twell(self.ffn.num_layers, str(self.path.resolve()), self.activation)
         try:
@@ -112,17 +101,23 @@ class Checkpoint:
 def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkpoint:
     """Read and check a local folder, or a hub id (downloaded to the hub's cache).
 
-    `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or truncated
-    shard, a quantised, MoE, multimodal or non-gated model, remote code.
+    `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
+    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code.
     """
     name, path = str(model), Path(model)
     if not path.exists():
         path = _download(name, revision)
-    if not path.is_dir():
-        raise TwellError(f"{name} is no model folder: give the folder that holds config.json")
-    config = _read_json(path / "config.json", f"{name} has no config.json: is it a model folder?")
+    if not (path / "config.json").is_file():
+        why = other_weights(path) or "has no config.json: give a model folder of transformers"
+        raise TwellError(f"{name} {why}")
+    if (path / "adapter_config.json").is_file():
+        raise TwellError(
+            f"{name} holds an adapter: merge it into its model first (merge_and_unload)"
+        )
+    config = read_json(path / "config.json")
     _refuse_unsupported(name, config)
-    tensors, shards = _read_shards(name, path)
+    tensors, shards = read_shards(name, path)
+    _refuse_quantised(name, tensors)
     ffn = _ffn_shape(name, config, tensors)
     return Checkpoint(name, path, config, tensors, shards, ffn)
 
@@ -158,9 +153,10 @@ def link_shards(checkpoint: Checkpoint, folder: Path) -> None:
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     """Tokenizer, generation config, licence and the like: all but config.json, weights and code."""
-    left_out = {"config.json", INDEX, "twell_manifest.json"}
+    left_out = ("config.json", "twell_manifest.json")
     for source in sorted(checkpoint.path.iterdir()):
-        if source.name.startswith(".") or source.name in left_out or source.suffix in NOT_CARRIED:
+        name = source.name
+        if name.startswith(".") or name in left_out or name.endswith(NOT_CARRIED):
             continue
         if source.is_file():
             shutil.copyfile(source, folder / source.name)
@@ -174,39 +170,6 @@ def write_config(folder: Path, config: dict) -> None:
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; `TwellError` if it is truncated or no such file."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if length + 8 > size:
-                raise TwellError(f"{path} is truncated or no safetensors file: copy it again")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        start = 8 + length
-        tensors = {
-            name: TensorInfo(
-                name,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                path.name,
-                start + entry["data_offsets"][0],
-                start + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()
-        }
-    except OSError as error:
-        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise TwellError(f"{path} is no safetensors file (bad header): copy it again") from error
-    end = max((tensor.stop for tensor in tensors.values()), default=start)
-    if end != size:
-        raise TwellError(f"{path} is truncated: {size} bytes of {end}; copy it again")
-    return tensors
-
-
 def _download(name: str, revision: str | None) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise TwellError(f"{name} does not exist: give a model folder or a hub id like owner/model")
@@ -218,105 +181,84 @@ def _download(name: str, revision: str | None) -> Path:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TwellError(
-            f"{name} is no local folder and could not be fetched from the hub: {reason}"
+            f"{name} is no local folder and could not be fetched from the hub "
+            f"(check the id and the network): {reason}"
         ) from error
 
 
-def _read_json(path: Path, if_missing: str) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TwellError(if_missing) from None
-    except OSError as error:
-        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise TwellError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TwellError(f"{path} holds no JSON object")
-    return content
-
-
 def _refuse_unsupported(name: str, config: dict) -> None:
-    if "quantization_config" in config or "compression_config" in config:
-        quantised = config.get("quantization_config") or config.get("compression_config") or {}
-        method = quantised.get("quant_method", "unknown method")
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise TwellError(
-            f"{name} is quantised ({method}): twellctl needs the original bf16, fp16 or fp32 weights"
+            f"{name} is quantised ({method or 'unknown method'}): "
+            "take the original bf16, fp16 or fp32 model"
         )
-    if "text_config" in config and "hidden_act" not in config:
-        raise TwellError(f"{name} is multimodal (text_config): twellctl takes text-only models")
-    auto_map = config.get("auto_map") or {}
-    if auto_map and "twell" not in config:
+    if towers := [key for key in config if key in ("text_config", "vision_config", "audio_config")]:
+        raise TwellError(f"{name} is multimodal ({towers[0]}): take a text-only model")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise TwellError(f"{name}: config.json has no model_type: give a model of transformers")
+    if config.get("auto_map") and "twell" not in config and not _transformers_has(model_type):
         raise TwellError(
-            f"{name} needs remote code (auto_map): twellctl takes models that transformers knows"
+            f"{name} ({model_type}) needs remote code (auto_map): take a model transformers knows"
         )
-    if "model_type" not in config:
-        raise TwellError(f"{name}: config.json has no model_type; is it a transformers model?")
+    classes = config.get("architectures") or []
+    causal = ("ForCausalLM", "LMHeadModel")
+    if classes and not any(str(cls).endswith(causal) for cls in classes):
+        raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     if not isinstance(config.get("hidden_act"), str):
         seen = config.get("hidden_activation") or config.get("activation_function")
         found = f"its activation is {seen!r}" if seen else "config.json has no hidden_act"
-        raise TwellError(f"{name} is no gated SiLU model: {found}")
+        raise TwellError(f"{name} ({model_type}) is no gated SiLU model: {found}; take another")
 
 
-def _read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    if (path / SINGLE).is_file():
-        return read_header(path / SINGLE), (SINGLE,)
-    if not (path / INDEX).is_file():
-        found = {OTHER_FORMATS[f.suffix] for f in path.iterdir() if f.suffix in OTHER_FORMATS}
-        if found:
-            raise TwellError(
-                f"{name} holds {', '.join(sorted(found))} weights: save it as safetensors first "
-                "(in transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
-            )
-        raise TwellError(f"{name} has no weights: neither {SINGLE} nor {INDEX}")
-    weight_map = _read_json(path / INDEX, "").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise TwellError(f"{path / INDEX} has no weight_map: copy it again")
-    tensors: dict[str, TensorInfo] = {}
-    shards = tuple(sorted({str(shard) for shard in weight_map.values()}))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise TwellError(f"{path / INDEX} names {shard}, which is outside the folder")
-        if not (path / shard).is_file():
-            raise TwellError(f"{path / INDEX} names {shard}, which is missing: fetch it again")
-        tensors |= read_header(path / shard)
-    for tensor, shard in weight_map.items():
-        if tensor not in tensors or tensors[tensor].shard != shard:
-            raise TwellError(f"{path / shard} lacks {tensor}, which {INDEX} puts there")
-    return tensors, shards
+def _transformers_has(model_type: str) -> bool:
+    """Whether transformers knows the family without remote code. Imports nothing."""
+    package = importlib.util.find_spec("transformers")
+    folder = model_type.replace("-", "_")
+    return package is not None and (Path(package.origin).parent / "models" / folder).is_dir()
+
+
+def _refuse_quantised(name: str, tensors: dict[str, TensorInfo]) -> None:
+    odd = {tensor.dtype for tensor in tensors.values()} - {*FLOATS, *_OTHER_DTYPES}
+    odd |= {n.rsplit(".", 1)[-1] for n in tensors if n.endswith((".qweight", ".weight_packed"))}
+    if odd:
+        raise TwellError(
+            f"{name} holds {', '.join(sorted(odd))} weights: "
+            "take the original bf16, fp16 or fp32 model"
+        )
 
 
 def _ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnShape:
-    experts = [key for key in config if re.fullmatch(r"(num|n)_(local_|routed_)?experts", key)]
-    if any(config[key] for key in experts) or any(".experts." in tensor for tensor in tensors):
-        raise TwellError(f"{name} is a mixture of experts: twellctl takes dense models only")
+    experts = [key for key in config if _EXPERTS.fullmatch(key) and config[key]]
+    if experts or any(".experts." in tensor for tensor in tensors):
+        raise TwellError(f"{name} is a mixture of experts: take a dense model")
     ffns: dict[str, dict[str, TensorInfo]] = {}
     for tensor_name, tensor in tensors.items():
         if match := _FFN_WEIGHT.fullmatch(tensor_name):
             ffns.setdefault(match[1], {})[match[2]] = tensor
-    gated = [
-        {"gate_proj", "up_proj", "down_proj"} == set(ffn) or {"gate_up_proj", "down_proj"} == set(ffn)
-        for ffn in ffns.values()
-    ]
+    gated = [ffn for ffn in ffns.values() if set(ffn) in (_FUSED, _SPLIT)]
     num_layers = config.get("num_hidden_layers")
-    if not ffns or not all(gated) or len(ffns) != num_layers:
+    if not gated or len(gated) != len(ffns) or len(ffns) != num_layers:
         raise TwellError(
-            f"{name} ({config['model_type']}) has {sum(gated)} gated FFNs in {num_layers} layers: "
-            "twellctl takes models with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
+            f"{name} ({config['model_type']}) has {len(gated)} gated FFNs in {num_layers} layers: "
+            "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
-    shapes = {(part, tensor.shape) for ffn in ffns.values() for part, tensor in ffn.items()}
-    down = next(shape for part, shape in shapes if part == "down_proj")
-    if len(shapes) > 3 or len(down) != 2:
-        raise TwellError(f"{name} has FFNs of several shapes: twellctl takes one shape for all layers")
-    hidden_size, intermediate_size = down
-    wrong = {t.dtype for ffn in ffns.values() for t in ffn.values()} - set(FLOATS)
-    if wrong:
-        raise TwellError(
-            f"{name} holds {', '.join(sorted(wrong))} weights: twellctl needs bf16, fp16 or fp32"
-        )
-    if intermediate_size > MAX_COLUMNS:
-        raise TwellError(
-            f"{name} has {intermediate_size} neurons a layer: TwELL holds at most {MAX_COLUMNS}"
-        )
-    fused = any(part == "gate_up_proj" for part, _ in shapes)
-    return FfnShape(len(ffns), hidden_size, intermediate_size, fused)
+    return _common_shape(name, gated)
+
+
+def _common_shape(name: str, ffns: list[dict[str, TensorInfo]]) -> FfnShape:
+    K, N = ffns[0]["down_proj"].shape if len(ffns[0]["down_proj"].shape) == 2 else (0, 0)
+    expected = {"down_proj": (K, N), "gate_proj": (N, K), "up_proj": (N, K)}
+    expected["gate_up_proj"] = (2 * N, K)
+    for ffn in ffns:
+        for part, tensor in ffn.items():
+            if tensor.shape != expected[part] or tensor.dtype not in FLOATS:
+                raise TwellError(
+                    f"{name}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, expected "
+                    f"{list(expected[part])} of floats: take a model with equal FFNs in all layers"
+                )
+    if N > MAX_COLUMNS:
+        raise TwellError(f"{name} has {N} neurons a layer: TwELL holds at most {MAX_COLUMNS}")
+    return FfnShape(len(ffns), K, N, set(ffns[0]) == _FUSED)

@@ -1,4 +1,4 @@
-"""twellctl convert: SiLU becomes ReLU. Only config.json changes; the weights are linked or copied."""
+"""twellctl convert: SiLU becomes ReLU. Only config.json changes, no weight is read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,17 @@ def convert(
 ) -> Converted:
     """Write to `out` the SiLU `model` (a folder or hub id) with `hidden_act: "relu"`.
 
-    Takes no memory for weights: shards are hard-linked where the disk allows, else copied. The result
-    loads with plain `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
+    Takes no memory for weights: shards are hard-linked where the disk allows, else copied. The
+    result loads with plain `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
     out = Path(out)
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, inputs=(Path(model),))
     checkpoint = open_checkpoint(model, revision=revision)
-    check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
     if checkpoint.activation == "relu":
         raise TwellError(f"{model} is already ReLU: go on with 'twellctl finetune {model} OUT'")
     if not checkpoint.is_silu:
         raise TwellError(
-            f"{model} has hidden_act {checkpoint.activation!r}: twellctl converts SiLU models"
+            f"{model} has hidden_act {checkpoint.activation!r}: take a model with 'silu'"
         )
     ffn = checkpoint.ffn
     source = str(checkpoint.path.resolve()) if Path(model).exists() else str(model)
@@ -44,6 +43,7 @@ def convert(
         "hidden_act": "relu",
         "twell": new_twell(ffn.num_layers, source, checkpoint.activation),
     }
+    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
     with staged(out, overwrite=overwrite) as stage:
         link_shards(checkpoint, stage)
         copy_side_files(checkpoint, stage)

@@ -11,7 +11,7 @@ from twellctl.errors import TwellError
 
 
 def check_output(out: Path, *, overwrite: bool = False, inputs: tuple[Path, ...] = ()) -> None:
-    """Refuse, before any work is done, an `out` that could not be written or would destroy something."""
+    """Refuse, before any work, an `out` that could not be written or would destroy something."""
     target = out.resolve()
     for source in inputs:
         if target == source.resolve() or target in source.resolve().parents:
@@ -22,7 +22,9 @@ def check_output(out: Path, *, overwrite: bool = False, inputs: tuple[Path, ...]
         if not overwrite:
             raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
         if any(out.iterdir()) and not (out / "config.json").is_file():
-            raise TwellError(f"{out} is no model folder (no config.json), --overwrite would destroy it")
+            raise TwellError(
+                f"{out} is no model folder (no config.json), --overwrite would destroy it"
+            )
     parent = target.parent
     while not parent.exists():
         parent = parent.parent
@@ -32,31 +34,35 @@ def check_output(out: Path, *, overwrite: bool = False, inputs: tuple[Path, ...]
 
 @contextlib.contextmanager
 def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `out`. When the block ends well it becomes `out`; else it is removed.
+    """Yield an empty folder beside `out`. If the block ends well it becomes `out`, else it goes.
 
     An `OSError` inside (a full disk, say) comes out as one line that names `out`.
     """
     check_output(out, overwrite=overwrite)
     target = out.resolve()
+    new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise TwellError(f"{out} cannot be written: {error.strerror or error}") from error
+        _remove_empty(new_parents)
+        raise TwellError(f"{out} cannot be written: {_reason(error)}; choose another") from error
     try:
-        try:
-            yield stage
-            make_readable(stage)
-            _put_in_place(stage, target)
-        except OSError as error:
-            what = error.strerror or error
-            raise TwellError(f"{out} could not be written: {what}; nothing was left there") from error
+        yield stage
+        make_readable(stage)
+        _put_in_place(stage, target, overwrite)
+    except OSError as error:
+        raise TwellError(
+            f"{out} could not be written: {_reason(error)}; nothing was left there, "
+            "put that right and run it again"
+        ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+        _remove_empty(new_parents)
 
 
 def make_readable(folder: Path) -> None:
-    """Give files the mode the user's umask asks for (safetensors writes 0600); links are left alone."""
+    """Give files the mode the umask asks for (safetensors writes 0600); links are left alone."""
     umask = os.umask(0)
     os.umask(umask)
     folder.chmod(0o777 & ~umask)
@@ -68,7 +74,7 @@ def make_readable(folder: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link `source` to `target` where others may read it too and the disk allows; else copy."""
+    """Hard-link `source` to `target` if others may read it and the disk allows; else copy."""
     umask = os.umask(0)
     os.umask(umask)
     source = source.resolve()
@@ -80,16 +86,29 @@ def link_or_copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _put_in_place(stage: Path, target: Path) -> None:
-    if not target.exists():
-        stage.rename(target)
+def _put_in_place(stage: Path, target: Path, overwrite: bool) -> None:
+    """`stage` becomes `target`; an older `target` goes only when the new one stands."""
+    if not (overwrite and target.exists()):
+        stage.rename(target)  # fails if another has written it meanwhile
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old / target.name)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent)) / target.name
     try:
+        target.rename(aside)
         stage.rename(target)
-    except OSError:
-        (old / target.name).rename(target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        _remove_empty([aside.parent])
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _reason(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"

@@ -1,0 +1,251 @@
+"""What is no model for twellctl: the command line refuses it in one line and writes nothing."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+INDEX = "model.safetensors.index.json"
+FFN = "model.layers.0.mlp"
+
+
+@pytest.fixture(scope="session")
+def sharded(make_model) -> Path:
+    """A tiny SiLU Llama in several shards; read only."""
+    return make_model("llama", shard_size="40KB")
+
+
+@pytest.fixture
+def model(sharded, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(sharded, tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(cli, tmp_path):
+    """`refused(model, *words)`: convert exits 1 with one line that holds all words, and no OUT."""
+
+    def check(model, *words):
+        before = sorted(tmp_path.rglob("*"))
+        code, out, err = cli("convert", model, tmp_path / "out")
+        assert (code, out, len(err)) == (1, "", 1), err
+        assert all(word in err[0] for word in words), err[0]
+        assert sorted(tmp_path.rglob("*")) == before
+
+    return check
+
+
+def edit(path: Path, **changes) -> None:
+    content = json.loads(path.read_text()) | changes
+    content = {key: value for key, value in content.items() if value is not ...}
+    path.write_text(json.dumps(content))
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """A file of zeros: {name: (dtype, shape)}."""
+    sizes = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
+    header, end = {}, 0
+    for name, (dtype, (rows, columns)) in tensors.items():
+        start, end = end, end + rows * columns * sizes[dtype]
+        header[name] = {"dtype": dtype, "shape": [rows, columns], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+
+
+def replace_weights(folder: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    write_safetensors(folder / "model.safetensors", tensors)
+    edit(folder / "config.json", num_hidden_layers=1)
+
+
+def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[int]]]:
+    parts = {"gate_proj": [N, K], "up_proj": [N, K], "down_proj": [K, N]}
+    return {f"{FFN}.{part}.weight": (dtype, shape) for part, shape in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, ("'gelu'", "silu")),
+        ({"hidden_act": "relu"}, ("already ReLU", "twellctl finetune")),
+        ({"hidden_act": ..., "hidden_activation": "gelu"}, ("'gelu'", "take another")),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("gptq", "original")),
+        ({"quantization_config": {"quant_method": "awq"}}, ("quantised (awq)", "original")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)", "original")),
+        ({"quantization_config": {"load_in_4bit": True}}, ("quantised", "original")),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            ("quantised (bitsandbytes)", "original"),
+        ),
+        ({"compression_config": {"format": "pack-quantized"}}, ("quantised", "original")),
+        ({"text_config": {"hidden_act": "silu"}}, ("multimodal (text_config)", "text-only")),
+        ({"vision_config": {}}, ("multimodal (vision_config)", "text-only")),
+        (
+            {"model_type": "nova9", "auto_map": {"AutoModelForCausalLM": "m.N"}},
+            ("nova9", "remote code (auto_map)", "take a model"),
+        ),
+        ({"model_type": ...}, ("no model_type", "give")),
+        ({"num_experts": 4}, ("mixture of experts", "dense")),
+        ({"moe_num_experts": 4}, ("mixture of experts", "dense")),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ("is a LlamaForSequenceClassification", "ForCausalLM"),
+        ),
+        ({"num_hidden_layers": 3}, ("2 gated FFNs in 3 layers", "gate_proj")),
+    ],
+)
+def test_config_that_does_not_fit(model, refused, changes, words):
+    edit(model / "config.json", **changes)
+    refused(model, str(model), *words)
+
+
+def test_other_architectures(make_model, refused):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    refused(make_model("mixtral", **experts), "mixture of experts", "dense")
+    refused(make_model("opt", word_embed_proj_dim=32, ffn_dim=64), "(opt)", "'relu'")
+    refused(make_model("gpt_neox"), "(gpt_neox)", "0 gated FFNs in 2 layers", "gate_proj")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ("no config.json", "give a model folder")),
+        (b"{'hidden_act': 1}", ("config.json is not valid JSON", "copy it again")),
+        (b"", ("config.json is not valid JSON",)),
+        (b'{"a": "\xff"}', ("config.json is not valid JSON",)),
+        (b"[" * 100_000, ("config.json is not valid JSON",)),
+        (b"[]", ("config.json holds no JSON object",)),
+    ],
+    ids=["none", "broken", "empty", "utf8", "deep", "list"],
+)
+def test_broken_config(model, refused, content, words):
+    (model / "config.json").unlink()
+    if content is not None:
+        (model / "config.json").write_bytes(content)
+    refused(model, str(model), *words)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize(
+    ("file", "format"),
+    [
+        ("pytorch_model.bin", "(.bin)"),
+        ("consolidated.00.pth", "(.pth)"),
+        ("model.pt", "(.pt)"),
+        ("model-q4_0.gguf", "GGUF"),
+        ("tf_model.h5", "TensorFlow"),
+    ],
+)
+def test_other_weight_formats(model, refused, file, format, with_config):
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    (model / file).write_bytes(b"weights")
+    if not with_config:
+        (model / "config.json").unlink()
+    refused(model, str(model), format, "save it as safetensors first")
+    refused(model / file, file, format, "save it as safetensors first")
+
+
+def test_no_weights(model, refused):
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    refused(model, str(model), "no weights", "model.safetensors")
+
+
+def test_an_adapter(model, refused):
+    (model / "adapter_config.json").write_text("{}")
+    refused(model, str(model), "adapter", "merge it")
+
+
+def shard_of(model: Path) -> Path:
+    return sorted(model.glob("*.safetensors"))[1]
+
+
+def test_missing_shard(model, refused):
+    shard = shard_of(model)
+    shard.unlink()
+    refused(model, INDEX, shard.name, "missing", "fetch it again")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 40, -1], ids=["0", "7", "8", "header", "last byte"])
+def test_truncated_shard(model, refused, keep):
+    shard = shard_of(model)
+    shard.write_bytes(shard.read_bytes()[:keep])
+    refused(model, str(shard), "truncated", "copy it again")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"no json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0]}}'],
+)
+def test_bad_header(model, refused, header):
+    shard = shard_of(model)
+    shard.write_bytes(struct.pack("<Q", len(header)) + header)
+    refused(model, str(shard), "bad header", "copy it again")
+
+
+def test_a_shape_that_its_bytes_belie(model, refused):
+    shard = shard_of(model)
+    content = shard.read_bytes()
+    assert b'"shape":[32,' in content
+    shard.write_bytes(content.replace(b'"shape":[32,', b'"shape":[31,'))
+    refused(model, str(shard), "bad header", "copy it again")
+
+
+def test_bytes_behind_the_last_tensor(model, refused):
+    shard = shard_of(model)
+    shard.write_bytes(shard.read_bytes() + b"0")
+    refused(model, str(shard), "behind its last tensor", "copy it again")
+
+
+def test_index_that_does_not_fit(model, refused):
+    weight_map = json.loads((model / INDEX).read_text())["weight_map"]
+    last = sorted(set(weight_map.values()))[-1]
+    tensor = next(name for name, shard in weight_map.items() if shard != last)
+    edit(model / INDEX, weight_map=weight_map | {tensor: last})
+    refused(model, f"{last} lacks {tensor}", "fetch both again")
+    edit(model / INDEX, weight_map=weight_map | {"ghost.weight": last})
+    refused(model, f"{last} lacks ghost.weight", "fetch both again")
+    edit(model / INDEX, weight_map=weight_map | {tensor: "../model.safetensors"})
+    refused(model, INDEX, "../model.safetensors, outside the folder", "copy it again")
+    edit(model / INDEX, weight_map=...)
+    refused(model, INDEX, "no weight_map", "copy it again")
+    (model / INDEX).write_text("{")
+    refused(model, INDEX, "not valid JSON", "copy it again")
+
+
+def test_quantised_tensors_without_a_config_that_says_so(model, refused):
+    fp8 = one_ffn(96, 32, "F8_E4M3")
+    replace_weights(model, fp8)
+    refused(model, "F8_E4M3", "original")
+    replace_weights(model, one_ffn(96, 32) | {"model.layers.0.q_proj.weight": ("F8_E4M3", [32, 4])})
+    refused(model, "F8_E4M3", "original")
+    replace_weights(model, {f"{FFN}.gate_proj.qweight": ("I32", [4, 96])})
+    refused(model, "qweight", "original")
+
+
+def test_ffns_that_do_not_fit(model, refused):
+    replace_weights(model, one_ffn(96, 32) | {f"{FFN}.up_proj.weight": ("BF16", [97, 32])})
+    refused(model, f"{FFN}.up_proj.weight is [97, 32]", "expected [96, 32]", "take a model")
+    replace_weights(model, one_ffn(65537, 1))
+    refused(model, "65537 neurons", "at most 65536")
+    replace_weights(model, {f"{FFN}.up_proj.weight": ("BF16", [97, 32])})
+    refused(model, "0 gated FFNs in 1 layers", "gate_proj")
+
+
+def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("nowhere", "nowhere does not exist", "give a model folder or a hub id")
+    refused("a" * 300, "File name too long")
+    (tmp_path / "notes.txt").write_text("text")
+    refused(tmp_path / "notes.txt", "notes.txt", "no config.json", "give a model folder")
+
+
+def test_what_looks_odd_but_fits(model, cli, tmp_path):
+    edit(model / "config.json", quantization_config=None, num_experts=0, architectures=None)
+    code, out, err = cli("convert", model, tmp_path / "out")
+    assert (code, err) == (0, [])
+    assert "2 gated FFNs, 32 x 96, silu -> relu" in out

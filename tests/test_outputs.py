@@ -1,0 +1,188 @@
+"""An output folder appears whole or not at all, and nothing that was there is lost."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from twellctl import convert as convert_module
+from twellctl import outputs
+
+
+@pytest.fixture
+def model(silu_llama, tmp_path) -> Path:
+    return Path(shutil.copytree(silu_llama, tmp_path / "models" / "model"))
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def refused(cli, tmp_path):
+    """`refused(words, *command)`: exit 1, one line with all words, and no file changed anywhere."""
+
+    def check(words, *command):
+        before = contents(tmp_path)
+        code, out, err = cli("convert", *command)
+        assert (code, out, len(err)) == (1, "", 1), err
+        assert all(word in err[0] for word in words), err[0]
+        assert contents(tmp_path) == before
+
+    return check
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_out_exists(model, refused, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    refused((f"{out} exists", "--overwrite"), model, out)
+    (out / "notes.txt").write_text("mine")
+    refused(("no model folder", "would destroy it"), model, out, "--overwrite")
+    (tmp_path / "file").write_text("mine")
+    refused(("is not a folder", "choose another name"), model, tmp_path / "file", "--overwrite")
+    refused(("is not a folder you may write to",), model, tmp_path / "file" / "out")
+
+
+def test_out_is_the_model_or_holds_it(model, refused, tmp_path, monkeypatch):
+    words = ("is or contains the input", "choose another folder")
+    for more in ((), ("--overwrite",)):
+        refused(words, model, model, *more)
+        refused(words, model, model.parent, *more)
+        refused(words, model, model / "..", *more)
+        refused(words, model, model / "." / "", *more)
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    refused(words, model, link, "--overwrite")
+    refused(words, link, model, "--overwrite")
+    monkeypatch.chdir(model)
+    refused(words, ".", ".", "--overwrite")
+
+
+def test_unwritable_parent(model, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs.os, "access", lambda path, mode: False)
+    refused((f"{tmp_path} is not a folder you may write to",), model, tmp_path / "out")
+
+
+def test_folder_that_cannot_be_made(model, refused, tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(outputs.tempfile, "mkdtemp", denied)
+    out = tmp_path / "new" / "deep" / "out"
+    refused((f"{out} cannot be written", "Permission denied", "choose another"), model, out)
+
+
+@pytest.mark.parametrize("out", ["out", "new/deep/out"])
+@pytest.mark.parametrize("where", ["shutil.copyfile", "Path.write_text"])
+def test_full_disk(model, refused, tmp_path, monkeypatch, where, out):
+    monkeypatch.setattr(outputs.os, "link", no_space)
+    if where == "shutil.copyfile":
+        monkeypatch.setattr(outputs.shutil, "copyfile", no_space)
+    else:
+        monkeypatch.setattr(Path, "write_text", no_space)
+    words = (f"{out} could not be written", "No space left on device", "nothing was left")
+    refused(words, model, tmp_path / out)
+
+
+def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert cli("convert", model, out)[0] == 0
+    words = ("could not be written", "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs.shutil, "copyfile", no_space)
+        refused(words, model, out, "--overwrite")
+    rename = Path.rename
+    with monkeypatch.context() as patch:  # the new folder cannot take the old one's place
+        fails = {out}
+        patch.setattr(
+            Path,
+            "rename",
+            lambda self, to: (
+                no_space() if to in fails and not fails.remove(to) else rename(self, to)
+            ),
+        )
+        refused(words, model, out, "--overwrite")
+        assert not fails
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "lines"),
+    [(KeyboardInterrupt(), 130, ["error: interrupted"]), (SystemExit(143), 143, [])],
+)
+def test_a_stopped_run_leaves_nothing(model, cli, tmp_path, monkeypatch, stop, code, lines):
+    out = tmp_path / "new" / "out"
+
+    def stopped(*_):
+        raise stop
+
+    before = contents(tmp_path)
+    monkeypatch.setattr(convert_module, "write_config", stopped)
+    assert cli("convert", model, out) == (code, "", lines)
+    assert contents(tmp_path) == before
+
+
+def test_stopped_between_the_renames(model, cli, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert cli("convert", model, out)[0] == 0
+    before = contents(tmp_path)
+    rename, seen = Path.rename, []
+
+    def stopped_at_second(self, to):
+        seen.append(to)
+        if len(seen) == 2:
+            raise SystemExit(143)
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", stopped_at_second)
+    assert cli("convert", model, out, "--overwrite")[0] == 143
+    assert contents(tmp_path) == before
+
+
+def test_overwrite_replaces_all(model, cli, tmp_path):
+    out = tmp_path / "out"
+    assert cli("convert", model, out)[0] == 0
+    first = contents(out)
+    (out / "left.txt").write_text("from an earlier run")
+    assert cli("convert", model, out, "--overwrite")[0] == 0
+    assert contents(out) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "out"]
+
+
+def test_another_run_that_wrote_out_first_wins(model, cli, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    copy_side_files = convert_module.copy_side_files
+
+    def meanwhile(checkpoint, stage):
+        copy_side_files(checkpoint, stage)
+        out.mkdir()
+        (out / "theirs").write_text("theirs")
+
+    monkeypatch.setattr(convert_module, "copy_side_files", meanwhile)
+    code, _, err = cli("convert", model, out)
+    assert (code, len(err)) == (1, 1)
+    assert "could not be written" in err[0]
+    assert contents(out) == {out / "theirs": b"theirs"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "out"]
+
+
+def test_modes(model, tmp_path, cli):
+    weights = model / "model.safetensors"
+    for mode in (0o644, 0o600):
+        weights.chmod(mode)
+        (model / "tokenizer.json").chmod(mode)
+        out = tmp_path / f"{mode:o}"
+        umask = os.umask(0o022)
+        try:
+            assert cli("convert", model, out)[0] == 0
+        finally:
+            os.umask(umask)
+        linked = os.path.samefile(weights, out / "model.safetensors")
+        assert linked == (mode == 0o644)
+        assert out.stat().st_mode & 0o777 == 0o755
+        assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
