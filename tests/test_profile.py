@@ -1,0 +1,166 @@
+"""profile: its figures against counts made here, one by one."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from twellctl.bundle.modeling_twell import set_thresholds
+from twellctl.bundle.twell_config import storable_threshold
+from twellctl.bundle.twell_format import pack
+from twellctl.cli import app
+from twellctl.convert import convert
+from twellctl.data import read_texts, token_stream
+from twellctl.errors import TwellError, UsageError
+from twellctl.profile import LayerCount, profile
+from twellctl.profiled import read_profile, save_profile
+
+
+def gates_of(folder, ids, threshold) -> list[torch.Tensor]:
+    """The gate `[M, N]` of each layer, read off the gate's own projection."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    set_thresholds(model, [threshold] * 2)
+    gates = []
+    for name, module in model.named_modules():
+        if name.endswith("gate_proj"):
+            module.register_forward_hook(lambda m, x, y: gates.append(y.flatten(0, 1)))
+        if name.endswith("gate_up_proj"):
+            module.register_forward_hook(
+                lambda m, x, y: gates.append(y.chunk(2, -1)[0].flatten(0, 1))
+            )
+    with torch.inference_mode():
+        model(ids)
+    return gates
+
+
+def windows_of(text_file, tokenizer, count, seq_len):
+    ids = [
+        i for part in token_stream(read_texts([str(text_file)], "text"), tokenizer) for i in part
+    ]
+    starts = torch.linspace(0, len(ids) - seq_len, count).long().tolist()
+    return torch.tensor([ids[start : start + seq_len] for start in starts])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("threshold", [None, 0.7])
+def test_figures_are_those_counted_by_hand(
+    make_model, tmp_path, tokenizer, text_file, family, threshold
+):
+    # 300 neurons: the second tile is ragged
+    convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
+    found = profile(
+        tmp_path / "model", [str(text_file)], windows=20, seq_len=48, threshold=threshold
+    )
+    ids = windows_of(text_file, tokenizer, 20, 48)
+    used = 0.0 if threshold is None else storable_threshold(threshold)
+    assert (found.windows, found.seq_len, found.tokens) == (20, 48, 960)
+    for layer, gate in zip(found.layers, gates_of(tmp_path / "model", ids, used), strict=True):
+        fired = gate > used
+        nnz = sorted(fired.sum(-1).tolist())
+        assert layer.threshold == used
+        assert layer.nnz_mean == pytest.approx(sum(nnz) / 960, rel=1e-12)
+        assert layer.density == pytest.approx(layer.nnz_mean / 300, rel=1e-12)
+        assert layer.nnz_p50 == nnz[math.ceil(0.50 * 960) - 1]
+        assert layer.nnz_p99 == nnz[math.ceil(0.99 * 960) - 1]
+        assert layer.nnz_max == nnz[-1]
+        assert layer.dead == int((~fired.any(0)).sum())
+        packed = pack(gate, used, found.tile, layer.slots)
+        assert layer.overflow == packed.overflowed.double().mean() <= 0.001
+        fewer = pack(gate, used, found.tile, max(1, layer.slots - 8))
+        assert layer.slots == 8 or fewer.overflowed.double().mean() > 0.001
+
+
+def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
+    convert(silu_llama, tmp_path / "model")
+    found = profile(tmp_path / "model", [str(text_file)], windows=4, seq_len=32, threshold=3e38)
+    assert [layer.dead for layer in found.layers] == [96, 96]
+    assert (found.density, found.dead_fraction) == (0, 1)
+    assert [layer.slots for layer in found.layers] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "slots", "overflow"), [(0, 8, 0), (1, 8, 0.001), (2, 16, 0), (1001, 16, 0)]
+)
+def test_slots_are_the_fewest_that_a_thousandth_of_rows_may_overflow(spoilt, slots, overflow):
+    gate = torch.full((1000, 32), -1.0)
+    gate[:, 16:24] = 1  # exactly full with eight slots
+    gate[:spoilt, 24] = 1  # one over
+    count = LayerCount(32, 16, torch.device("cpu"))
+    for part in gate.split(300):
+        count.add(part, part.relu())
+    found = count.summary(0.0)
+    assert (found.slots, found.overflow) == (slots, overflow)
+
+
+def test_rows_that_are_not_finite_overflow_whatever_the_slots():
+    gate = torch.full((10, 32), -1.0)
+    gate[3, 5] = -torch.inf
+    gate[4, 5] = torch.nan
+    count = LayerCount(32, 16, torch.device("cpu"))
+    count.add(gate, gate.relu())
+    found = count.summary(0.0)
+    assert (found.slots, found.overflow, found.nnz_max) == (16, 0.2, 1)
+
+
+def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
+    found = profile(relu_llama, [str(text_file)], windows=2, seq_len=16)
+    save_profile(found, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == found
+    content = json.loads((tmp_path / "profile.json").read_text())
+    assert content["schema_version"] == 1
+    assert content["density"] == found.density
+    assert (content["dtype"], content["tile"]) == ("float32", 256)
+    assert {"twellctl", "torch", "transformers"} == set(content["versions"])
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is no JSON"),
+        ("[]", r"no schema_version"),
+        ("{}", r"no schema_version"),
+        ('{"schema_version": 2}', "schema_version 2, this twellctl reads 1"),
+        ('{"schema_version": 1}', "no whole profile"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path, content, sentence):
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TwellError, match=sentence):
+        read_profile(path)
+
+
+def test_bad_calls_are_refused(relu_llama, silu_llama, text_file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("def f(): pass")
+    with pytest.raises(TwellError, match=r"holds \d+ tokens, less than one window of 200"):
+        profile(relu_llama, [str(short)], seq_len=200)
+    with pytest.raises(TwellError, match="0 tokens, less than one window"):
+        profile(relu_llama, [], seq_len=200)
+    with pytest.raises(TwellError, match="is a SiLU model"):
+        profile(silu_llama, [str(text_file)])
+    with pytest.raises(UsageError, match="seq-len must be 1 to 256"):
+        profile(relu_llama, [str(text_file)], seq_len=257)
+    with pytest.raises(UsageError, match="windows must be >= 1, got 0"):
+        profile(relu_llama, [str(text_file)], windows=0)
+    with pytest.raises(UsageError, match="threshold must be finite and >= 0, got -1"):
+        profile(relu_llama, [str(text_file)], threshold=-1)
+
+
+def test_command_shows_a_table_and_says_what_it_rounded(relu_llama, text_file, tmp_path):
+    saved = tmp_path / "profile.json"
+    arguments = ["profile", str(relu_llama), "--data", str(text_file), "--windows", "3"]
+    arguments += ["--seq-len", "24", "--threshold", "0.1", "--json", str(saved)]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "overflow" in done.stdout
+    assert "0.1 was rounded to 0.10009765625" in done.stderr
+    assert read_profile(saved).layers[1].threshold == 0.10009765625
+    refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
+    assert "is not a folder you may write to" in str(refused.exception)

@@ -1,0 +1,109 @@
+"""What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from twellctl.errors import TwellError
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer: neurons that fired a token (`nnz`), and what its tiles need.
+
+    `nnz_p99` is the smallest count that 99 % of the tokens do not exceed. `dead` neurons fired on
+    no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
+    """
+
+    threshold: float
+    nnz_mean: float
+    nnz_p50: int
+    nnz_p99: int
+    nnz_max: int
+    density: float
+    dead: int
+    slots: int
+    overflow: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured model. `fingerprint` is that of its weights, `data` what it was measured on."""
+
+    model: str
+    fingerprint: str
+    data: tuple[str, ...]
+    windows: int
+    seq_len: int
+    tokens: int
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    intermediate_size: int
+    tile: int
+    layers: tuple[LayerProfile, ...]
+
+    @property
+    def nnz_mean(self) -> float:
+        return sum(layer.nnz_mean for layer in self.layers) / len(self.layers)
+
+    @property
+    def density(self) -> float:
+        return self.nnz_mean / self.intermediate_size
+
+    @property
+    def dead_fraction(self) -> float:
+        dead = sum(layer.dead for layer in self.layers)
+        return dead / len(self.layers) / self.intermediate_size
+
+    def to_json(self) -> dict:
+        """The content of the file: schema version and means first, then all fields."""
+        means = {key: getattr(self, key) for key in ("nnz_mean", "density", "dead_fraction")}
+        return {"schema_version": SCHEMA_VERSION} | means | asdict(self)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write the JSON whole or not at all, replacing an older one."""
+    text = json.dumps(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+        part = Path(aside) / path.name
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+
+def check_profile_path(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written."""
+    if path.is_dir():
+        raise TwellError(f"{path} is a folder: name the JSON file to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TwellError(
+            f"{path} cannot be written: {path.parent} is not a folder you may write to"
+        )
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile in a JSON file; `TwellError` if it is none, or of another schema."""
+    again = "write it again with 'twellctl profile MODEL --data FILE --json FILE'"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise TwellError(f"{path} is no JSON ({error}): {again}") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version is None:
+        raise TwellError(f"{path} is no profile (no schema_version): {again}")
+    if version != SCHEMA_VERSION:
+        raise TwellError(
+            f"{path} has schema_version {version!r}, this twellctl reads {SCHEMA_VERSION}: {again}"
+        )
+    try:
+        fields = {name: content[name] for name in Profile.__dataclass_fields__}
+        fields["layers"] = tuple(LayerProfile(**layer) for layer in fields["layers"])
+        return Profile(**fields | {"data": tuple(fields["data"])})
+    except (KeyError, TypeError) as error:
+        raise TwellError(f"{path} is no whole profile ({error}): {again}") from error
