@@ -43,7 +43,7 @@ def test_out_exists(model, refused, tmp_path):
     out.mkdir()
     refused((f"{out} exists", "--overwrite"), model, out)
     (out / "notes.txt").write_text("mine")
-    refused(("no model folder", "would destroy it"), model, out, "--overwrite")
+    refused(("no config.json", "would destroy it"), model, out, "--overwrite")
     (tmp_path / "file").write_text("mine")
     refused(("is not a folder", "choose another name"), model, tmp_path / "file", "--overwrite")
     refused(("is not a folder you may write to",), model, tmp_path / "file" / "out")

@@ -104,7 +104,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkp
     `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
     truncated shard, a quantised, MoE, multimodal or non-gated model, remote code.
     """
-    name, path = str(model), Path(model)
+    name, path = str(model) or ".", Path(model)
     if not path.exists():
         path = _download(name, revision)
     if not (path / "config.json").is_file():

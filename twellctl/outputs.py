@@ -10,7 +10,13 @@ from pathlib import Path
 from twellctl.errors import TwellError
 
 
-def check_output(out: Path, *, overwrite: bool = False, inputs: tuple[Path, ...] = ()) -> None:
+def check_output(
+    out: Path,
+    *,
+    overwrite: bool = False,
+    inputs: tuple[Path, ...] = (),
+    marker: str = "config.json",
+) -> None:
     """Refuse, before any work, an `out` that could not be written or would destroy something."""
     target = out.resolve()
     for source in inputs:
@@ -21,9 +27,9 @@ def check_output(out: Path, *, overwrite: bool = False, inputs: tuple[Path, ...]
     if out.exists():
         if not overwrite:
             raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
-        if any(out.iterdir()) and not (out / "config.json").is_file():
+        if any(out.iterdir()) and not (out / marker).exists():
             raise TwellError(
-                f"{out} is no model folder (no config.json), --overwrite would destroy it"
+                f"{out} is none of ours (no {marker} in it), --overwrite would destroy it"
             )
     parent = target.parent
     while not parent.exists():
@@ -46,14 +52,16 @@ def staged(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         _remove_empty(new_parents)
-        raise TwellError(f"{out} cannot be written: {_reason(error)}; choose another") from error
+        raise TwellError(
+            f"{out} cannot be written: {error.strerror or error}; choose another"
+        ) from error
     try:
         yield stage
         make_readable(stage)
         _put_in_place(stage, target, overwrite)
     except OSError as error:
         raise TwellError(
-            f"{out} could not be written: {_reason(error)}; nothing was left there, "
+            f"{out} could not be written: {_reason(error, stage)}; nothing was left there, "
             "put that right and run it again"
         ) from error
     finally:
@@ -109,6 +117,7 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _reason(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{where}"
+def _reason(error: OSError, stage: Path) -> str:
+    """What went wrong, and with which file if it is one that was read."""
+    written = error.filename2 or str(error.filename or stage).startswith(str(stage))
+    return f"{error.strerror or error}" + ("" if written else f" ({error.filename})")

@@ -1,7 +1,7 @@
-"""The settings of a fine-tuning run: one table from which flags, recipe keys, help, defaults and checks come.
+"""The settings of a fine-tuning run: one table of flags, recipe keys, help, defaults and checks.
 
-A recipe is a flat YAML file whose keys are the flags of `twellctl finetune`. A flag wins over the recipe,
-the recipe over the default. All that is wrong is said at once.
+A recipe is a flat YAML file whose keys are the flags of `twellctl finetune`. A flag wins over the
+recipe, the recipe over the default. All that is wrong is said at once.
 """
 
 import dataclasses
@@ -12,8 +12,6 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.resources import resource_dir
@@ -41,7 +39,9 @@ def setting(
 class Recipe:
     """What `twellctl finetune` is told, besides MODEL and OUT."""
 
-    data: list[str] = setting([], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.")
+    data: list[str] = setting(
+        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable."
+    )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
     seq_len: int = setting(1024, "Tokens of a block; texts are packed into blocks.", at_least=8)
     eval_data: list[str] = setting([], "Held-out text, in place of --eval-fraction. Repeatable.")
@@ -73,8 +73,8 @@ class Recipe:
     )
     teacher: str = setting(
         "auto",
-        "Model to distil from, or none. auto: a freshly converted model learns from itself run with "
-        "its source activation, a fine-tuned one from its source if that is a local folder.",
+        "Model to distil from, or none. auto: a freshly converted model learns from itself run "
+        "with its source activation, a fine-tuned one from its source if that is a local folder.",
     )
     teacher_weight: float = setting(
         0.8, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
@@ -121,25 +121,30 @@ def flag_name(field_name: str) -> str:
 def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | None = None) -> Recipe:
     """Flags (field name: value) over a recipe (a file, or the name of a shipped one) over defaults.
 
-    `UsageError` lists all that is wrong with the flags, `TwellError` with the file.
+    All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
     """
-    from_file = {} if recipe is None else _read(recipe)
     by_key = {flag_name(field.name): field for field in dataclasses.fields(Recipe)}
-    values, wrong = _coerced(from_file, by_key)
-    if wrong:
-        raise TwellError(f"recipe {recipe}: {'; '.join(wrong)}")
     given = {flag_name(name): value for name, value in (flags or {}).items()}
-    flag_values, wrong = _coerced(given, by_key)
-    if not wrong:
-        values |= flag_values
-        wrong = _contradictions(values)
+    values, wrong = _coerced({} if recipe is None else _read(recipe), by_key)
+    flag_values, wrong_flags = _coerced(given, by_key)
+    for one, other in (("max_steps", "max_tokens"), ("max_tokens", "max_steps")):
+        if flag_values.get(one) is not None:
+            values.pop(other, None)
+    values |= flag_values
     if wrong:
-        raise UsageError("; ".join(wrong))
+        flags_too = f"; and of the flags: {'; '.join(wrong_flags)}" if wrong_flags else ""
+        raise TwellError(f"recipe {recipe}: {'; '.join(wrong)}{flags_too}")
+    if wrong_flags := wrong_flags or _contradictions(values):
+        if not given:
+            raise TwellError(f"recipe {recipe}: {'; '.join(wrong_flags)}")
+        raise UsageError("; ".join(wrong_flags))
     return Recipe(**values)
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write all settings, defaults included, so that the file alone repeats the run."""
+    import yaml
+
     content = {flag_name(key): value for key, value in dataclasses.asdict(recipe).items()}
     path.write_text(
         yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False),
@@ -153,11 +158,14 @@ def recipe_names() -> list[str]:
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
+    import yaml
+
     path = Path(recipe)
     if str(recipe) in recipe_names():
         path = resource_dir("recipes") / f"{recipe}.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, nodes = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except FileNotFoundError:
         known = ", ".join(recipe_names())
         raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}") from None
@@ -168,6 +176,9 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         raise TwellError(f"recipe {recipe} is not valid YAML: {reason}") from error
     if not isinstance(content, dict):
         raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {content!r}")
+    keys = [key.value for key, _ in nodes.value]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise TwellError(f"recipe {recipe} gives {', '.join(twice)} more than once: keep one")
     return content
 
 
@@ -221,6 +232,8 @@ def _checked_number(value: Any, kind: type, checks: dict[str, float | None]) -> 
         number = float(value)  # YAML 1.1 reads 2e-5 as text
     except (TypeError, ValueError):
         raise ValueError("must be a number") from None
+    except OverflowError:
+        raise ValueError("must be finite") from None
     if not math.isfinite(number):
         raise ValueError("must be finite")
     if kind is int and number != int(number):
@@ -233,7 +246,7 @@ def _checked_number(value: Any, kind: type, checks: dict[str, float | None]) -> 
         raise ValueError(f"must be <= {bound}")
     if (bound := checks["below"]) is not None and number >= bound:
         raise ValueError(f"must be < {bound}")
-    return kind(number)
+    return value if isinstance(value, kind) else kind(number)
 
 
 def _contradictions(values: dict[str, Any]) -> list[str]:
