@@ -1,0 +1,122 @@
+"""What an installation holds, and what it must not make importable."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import twellctl
+from twellctl.resources import bundle_files, resource_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ["twellctl", "kernels", "recipes", "tests"]
+DATA = {"kernels": (".cu", ".cuh", ".md"), "recipes": (".yaml", ".md")}
+BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "pyproject.toml").is_file(), reason="no checkout around the tests"
+)
+
+
+def python(code: str, cwd: Path, **environment) -> str:
+    """What `code` prints in an interpreter that has no working folder on its sys.path."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def sources(folder: str, suffixes: tuple[str, ...] = (".py",)) -> set[str]:
+    paths = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return {path.relative_to(ROOT).as_posix() for path in paths}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel, built from a copy of the checkout."""
+    pytest.importorskip("setuptools", minversion="77", reason="setuptools >= 77 builds the wheel")
+    copy = tmp_path_factory.mktemp("build")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    for folder in SOURCES:
+        for name in sources(folder, (".py", ".typed", *DATA["kernels"], *DATA["recipes"])):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    python(BUILD, copy)
+    return copy / "dist"
+
+
+def test_the_wheel_holds_everything_and_nothing_beside_the_package(built):
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    data = {f"twellctl/_data/{name}" for folder in DATA for name in sources(folder, DATA[folder])}
+    inside = {name for name in names if ".dist-info/" not in name}
+    assert inside == sources("twellctl") | {"twellctl/py.typed"} | data
+    assert {"twellctl/_data/recipes/paper.yaml", "twellctl/_data/kernels/README.md"} <= inside
+    info = f"twellctl-{twellctl.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"twellctl", info}
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_the_sdist_builds_and_tests_itself(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/conftest.py"}
+    for folder in SOURCES:
+        wanted |= sources(folder, (".py", *DATA.get(folder, ())))
+    assert wanted <= names
+
+
+def test_an_installed_wheel_finds_its_data(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    found = python(
+        "from twellctl.resources import bundle_files, resource_dir\n"
+        "from twellctl.recipe import recipe_names\n"
+        "print(resource_dir('kernels'), recipe_names(), sorted(bundle_files()), sep='\\n')",
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
+    ).splitlines()
+    assert found[0] == str(tmp_path / "twellctl" / "_data" / "kernels")
+    assert all(name in found[1] for name in ("paper", "quickstart", "standard"))
+    assert found[2] == str(sorted(bundle_files()))
+
+
+def test_the_checkout_finds_its_data():
+    assert (resource_dir("recipes") / "standard.yaml").is_file()
+    with pytest.raises(FileNotFoundError, match="install twellctl again"):
+        resource_dir("nothing")
+    names = set(bundle_files())
+    assert {"modeling_twell.py", "twell_format.py", "twell_kernels/README.md"} <= names
+    assert "__init__.py" not in names
+
+
+def test_no_package_called_kernels():
+    """transformers probes for a package of that name and takes any folder that it can import."""
+    assert not [path for path in (ROOT / "kernels").rglob("*") if path.suffix in (".py", ".so")]
+    assert not (ROOT / "tests" / "kernels").exists()
+    assert not (ROOT / "conftest.py").exists()
+    code = "import importlib.util as u; s = u.find_spec('kernels'); print(s and s.origin)"
+    assert str(ROOT) not in python(code, cwd=ROOT)
+    assert python(code, cwd=ROOT) == "None" or "site-packages" in python(code, cwd=ROOT)
+
+
+@pytest.mark.skipif(
+    any(Path(entry).resolve() == ROOT for entry in sys.path),
+    reason="'python -m pytest' puts the working folder on sys.path; run 'pytest'",
+)
+def test_pytest_does_not_make_it_importable():
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is not None
