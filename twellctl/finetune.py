@@ -1,0 +1,380 @@
+"""twellctl finetune: L1-regularised sparsification of a ReLU model, through the Hugging Face Trainer.
+
+While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and the checkpoints. OUT
+appears when the run is complete.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from twellctl.bundle.modeling_twell import gated_ffns
+from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
+from twellctl.data import Blocks, hold_out, read_blocks, read_texts, token_stream, write_tokens
+from twellctl.errors import TwellError, UsageError
+from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.model import load_model, load_tokenizer, quiet_transformers
+from twellctl.outputs import check_output, staged
+from twellctl.progress import Progress
+from twellctl.recipe import Recipe, flag_name, resolve_recipe, save_recipe
+from twellctl.sparsity import FfnPenalty
+from twellctl.training import SparseTrainer, SparsityCallback, last_checkpoint, restore_schedule
+
+RECIPE_FILE = "recipe.yaml"
+REPORT_FILE = "twell_finetune.json"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FineTuned:
+    """What a run ended with. Cross-entropies are held-out nats a token, None without held-out text."""
+
+    out: Path
+    num_steps: int
+    num_tokens: int
+    l1: float
+    teacher_cross_entropy: float | None
+    first_cross_entropy: float | None
+    cross_entropy: float | None
+    density: float
+    target_density: float | None
+
+
+class Interrupted(TwellError):
+    """The run was stopped by a signal and its checkpoint saved."""
+
+    exit_code = 130
+
+
+def run_folder(out: Path) -> Path:
+    """Where the run that will become `out` keeps its checkpoints."""
+    return out.with_name(out.name + ".run")
+
+
+def finetune(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> FineTuned:
+    """Fine-tune the ReLU `model` into `out`. Under torchrun or accelerate, call it in every process.
+
+    Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
+    """
+    out, run = Path(out), run_folder(Path(out))
+    if not recipe.data:
+        raise UsageError("no text to train on: give --data FILE")
+    check_output(out, overwrite=overwrite)
+    checkpoint = open_checkpoint(model)
+    check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
+    checkpoint.require_relu()
+    _check_length(checkpoint, recipe)
+    tokenizer = load_tokenizer(checkpoint)
+    world = PartialState(cpu=not torch.cuda.is_available())
+    with world.main_process_first():
+        if world.is_main_process:
+            _open_run(run, recipe, resume=resume, overwrite=overwrite)
+            if not (run / "tokens.bin").is_file():
+                _write_run_tokens(run, recipe, tokenizer)
+    progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
+    with quiet_transformers():
+        trainer = _trainer(checkpoint, recipe, run, world.num_processes, progress)
+        result = _train(trainer, out, run, recipe, progress)
+        _save(trainer, checkpoint, recipe, result, overwrite=overwrite)
+    if world.is_main_process:
+        shutil.rmtree(run, ignore_errors=True)
+    return result
+
+
+def _check_length(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    longest = checkpoint.config.get("max_position_embeddings")
+    if longest and recipe.seq_len > longest:
+        raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
+
+
+def _open_run(run: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    """Make the run folder, or check that it holds what is to be resumed."""
+    saved = run / RECIPE_FILE
+    if resume:
+        if not saved.is_file():
+            raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
+        free = ("save_steps", "logging_steps", "report_to")  # these change nothing of the result
+        before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
+        changed = [flag_name(k) for k in now if k not in free and now[k] != before[k]]
+        if changed:
+            raise UsageError(
+                f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
+                "leave them out"
+            )
+        return
+    if run.exists() and not overwrite:
+        step = last_checkpoint(run)
+        what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
+        raise TwellError(f"{run} holds {what}: go on with --resume, or start anew with --overwrite")
+    try:
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True)
+        save_recipe(recipe, saved)
+    except OSError as error:
+        raise TwellError(f"{run} cannot be written: {error.strerror or error}") from error
+
+
+def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any) -> None:
+    """Tokenise what the run needs: all text for epochs, else enough for its steps."""
+    wanted = recipe.max_tokens
+    if recipe.max_steps is not None:
+        wanted = recipe.max_steps * recipe.batch_size * recipe.seq_len
+    if wanted is not None:
+        held_out = 0 if recipe.eval_data else recipe.eval_fraction
+        wanted = int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
+    try:
+        for name, paths, limit in (
+            ("eval.bin", recipe.eval_data, None),
+            ("tokens.bin", recipe.data, wanted),
+        ):
+            if paths:
+                texts = read_texts(paths, recipe.text_column, tokenizer)
+                write_tokens(token_stream(texts, tokenizer), run / name, limit)
+    except BaseException as error:
+        shutil.rmtree(run, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise TwellError(f"{run} could not be written: {error.strerror or error}") from error
+        raise
+
+
+def _blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
+    """(training, held-out) blocks of a run folder."""
+    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
+    if recipe.eval_data:
+        held_out = read_blocks(run / "eval.bin", recipe.seq_len)
+    else:
+        blocks, held_out = hold_out(blocks, recipe.eval_fraction)
+    if len(blocks) < recipe.batch_size:
+        raise TwellError(
+            f"the text makes {len(blocks)} blocks of {recipe.seq_len} tokens, fewer than one batch of "
+            f"{recipe.batch_size}: give more text, or lower --seq-len or --batch-size"
+        )
+    count = min(len(held_out), recipe.eval_blocks)
+    if not count:
+        return Blocks(blocks), None
+    picked = [i * len(held_out) // count for i in range(count)]
+    return Blocks(blocks), Blocks(held_out[picked])
+
+
+def _trainer(
+    checkpoint: Checkpoint, recipe: Recipe, run: Path, num_processes: int, progress: Progress
+) -> SparseTrainer:
+    train, held_out = _blocks(run, recipe)
+    dtype = getattr(torch, recipe.param_dtype)
+    model = load_model(checkpoint, dtype=dtype)
+    model.config.use_cache = False
+    if recipe.lora_rank:
+        model = _with_lora(model, recipe)
+    else:
+        model.requires_grad_(True)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    teacher = _teacher(checkpoint, recipe, model)
+    arguments = _arguments(recipe, run, num_processes, len(train), held_out is not None)
+    schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
+    if recipe.l1_schedule == "target":
+        schedule = TargetL1(recipe.l1, 1 - recipe.target_sparsity, arguments.max_steps)
+    trainer = SparseTrainer(
+        penalty=FfnPenalty(model, recipe.l1_normalizer),
+        schedule=schedule,
+        teacher=teacher,
+        teacher_weight=recipe.teacher_weight,
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=held_out,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
+    return trainer
+
+
+def _arguments(
+    recipe: Recipe, run: Path, num_processes: int, num_blocks: int, has_eval: bool
+) -> TrainingArguments:
+    per_process = recipe.batch_size // num_processes
+    if recipe.batch_size % num_processes:
+        raise UsageError(
+            f"batch-size must be a multiple of the {num_processes} processes, got {recipe.batch_size}"
+        )
+    micro = min(recipe.micro_batch_size, per_process)
+    if per_process % micro:
+        raise UsageError(
+            f"each of {num_processes} processes takes {per_process} blocks a step, which is no "
+            f"multiple of micro-batch-size {micro}"
+        )
+    if recipe.max_steps is not None:
+        num_steps = recipe.max_steps
+    elif recipe.max_tokens is not None:
+        num_steps = max(1, round(recipe.max_tokens / (recipe.batch_size * recipe.seq_len)))
+    else:
+        num_steps = max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
+    on_gpu = torch.cuda.is_available()
+    warmup = recipe.warmup_steps if recipe.warmup_steps >= 1 else recipe.warmup_steps * num_steps
+    return TrainingArguments(
+        output_dir=str(run),
+        max_steps=num_steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=per_process // micro,
+        dataloader_drop_last=True,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type=recipe.lr_scheduler,
+        warmup_steps=round(warmup),
+        weight_decay=recipe.weight_decay,
+        adam_beta2=recipe.adam_beta2,
+        max_grad_norm=recipe.max_grad_norm,
+        seed=recipe.seed,
+        bf16=on_gpu and recipe.param_dtype == "float32",
+        use_cpu=not on_gpu,
+        save_strategy="steps" if recipe.save_steps else "no",
+        save_steps=recipe.save_steps or 500,
+        save_total_limit=2,
+        eval_strategy="steps" if has_eval and recipe.eval_steps else "no",
+        eval_steps=recipe.eval_steps or None,
+        logging_steps=recipe.logging_steps,
+        report_to=recipe.report_to,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        average_tokens_across_devices=False,
+        ddp_find_unused_parameters=False,
+    )
+
+
+def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """LoRA on the layers' attention; on the FFN too, or the FFN in full."""
+    from peft import LoraConfig, get_peft_model
+
+    inside_ffn = {id(module) for ffn in gated_ffns(model) for module in ffn.modules()}
+    ffn_linears, others = set(), set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            (ffn_linears if id(module) in inside_ffn else others).add(name.rpartition(".")[2])
+    config = LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=2 * recipe.lora_rank,
+        target_modules=sorted(others | ffn_linears if recipe.lora_ffn else others),
+        modules_to_save=None if recipe.lora_ffn else sorted(ffn_linears),
+        task_type="CAUSAL_LM",
+    )
+    if recipe.gradient_checkpointing:
+        model.enable_input_require_grads()
+    return get_peft_model(model, config)
+
+
+def _teacher(checkpoint: Checkpoint, recipe: Recipe, student: Any) -> PreTrainedModel | None:
+    """The frozen model to distil from."""
+    if recipe.teacher == "none" or not recipe.teacher_weight:
+        return None
+    twell, activation = checkpoint.twell, None
+    source: str | Path = recipe.teacher
+    if recipe.teacher == "auto":
+        source = twell["source"]
+        if not (checkpoint.path / RECIPE_FILE).exists() and twell["source_act"] != "relu":
+            source, activation = checkpoint.path, twell["source_act"]
+        elif not Path(source).is_dir() or Path(source).resolve() == checkpoint.path.resolve():
+            return None
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    teacher = load_model(open_checkpoint(source), dtype=dtype, activation=activation)
+    if teacher.config.vocab_size != student.config.vocab_size:
+        raise TwellError(
+            f"teacher {source} has {teacher.config.vocab_size} tokens, the model has "
+            f"{student.config.vocab_size}: give a teacher with the same tokenizer, or --teacher none"
+        )
+    return teacher.requires_grad_(False)
+
+
+def _train(
+    trainer: SparseTrainer, out: Path, run: Path, recipe: Recipe, progress: Progress
+) -> FineTuned:
+    sparsity = SparsityCallback(trainer)
+    trainer.callback_handler.callbacks.insert(0, sparsity)  # a step is reported before it is shown
+    resume_from = last_checkpoint(run)
+    if resume_from is not None:
+        restore_schedule(trainer.schedule, resume_from)
+    has_eval = trainer.eval_dataset is not None
+    try:
+        resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
+        has_teacher = trainer.teacher is not None
+        progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
+        teacher_loss = trainer.evaluate_teacher()
+        trainer.args.eval_on_start = has_eval and not resumed_at
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        last = trainer.evaluate() if has_eval and sparsity.stopped_at is None else {}
+    except torch.OutOfMemoryError as error:
+        raise TwellError(
+            "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
+            "--param-dtype bfloat16"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise TwellError(f"{run} could not be written: {error}; --resume goes on from there") from error
+    finally:
+        sparsity.restore_signals()
+        progress.stop()
+    if sparsity.stopped_at is not None:
+        raise Interrupted(
+            f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the checkpoint "
+            f"is in {run}: go on with the same command and --resume"
+        )
+    num_steps, history = trainer.state.global_step, trainer.state.log_history
+    return FineTuned(
+        out=out,
+        num_steps=num_steps,
+        num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
+        l1=trainer.schedule.l1,
+        teacher_cross_entropy=teacher_loss,
+        first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
+        cross_entropy=last.get("eval_loss"),
+        density=last.get("eval_density", trainer.report.density if trainer.report else math.nan),
+        target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
+    )
+
+
+def _save(
+    trainer: SparseTrainer,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    result: FineTuned,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
+    trainer.penalty.remove()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    if not trainer.accelerator.is_main_process:
+        return
+    if recipe.lora_rank:
+        model = model.merge_and_unload()
+        state = model.state_dict()
+    stored = {name: DTYPES[tensor.dtype] for name, tensor in checkpoint.tensors.items()}
+    state = {name: tensor.to(stored.get(name, tensor.dtype)) for name, tensor in state.items()}
+    config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
+    config["twell"] = checkpoint.twell
+    try:
+        with staged(result.out, overwrite=overwrite) as stage:
+            model.save_pretrained(stage, state_dict=state)
+            copy_side_files(checkpoint, stage)
+            write_config(stage, config)
+            save_recipe(recipe, stage / RECIPE_FILE)
+            report = dataclasses.asdict(result) | {"out": result.out.name}
+            (stage / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except SafetensorError as error:
+        raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error

@@ -1,0 +1,76 @@
+"""How the L1 coefficient moves: held constant, or steered until a target density is met."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RAMP = 0.3  # share of the run over which the goal falls from the first density to the target
+PROPORTIONAL = 3.0
+INTEGRAL = 100.0  # a run; density follows the coefficient within some 2 % of a run
+SMOOTHING = 0.01  # a run: the time over which measured density is averaged
+MAX_ERROR = 1.5  # in log density: more error does not push harder
+MAX_STEP = 0.1  # the most that log l1 moves in one step of a run of 200 or more
+MAX_L1 = 10.0
+
+
+@dataclass
+class ConstantL1:
+    """The coefficient as given."""
+
+    l1: float
+
+    def update(self, density: float, progress: float, learning_rate_share: float) -> None:
+        """Nothing moves."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+@dataclass
+class TargetL1:
+    """A PI controller on log l1 against log density.
+
+    The goal falls geometrically from the density first seen to `target` over the first `RAMP` of the run
+    and stays there. The integral moves in proportion to the learning rate: a model that hardly learns
+    cannot answer. All it does depends on its state and `update`'s arguments alone, so a resumed run
+    repeats it exactly.
+    """
+
+    l1: float
+    target: float  # density
+    num_steps: int
+    log_integral: float | None = None
+    log_density: float | None = None
+    log_first: float | None = None
+
+    def update(self, density: float, progress: float, learning_rate_share: float) -> None:
+        """After a step: its density, the share of the run done, learning rate over its peak."""
+        seen = math.log(max(density, 1e-6))
+        if self.log_integral is None:
+            self.log_integral, self.log_density, self.log_first = math.log(self.l1), seen, seen
+        weight = min(1.0, 1 / (SMOOTHING * self.num_steps))
+        self.log_density += weight * (seen - self.log_density)
+        goal = math.log(self.target)
+        if self.log_first > goal and progress < RAMP:
+            goal = self.log_first + (goal - self.log_first) * progress / RAMP
+        error = max(-MAX_ERROR, min(MAX_ERROR, self.log_density - goal))
+        before = math.log(self.l1)
+        wanted = self.log_integral + PROPORTIONAL * error
+        most = MAX_STEP * max(1, 200 / self.num_steps)
+        moved = before + max(-most, min(most, wanted - before))
+        if abs(wanted - before) <= most or (wanted < before) == (error > 0):
+            # not while the coefficient itself still has to catch up: the integral would wind up
+            self.log_integral += INTEGRAL / self.num_steps * learning_rate_share * error
+        self.l1 = math.exp(min(moved, math.log(MAX_L1)))
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint must hold."""
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
+        for key, value in state.items():
+            setattr(self, key, value)

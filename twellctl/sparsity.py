@@ -1,0 +1,83 @@
+"""What fine-tuning adds to a gated FFN: the L1 penalty on `hidden = relu_t(gate) * up`, and counters.
+
+The penalty never becomes part of the loss tensor. An identity on `hidden` adds its gradient,
+`weight * sign(hidden)`, in the backward pass: so it is right under every kind of gradient checkpointing,
+where a sum collected on the side would be lost or counted twice, and needs no memory of its own.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.modeling_twell import activation_name, gated_ffns
+
+
+class _AddL1Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (hidden,) = ctx.saved_tensors
+        return grad.add(hidden.sign(), alpha=ctx.weight), None
+
+
+class FfnPenalty:
+    """Hooks on all gated FFNs of a model: they add the penalty's gradient and measure each forward pass.
+
+    Penalty = `l1 * scale * mean over layers and tokens of sum over neurons of |hidden|`, or with
+    `normalizer="mean"` of the mean over neurons. Set `l1` and `scale` before each forward pass; `scale`
+    is what the rest of the loss is multiplied by (one over the accumulation steps).
+    """
+
+    def __init__(self, model: nn.Module, normalizer: str = "sum"):
+        ffns = gated_ffns(model)
+        self.l1 = 0.0
+        self.scale = 1.0
+        self.num_layers = len(ffns)
+        self.normalizer = normalizer
+        self._abs_sum: list[Tensor | None] = [None] * len(ffns)
+        self._fired: list[Tensor | None] = [None] * len(ffns)
+        self._positions = 0
+        self._handles = []
+        for layer, ffn in enumerate(ffns):
+            activation = getattr(ffn, activation_name(ffn))
+            self._handles += [
+                activation.register_forward_hook(self._count(layer)),
+                ffn.down_proj.register_forward_pre_hook(self._penalise(layer)),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """Of the last forward pass: (penalty without `l1` and `scale`, density), two float32 scalars."""
+        penalty = torch.stack(self._abs_sum).sum() / (self.num_layers * self._rows())
+        density = torch.stack(self._fired).sum() / (self.num_layers * self._positions)
+        return penalty, density
+
+    def _rows(self) -> float:
+        """What a sum over one layer is divided by."""
+        return self._positions if self.normalizer == "mean" else self._positions / self.num_neurons
+
+    def _count(self, layer: int):
+        def hook(module: nn.Module, args: tuple, active: Tensor) -> None:
+            self._positions, self.num_neurons = active.numel(), active.shape[-1]
+            self._fired[layer] = (active.detach() != 0).sum(dtype=torch.float32)
+
+        return hook
+
+    def _penalise(self, layer: int):
+        def hook(module: nn.Module, args: tuple) -> tuple:
+            hidden, *rest = args
+            self._abs_sum[layer] = hidden.detach().abs().sum(dtype=torch.float32)
+            if not (self.l1 and torch.is_grad_enabled() and hidden.requires_grad):
+                return args
+            weight = self.l1 * self.scale / (self.num_layers * self._rows())
+            return (_AddL1Gradient.apply(hidden, weight), *rest)
+
+        return hook

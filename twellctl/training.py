@@ -1,0 +1,206 @@
+"""The Trainer of sparsification: cross-entropy, the teacher, the L1 schedule, checkpoints and interrupts.
+
+Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over the
+tokens of the step, plus the L1 penalty that `FfnPenalty` adds in the backward pass.
+"""
+
+import json
+import math
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from twellctl.errors import TwellError
+from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.sparsity import FfnPenalty
+
+STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Means over one optimizer step and all processes; `l1` is the coefficient the step used."""
+
+    cross_entropy: float
+    teacher_kl: float
+    penalty: float
+    density: float
+    l1: float
+
+
+class SparseTrainer(Trainer):
+    """A Trainer for blocks of `input_ids` that penalises and counts what fires."""
+
+    def __init__(
+        self,
+        *,
+        penalty: FfnPenalty,
+        schedule: ConstantL1 | TargetL1,
+        teacher: nn.Module | None,
+        teacher_weight: float,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.model_accepts_loss_kwargs = False  # our loss is a mean: Trainer divides by accumulation
+        self.penalty = penalty
+        self.schedule = schedule
+        self.teacher = teacher
+        self.teacher_weight = teacher_weight if teacher is not None else 0.0
+        self.report: StepReport | None = None
+        self._sums: list[Tensor] = []
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        ids = inputs["input_ids"]
+        self.penalty.l1 = self.schedule.l1
+        self.penalty.scale = 1 / self.current_gradient_accumulation_steps
+        logits = model(input_ids=ids, use_cache=False).logits
+        cross_entropy = next_token_loss(logits, ids)
+        kl = self._teacher_kl(logits, ids)
+        penalty, density = self.penalty.measured()
+        self._sums.append(torch.stack([cross_entropy.detach(), kl.detach(), penalty, density]))
+        return (1 - self.teacher_weight) * cross_entropy + self.teacher_weight * kl
+
+    def _teacher_kl(self, logits: Tensor, ids: Tensor) -> Tensor:
+        if not self.teacher_weight:
+            return logits.new_zeros((), dtype=torch.float32)
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        student = F.log_softmax(logits[:, :-1].float(), -1).flatten(0, 1)
+        wanted = F.log_softmax(wanted, -1).flatten(0, 1)
+        return F.kl_div(student, wanted, log_target=True, reduction="batchmean")
+
+    def finish_step(self, interrupted: bool) -> bool:
+        """After an optimizer step: report it, move the schedule; True if any process was interrupted."""
+        means = torch.stack(self._sums).mean(0)
+        self._sums.clear()
+        told = torch.cat([means, means.new_tensor([float(interrupted)])])
+        *means, stop = self.accelerator.reduce(told, reduction="mean").tolist()
+        self.report = StepReport(*means, l1=self.schedule.l1)
+        if not math.isfinite(self.report.cross_entropy):
+            raise TwellError(
+                f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
+                "start again with a lower --learning-rate"
+            )
+        share = self.get_learning_rate() / self.args.learning_rate
+        progress = self.state.global_step / self.state.max_steps
+        self.schedule.update(self.report.density, progress, share)
+        return stop > 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.report is not None:
+            logs = logs | vars(self.report)
+        super().log(logs, start_time)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Held-out cross-entropy (`eval_loss`) and density, over all processes."""
+        self.model.eval()
+        losses, densities = [], []
+        for ids in self._my_held_out():
+            losses.append(self._held_out_loss(self.model, ids))
+            densities.append(self.penalty.measured()[1])
+        metrics = self._mean_of(eval_loss=losses, eval_density=densities)
+        self.log(metrics)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @torch.no_grad()
+    def evaluate_teacher(self) -> float | None:
+        """The teacher's held-out cross-entropy on the same blocks."""
+        if self.teacher is None or self.eval_dataset is None:
+            return None
+        losses = [self._held_out_loss(self.teacher, ids) for ids in self._my_held_out()]
+        return self._mean_of(loss=losses)["loss"]
+
+    def _held_out_loss(self, model: nn.Module, ids: Tensor) -> Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.bf16):
+            return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+
+    def _my_held_out(self):
+        """Single blocks, so that every one weighs the same however many processes share them."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for index in range(rank, len(self.eval_dataset), world):
+            yield self.eval_dataset[index]["input_ids"][None].to(self.args.device)
+
+    def _mean_of(self, **values: list[Tensor]) -> dict[str, float]:
+        device = self.args.device
+        sums = [torch.stack(v).sum() if v else torch.zeros((), device=device) for v in values.values()]
+        count = torch.tensor(float(len(next(iter(values.values())))), device=device)
+        *sums, count = self.accelerator.reduce(torch.stack([*sums, count]), reduction="sum").tolist()
+        return {name: value / count for name, value in zip(values, sums, strict=True)}
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+
+class SparsityCallback(TrainerCallback):
+    """Ends each step, marks complete checkpoints, and turns Ctrl-C into a checkpoint and a stop."""
+
+    def __init__(self, trainer: SparseTrainer):
+        self.trainer = trainer
+        self.asked_to_stop = False
+        self.stopped_at: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._ask)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.finish_step(self.asked_to_stop) and state.global_step < state.max_steps:
+            self.stopped_at = state.global_step
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            part = folder / f"{STATE_FILE}.part"
+            part.write_text(json.dumps(self.trainer.schedule.state()), encoding="utf-8")
+            part.rename(folder / STATE_FILE)
+
+    def restore_signals(self) -> None:
+        """Put back the signal handlers that were there before training."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def _ask(self, number, frame):
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
+        self.asked_to_stop = True
+
+
+def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean cross-entropy in nats: logits `[B, L, V]` at each place but the last, against the next id."""
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder."""
+    complete = [path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}")]
+    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def restore_schedule(schedule: ConstantL1 | TargetL1, checkpoint: Path) -> None:
+    """Go on with the coefficient where the checkpoint left it."""
+    schedule.load(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
