@@ -1,0 +1,416 @@
+"""export: the folder loads without twellctl and over TwELL, or stock, and guards its own files.
+
+What must hold where twellctl is not installed runs in one child process, for all families at once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from twellctl.bundle.modeling_twell import activation_name, gated_ffns, read_bundle
+from twellctl.checkpoint import fingerprint, open_checkpoint
+from twellctl.convert import convert
+from twellctl.errors import TwellError, UsageError
+from twellctl.export import export, parse_size
+from twellctl.exportable import is_plain_ffn
+from twellctl.profile import profile
+from twellctl.profiled import save_profile
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
+THRESHOLDS = [0.25, 0.5]
+IDS = (torch.arange(34).view(2, 17) * 37) % 512
+CHILD = """
+import sys
+
+class NoTwellctl:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "twellctl":
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, NoTwellctl())
+import torch
+from transformers import AutoModelForCausalLM
+
+out, *folders = sys.argv[1:]
+results = {}
+for folder in folders:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
+        code, calls = sys.modules[type(model).__module__], []
+        packed_ffn = code.gated_ffn
+        code.gated_ffn = lambda *a, **k: calls.append(k) or packed_ffn(*a, **k)
+        logits = model((torch.arange(34).view(2, 17) * 37) % 512).logits
+        logits.float().square().mean().backward()
+        code.gated_ffn = packed_ffn
+        ffns = [type(m).__name__ for m in model.modules() if hasattr(m, "twell_slots")]
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+        results[folder, dtype] = {
+            "class": type(model).__name__, "ffns": ffns, "calls": calls, "tokens": tokens,
+            "logits": logits.detach(), "grads": grads,
+        }
+assert not any(name.startswith("twellctl") for name in sys.modules)
+torch.save(results, out)
+"""
+
+
+def set_twell(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["twell"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def dense_model(folder: Path, thresholds: list[float], **options) -> nn.Module:
+    """The dense equation: the stock class, its ReLU replaced by torch's own threshold."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    for ffn, threshold in zip(gated_ffns(model), thresholds, strict=True):
+        setattr(ffn, activation_name(ffn), nn.Threshold(threshold, 0.0))
+    return model
+
+
+@pytest.fixture(scope="module")
+def relu_models(make_model, tmp_path_factory) -> dict[str, Path]:
+    """A converted model of each family."""
+    found = {}
+    for family in FAMILIES:
+        found[family] = tmp_path_factory.mktemp(f"relu-{family}") / "model"
+        convert(make_model(family, seed=2, intermediate_size=300), found[family])
+    return found
+
+
+@pytest.fixture(scope="module")
+def exports(relu_models, tmp_path_factory) -> dict[tuple[str, bool], Path]:
+    """{(family, whether with thresholds): exported folder}; few slots, so that rows overflow."""
+    found = {}
+    for family, model in relu_models.items():
+        for thresholded in (False, True):
+            out = tmp_path_factory.mktemp("exports") / f"{family}-{thresholded}"
+            export(model, out)
+            slots = [100, 128] if thresholded else [256, 130]
+            set_twell(out, slots=slots, thresholds=THRESHOLDS if thresholded else [0.0, 0.0])
+            found[family, thresholded] = out
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
+    """What a process that cannot import twellctl computes, by (family, thresholded, dtype)."""
+    home = tmp_path_factory.mktemp("home")
+    folders = {str(folder): key for key, folder in exports.items()}
+    caches = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
+    subprocess.run(
+        [sys.executable, "-I", "-c", CHILD, home / "results.pt", *folders],
+        env=os.environ | caches | {"OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=300,
+    )
+    results = torch.load(home / "results.pt")
+    return {(*folders[folder], dtype): result for (folder, dtype), result in results.items()}
+
+
+def forget_remote_code() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def load_trusted(tmp_path_factory):
+    """Load an export with its own code, which transformers copies to a module cache made here."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+
+    def load(folder: Path, **options) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.setattr(sys, "path", list(sys.path))
+        forget_remote_code()
+        yield load
+        forget_remote_code()
+
+
+@pytest.fixture
+def exported(relu_llama, tmp_path) -> Path:
+    """An export of the tiny Llama that a test may spoil."""
+    export(relu_llama, tmp_path / "exported")
+    return tmp_path / "exported"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_loading_gives_the_relu_model(relu_models, exports, family):
+    wanted = AutoModelForCausalLM.from_pretrained(relu_models[family])
+    model = AutoModelForCausalLM.from_pretrained(exports[family, True])
+    assert type(model) is type(wanted)
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("thresholded", [False, True], ids=["relu", "thresholds"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_over_twell_without_twellctl(
+    relu_models, loaded_without_twellctl, family, thresholded, dtype
+):
+    found = loaded_without_twellctl[family, thresholded, dtype]
+    thresholds = THRESHOLDS if thresholded else [0.0, 0.0]
+    model = dense_model(relu_models[family], thresholds, dtype=dtype)
+    assert found["class"] == f"Twell{type(model).__name__}"
+    assert found["ffns"] == [f"Twell{type(ffn).__name__}" for ffn in gated_ffns(model)]
+    assert [call["threshold"] for call in found["calls"]] == thresholds
+
+    wanted = model(IDS).logits
+    stock = AutoModelForCausalLM.from_pretrained(relu_models[family], dtype=dtype)(IDS).logits
+    assert torch.equal(stock, wanted) == (not thresholded)
+    exact = dtype == torch.float32
+    torch.testing.assert_close(found["logits"], wanted, rtol=0, atol=1e-4 if exact else 0.5)
+    wanted.float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        wanted_norm = parameter.grad.float().norm()
+        error = (found["grads"][name].float() - parameter.grad.float()).norm()
+        assert error <= (1e-5 if exact else 0.1) * wanted_norm, name
+    if exact:
+        tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+        assert torch.equal(found["tokens"], tokens)
+
+
+def test_config_and_side_files(exported, relu_llama):
+    config = json.loads((exported / "config.json").read_text())
+    was = json.loads((relu_llama / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_twell.TwellLlamaForCausalLM"}
+    assert config == was | {key: config[key] for key in ("architectures", "auto_map")}
+    manifest = json.loads((exported / "twell_manifest.json").read_text())
+    assert manifest["format_version"] == 1
+    assert {"modeling_twell.py", "twell_kernels/README.md"} < set(manifest["sha256"])
+    assert len(AutoTokenizer.from_pretrained(exported)) == 512
+    names = {path.name for path in exported.iterdir()}
+    assert {path.name for path in relu_llama.iterdir()} <= names
+    assert "__init__.py" not in names
+
+
+def test_profile_sets_slots_and_thresholds(relu_llama, text_file, tmp_path):
+    found = profile(relu_llama, [str(text_file)], windows=4, seq_len=64, threshold=0.3)
+    save_profile(found, tmp_path / "profile.json")
+    done = export(relu_llama, tmp_path / "a", profile=tmp_path / "profile.json")
+    assert (done.class_name, done.profiled) == ("TwellLlamaForCausalLM", True)
+    assert done.thresholds == (0.30078125, 0.30078125)
+    assert done.stock_differs
+    twell = json.loads((tmp_path / "a/config.json").read_text())["twell"]
+    assert twell["slots"] == [layer.slots for layer in found.layers] == list(done.slots)
+    assert twell["thresholds"] == [0.30078125, 0.30078125]
+    again = export(tmp_path / "a", tmp_path / "b")  # an export exports, and keeps what it had
+    assert (again.slots, again.thresholds) == (done.slots, done.thresholds)
+    assert read_bundle(tmp_path / "a") == read_bundle(tmp_path / "b")
+    assert not export(relu_llama, tmp_path / "c").stock_differs
+
+
+def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, tmp_path):
+    convert(make_model("llama", seed=9), tmp_path / "other")
+    of_other = profile(tmp_path / "other", [str(text_file)], windows=1, seq_len=16)
+    save_profile(of_other, tmp_path / "profile.json")
+    out = tmp_path / "out"
+    with pytest.raises(TwellError, match=r"profile.json is of another model \(.*other\)"):
+        export(relu_llama, out, profile=tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text('{"schema_version": 7}')
+    with pytest.raises(TwellError, match="schema_version 7, this twellctl reads 1"):
+        export(relu_llama, out, profile=tmp_path / "profile.json")
+    with pytest.raises(TwellError, match="cannot be read"):
+        export(relu_llama, out, profile=tmp_path / "none.json")
+    with pytest.raises(TwellError, match="is a SiLU model: make it ReLU with 'twellctl convert"):
+        export(silu_llama, out)
+    with pytest.raises(UsageError, match="shard-size must be like 500MB or 2GB, got '2 cats'"):
+        export(relu_llama, out, shard_size="2 cats")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "profile.json"]
+    out.mkdir()
+    with pytest.raises(TwellError, match="exists"):
+        export(relu_llama, out)
+    assert export(relu_llama, out, overwrite=True).out == out
+
+
+@pytest.mark.parametrize("shard_size", ["40KB", 10**9])
+def test_weights_can_be_cut_anew(relu_llama, tmp_path, shard_size):
+    export(relu_llama, tmp_path / "out", shard_size=shard_size)
+    was, now = open_checkpoint(relu_llama), open_checkpoint(tmp_path / "out")
+    assert fingerprint(now) == fingerprint(was)
+    if shard_size == 10**9:
+        assert now.shards == ("model.safetensors",)
+        return
+    assert now.shards[0] == f"model-00001-of-{len(now.shards):05}.safetensors"
+    for shard in now.shards:
+        tensors = load_file(tmp_path / "out" / shard)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 40_000 or len(tensors) == 1
+        assert (tmp_path / "out" / shard).stat().st_mode & 0o044
+    wanted = AutoModelForCausalLM.from_pretrained(relu_llama)(IDS).logits
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model(IDS).logits, wanted)
+
+
+def test_shards_are_linked_like_the_input(make_model, tmp_path):
+    convert(make_model("llama", shard_size="60KB"), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    was, now = open_checkpoint(tmp_path / "relu"), open_checkpoint(tmp_path / "out")
+    assert len(was.shards) > 1
+    assert now.tensors == was.tensors
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("2GB", 2 * 10**9), ("500mb", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("7", 7), (12, 12)],
+)
+def test_sizes(size, num_bytes):
+    assert parse_size(size) == num_bytes
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2TB", "1e9"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(UsageError, match="shard-size must be like"):
+        parse_size(size)
+
+
+def test_save_pretrained_writes_a_whole_bundle_again(exported, load_trusted, tmp_path):
+    set_twell(exported, thresholds=THRESHOLDS)
+    model = load_trusted(exported)
+    model.save_pretrained(tmp_path / "saved")
+    assert read_bundle(tmp_path / "saved") == read_bundle(exported)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    for path in (tmp_path / "saved").rglob("*"):
+        assert path.stat().st_mode & 0o044, path
+    again = load_trusted(tmp_path / "saved")
+    assert type(again).__name__ == "TwellLlamaForCausalLM"
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    again.save_pretrained(tmp_path / "again", max_shard_size="40KB")
+    assert open_checkpoint(tmp_path / "again").twell["thresholds"] == THRESHOLDS
+    assert torch.equal(load_trusted(tmp_path / "again")(IDS).logits, model(IDS).logits)
+    with pytest.raises(ValueError, match="push_to_hub"):
+        model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+
+
+def test_a_stock_model_loaded_afterwards_is_stock(exported, load_trusted, relu_llama):
+    assert type(load_trusted(exported)).__name__ == "TwellLlamaForCausalLM"
+    for folder in (exported, relu_llama):
+        assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
+
+
+BUNDLED = ["modeling_twell.py", "twell_config.py", "twell_format.py", "twell_kernels/README.md"]
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])
+def test_a_changed_byte_is_refused_by_name(exported, load_trusted, name):
+    content = bytearray((exported / name).read_bytes())
+    content[content.index(b"a")] ^= 2  # in the code files that is within their first sentence
+    (exported / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        load_trusted(exported)
+    with pytest.raises(ValueError, match=name):
+        read_bundle(exported)
+    AutoModelForCausalLM.from_pretrained(exported)  # the stock class needs none of them
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])
+def test_a_missing_file_is_refused_by_name(exported, load_trusted, name):
+    (exported / name).unlink()
+    with pytest.raises((ValueError, OSError), match=name):
+        load_trusted(exported)
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        read_bundle(exported)
+
+
+def test_a_manifest_of_a_later_format_is_refused(exported):
+    path = exported / "twell_manifest.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(ValueError, match="format_version 2, this code reads 1"):
+        read_bundle(exported)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["gate_proj", "down_proj"]])
+def test_lora_is_not_passed_by(exported, load_trusted, targets):
+    from peft import LoraConfig, get_peft_model
+
+    set_twell(exported, thresholds=THRESHOLDS)
+    base = dense_model(exported, THRESHOLDS)
+    models = []
+    for model in (load_trusted(exported), base):
+        torch.manual_seed(0)
+        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        models.append(get_peft_model(model, lora))
+    plain = load_trusted(exported)(IDS).logits
+    adapted, wanted = (model(IDS).logits for model in models)
+    assert not torch.allclose(adapted, plain, atol=1e-2)
+    torch.testing.assert_close(adapted, wanted, rtol=0, atol=1e-4)
+    adapted.square().mean().backward()
+    grads = [p.grad for n, p in models[0].named_parameters() if "lora_" in n]
+    assert grads
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
+    merged = models[0].merge_and_unload()
+    torch.testing.assert_close(merged(IDS).logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_hooks_on_parts_of_the_ffn_are_called(exported, load_trusted):
+    model, seen = load_trusted(exported), []
+    ffn = gated_ffns(model)[0]
+    wanted = model(IDS).logits
+    for name in ("gate_proj", "up_proj", "act_fn", "down_proj"):
+        hook = getattr(ffn, name).register_forward_hook(lambda *a, name=name: seen.append(name))
+        torch.testing.assert_close(model(IDS).logits, wanted, rtol=0, atol=1e-4)
+        hook.remove()
+    assert seen == ["gate_proj", "up_proj", "act_fn", "down_proj"]
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_device_maps(exported, load_trusted, device_map):
+    model = load_trusted(exported, device_map=device_map)
+    wanted = AutoModelForCausalLM.from_pretrained(exported)(IDS).logits
+    torch.testing.assert_close(model(IDS.to(model.device)).logits.cpu(), wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_offloaded_to_disk(exported, load_trusted, tmp_path):
+    layers = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(2)}
+    parts = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    model = load_trusted(
+        exported, device_map=layers | dict.fromkeys(parts, "cpu"), offload_folder=tmp_path / "off"
+    )
+    wanted = AutoModelForCausalLM.from_pretrained(exported)(IDS).logits
+    torch.testing.assert_close(model(IDS).logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_an_ffn_that_computes_more_is_not_exportable():
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 6)
+            self.down_proj, self.act_fn, self.scale = nn.Linear(6, 4), nn.SiLU(), scale
+
+        def forward(self, x):
+            gate = self.act_fn(self.scale * self.gate_proj(x))
+            return self.down_proj(gate * self.up_proj(x))
+
+    assert is_plain_ffn(Scaled(1))
+    assert not is_plain_ffn(Scaled(2))
+
+
+def test_a_family_whose_ffn_computes_more_is_refused(make_model, tmp_path):
+    model = make_model(
+        "falcon_h1", mlp_multipliers=[2.0, 1.0], mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8
+    )
+    convert(model, tmp_path / "relu")
+    with pytest.raises(TwellError, match="compute more than down"):
+        export(tmp_path / "relu", tmp_path / "out")
+
+
+def test_a_model_without_architectures(relu_llama, tmp_path):
+    export(relu_llama, tmp_path / "a")
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    for named in (None, ["TwellLlamaForCausalLM"]):
+        (tmp_path / "a/config.json").write_text(json.dumps(config | {"architectures": named}))
+        done = export(tmp_path / "a", tmp_path / "b", overwrite=True)
+        assert done.class_name == "TwellLlamaForCausalLM"

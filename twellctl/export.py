@@ -1,0 +1,165 @@
+"""twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
+
+Weights stay as they are (or are cut anew, one shard in memory at a time). config.json names both
+the stock class and ours, and holds the slots and thresholds of a profile. Beside them goes the
+bundle: the code, the kernels' sources and the manifest with their sha256.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from twellctl.bundle.twell_config import check_twell
+from twellctl.checkpoint import (
+    Checkpoint,
+    copy_side_files,
+    fingerprint,
+    link_shards,
+    open_checkpoint,
+    write_config,
+)
+from twellctl.errors import TwellError, UsageError
+from twellctl.outputs import check_output, staged
+from twellctl.profiled import Profile, read_profile
+from twellctl.resources import bundle_files
+from twellctl.shards import INDEX, SINGLE
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote. `class_name` is the one that `trust_remote_code` loads."""
+
+    out: Path
+    class_name: str
+    tile: int
+    slots: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    profiled: bool
+
+    @property
+    def stock_differs(self) -> bool:
+        """Whether the stock class, which knows no thresholds, gives other logits."""
+        return any(self.thresholds)
+
+
+def export(
+    model: str | Path,
+    out: str | Path,
+    *,
+    profile: str | Path | Profile | None = None,
+    shard_size: str | int | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
+
+    Slots and thresholds are those of `profile`, else the model's own. `shard_size` ("2GB", or
+    bytes) cuts the weights anew. Raises `TwellError`.
+    """
+    out = Path(out)
+    check_output(out, overwrite=overwrite)
+    shard_bytes = None if shard_size is None else parse_size(shard_size)
+    checkpoint = open_checkpoint(model)
+    check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
+    checkpoint.require_relu()
+    twell = _completed(checkpoint, profile)
+    from twellctl.bundle.modeling_twell import config_entries, make_bundle, write_bundle
+    from twellctl.exportable import stock_class
+
+    entries = config_entries(stock_class(checkpoint))
+    with staged(out, overwrite=overwrite) as stage:
+        if shard_bytes is None:
+            link_shards(checkpoint, stage)
+        else:
+            write_shards(checkpoint, stage, shard_bytes)
+        copy_side_files(checkpoint, stage)
+        bundle = {name: path.read_bytes() for name, path in bundle_files().items()}
+        write_bundle(stage, make_bundle(bundle))
+        write_config(stage, checkpoint.config | entries | {"twell": twell})
+    return Exported(
+        out,
+        entries["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
+        twell["tile"],
+        tuple(twell["slots"]),
+        tuple(twell["thresholds"]),
+        profile is not None,
+    )
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of "500MB", "2GB", "1.5GiB" or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", str(size).strip().upper())
+    num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if num_bytes < 1:
+        raise UsageError(f"shard-size must be like 500MB or 2GB, got {size!r}")
+    return num_bytes
+
+
+def plan_shards(checkpoint: Checkpoint, shard_bytes: int) -> list[list[str]]:
+    """Names of tensors by shard, in their order; a tensor larger than a shard gets its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in checkpoint.tensors.items():
+        num_bytes = tensor.stop - tensor.start
+        if shards[-1] and filled + num_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += num_bytes
+    return shards
+
+
+def write_shards(checkpoint: Checkpoint, folder: Path, shard_bytes: int) -> None:
+    """The weights in shards of at most `shard_bytes`, with an index if there are several."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    shards = plan_shards(checkpoint, shard_bytes)
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        try:
+            save_file(_read_tensors(checkpoint, names), folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error  # a full disk arrives as this, too
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.stop - tensor.start for tensor in checkpoint.tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_tensors(checkpoint: Checkpoint, names: list[str]) -> dict:
+    from safetensors import safe_open
+
+    tensors = {}
+    for shard in dict.fromkeys(checkpoint.tensors[name].shard for name in names):
+        with safe_open(checkpoint.path / shard, framework="pt") as file:
+            here = (name for name in names if checkpoint.tensors[name].shard == shard)
+            tensors |= {name: file.get_tensor(name) for name in here}
+    return tensors
+
+
+def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> dict:
+    """The "twell" block with the profile's slots and thresholds; without one, as it is."""
+    twell, name = checkpoint.twell, checkpoint.name
+    if profile is None:
+        return twell
+    found = profile if isinstance(profile, Profile) else read_profile(profile)
+    label = "the profile" if found is profile else profile
+    if found.fingerprint != fingerprint(checkpoint):
+        raise TwellError(
+            f"{label} is of another model ({found.model}): "
+            f"write one with 'twellctl profile {name} --data FILE --json FILE'"
+        )
+    measured = {
+        "tile": found.tile,
+        "slots": [layer.slots for layer in found.layers],
+        "thresholds": [layer.threshold for layer in found.layers],
+    }
+    try:
+        return check_twell(twell | measured, checkpoint.ffn.num_layers)
+    except ValueError as error:
+        raise TwellError(f"{label}: its {error}: profile the model again") from error
