@@ -36,19 +36,22 @@ def doctor(out: str | Path | None = None) -> Diagnosis:
     """Look at this machine, and at the model folder `out`. Does not raise for what it finds."""
     cuda = torch_cuda()
     driver, driver_cuda = find_driver()
-    gpu = find_gpu(driver, cuda)
-    where = "GPU" if gpu.state == "ok" else "CPU"
-    machine = (
+    found = (
         find_libraries(),
         driver,
-        gpu,
+        find_gpu(driver, cuda),
         find_cupy(cuda),
         find_nvrtc(cuda, driver_cuda),
-        Finding(
-            "works", "ok", f"all commands, on the {where}; TwELL in plain PyTorch, no kernels yet"
-        ),
     )
-    return Diagnosis(machine, () if out is None else _find_folder(out))
+    return Diagnosis((*found, _works(*found)), () if out is None else _find_folder(out))
+
+
+def _works(libraries: Finding, driver: Finding, gpu: Finding, *rest: Finding) -> Finding:
+    if libraries.state != "ok":
+        return Finding("works", "bad", "not surely, before the libraries fit")
+    where = "GPU" if gpu.state == "ok" else "CPU"
+    what = f"all commands, on the {where}; TwELL in plain PyTorch, without kernels yet"
+    return Finding("works", "ok", what)
 
 
 def _find_folder(out: str | Path) -> tuple[Finding, ...]:

@@ -36,9 +36,12 @@ def find_libraries() -> Finding:
     """Versions of what twellctl depends on, and which do not fit."""
     from packaging.requirements import Requirement
 
+    try:
+        requirements = importlib.metadata.requires("twellctl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("libraries", "bad", "twellctl runs without being installed", "pip install .")
     found, wrong = [], []
-    for line in importlib.metadata.requires("twellctl") or []:
-        needed = Requirement(line)
+    for needed in map(Requirement, requirements):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
         version = version_of(needed.name)
