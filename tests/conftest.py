@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children too: tiny models gain from no more
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -5,7 +5,6 @@ import inspect
 import signal
 import sys
 import types
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import __version__, ui
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 
 app = typer.Typer(
     add_completion=False,
@@ -59,11 +58,180 @@ def convert(
     ui.say(f"next: twellctl finetune {done.out} OUT --data FILE")
 
 
+def _takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., flags)` an option a field of `Recipe`; those given are in `flags`."""
+    from twellctl.recipe import Recipe, flag_name
+
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
+    options = []
+    for field in dataclasses.fields(Recipe):
+        help_text = field.metadata["help"]
+        if field.default is not dataclasses.MISSING and field.default is not None:
+            help_text += f" [default: {field.default}]"
+        kind = field.type if isinstance(field.type, types.UnionType) else field.type | None
+        name = f"--{flag_name(field.name)}"
+        flag = (f"{name}/--no-{flag_name(field.name)}",) if field.type is bool else (name,)
+        option = typer.Option(*flag, help=help_text, show_default=False)
+        options.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind, option],
+            )
+        )
+    names = {option.name for option in options}
+
+    def with_options(**given: Any) -> None:
+        flags = {name: given.pop(name) for name in names}
+        command(**given, flags={k: v for k, v in flags.items() if v not in (None, [], ())})
+
+    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+    with_options.__signature__ = inspect.Signature([*own, *options])
+    with_options.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+    return with_options
+
+
+@app.command()
+@_takes_recipe
+def finetune(
+    *,
+    model: LocalModel,
+    out: Out,
+    recipe: Annotated[
+        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint of OUT.run.")
+    ] = False,
+    overwrite: Overwrite = False,
+    flags: dict[str, Any],
+) -> None:
+    """Make a ReLU model sparse: fine-tune it with an L1 penalty on what its neurons give.
+
+    Flags win over the recipe, the recipe over the defaults. On several GPUs:
+    torchrun --nproc-per-node GPUS -m twellctl finetune ...
+    """
+    from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
+
+    saved = run_folder(out) / RECIPE_FILE
+    if resume and recipe is None and saved.is_file():
+        recipe = str(saved)
+    settings = resolve_recipe(recipe, flags)
+    from twellctl.finetune import finetune as run
+
+    ui.finetuned(run(model, out, settings, resume=resume, overwrite=overwrite))
+
+
+@app.command()
+def profile(
+    model: LocalModel,
+    data: Annotated[
+        list[str], typer.Option(help="Text: jsonl, txt or parquet files, or folders. Repeatable.")
+    ],
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    windows: Annotated[int, typer.Option(help="Windows, at even strides through the text.")] = 128,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Measure at this threshold of the gate, in place of the model's own."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the profile here, for export.")] = None,
+) -> None:
+    """Count what fires: neurons by token and layer, dead ones, the slots a packed gate needs."""
+    from twellctl.profiled import check_profile_path, save_profile
+
+    if json is not None:
+        check_profile_path(json)
+    from twellctl.profile import profile as run
+
+    with ui.progress("windows") as progress:
+        done = run(
+            model,
+            data,
+            text_column=text_column,
+            windows=windows,
+            seq_len=seq_len,
+            threshold=threshold,
+            progress=progress,
+        )
+    if json is not None:
+        save_profile(done, json)
+    ui.profiled(done, asked_threshold=threshold, saved_as=json)
+
+
+@app.command()
+def export(
+    model: LocalModel,
+    out: Out,
+    profile: Annotated[
+        Path | None, typer.Option(help="Slots and thresholds of this 'profile --json' file.")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a folder that runs over TwELL, also where twellctl is not installed."""
+    from twellctl.export import export as run
+
+    ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
+
+
+@app.command()
+def serve_local(
+    model: LocalModel,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; this machine's own only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+) -> None:
+    """Serve a ReLU model to this machine through OpenAI's API, until Ctrl-C."""
+    from twellctl.serve_local import serve_local as run
+
+    run(model, host=host, port=port, on_ready=lambda name, url: ui.say(f"serving {name} at {url}"))
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do the whole job on a tiny model made here, without a download, in some minutes."""
+    from twellctl.quickstart import quickstart as run
+
+    result = run(out, overwrite=overwrite, seed=seed)
+    ui.quickstarted(result)
+    if result.shortfalls:
+        raise TwellError("; ".join(result.shortfalls))
+
+
+@app.command()
+def doctor(
+    out: Annotated[
+        str | None, typer.Argument(metavar="[OUT]", help="A model folder to look at as well.")
+    ] = None,
+) -> None:
+    """Say what is on this machine, what works and what to install; and if a folder is sound."""
+    from twellctl.doctor import doctor as run
+
+    diagnosis = run(out)
+    ui.diagnosed(diagnosis)
+    if diagnosis.broken:
+        raise TwellError("; ".join(diagnosis.broken))
+
+
 def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         code = app(standalone_mode=False)
+        if code == 130:  # how typer passes on Ctrl-C
+            raise KeyboardInterrupt
     except TwellError as error:
         ui.fail(str(error))
         code = error.exit_code
@@ -71,6 +239,10 @@ def main() -> None:
         ui.fail("interrupted")
         code = 130
     except BrokenPipeError:
+        code = 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        ui.fail(f"{where}{error.strerror or error}")
         code = 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the parser's own

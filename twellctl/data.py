@@ -1,7 +1,8 @@
 """Text in, blocks of tokens out.
 
-Texts come from jsonl, txt and parquet files or folders of them. They are joined into one stream with an
-end-of-text id before each, and the stream is cut into blocks: no padding, every token counts.
+Texts come from jsonl, txt and parquet files or folders of them. They are joined into one stream
+with an end-of-text id before each, and the stream is cut into blocks: no padding, every token
+counts.
 """
 
 import json
@@ -35,8 +36,9 @@ class Blocks(Dataset):
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
     """The texts of files and folders, in the order given, folders in the order of their names.
 
-    A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with `messages`
-    goes through the chat template of `tokenizer`. `TwellError` names file and line of what is wrong.
+    A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with
+    `messages` goes through the chat template of `tokenizer`. `TwellError` names file and line of
+    what is wrong.
     """
     for path in _files(paths):
         some = False

@@ -1,8 +1,8 @@
-"""What a user did or has that this tool cannot take, in one line: what is wrong, what was seen, what to do."""
+"""What this tool cannot take, in one line: what is wrong, what was seen, what to do."""
 
 
 class TwellError(Exception):
-    """A failure the user can act on. Its text is one line; the command line prints it and exits 1."""
+    """A failure the user can act on, in one line; the command line prints it and exits 1."""
 
     exit_code = 1
 

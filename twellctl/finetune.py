@@ -1,7 +1,7 @@
-"""twellctl finetune: L1-regularised sparsification of a ReLU model, through the Hugging Face Trainer.
+"""twellctl finetune: L1-regularised sparsification of a ReLU model through the HF Trainer.
 
-While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and the checkpoints. OUT
-appears when the run is complete.
+While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and the checkpoints.
+OUT appears when the run is complete.
 """
 
 import dataclasses
@@ -20,24 +20,23 @@ from transformers.trainer_callback import PrinterCallback
 
 from twellctl.bundle.modeling_twell import gated_ffns
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
-from twellctl.data import Blocks, hold_out, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import ConstantL1, TargetL1
 from twellctl.model import load_model, load_tokenizer, quiet_transformers
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
-from twellctl.recipe import Recipe, flag_name, resolve_recipe, save_recipe
+from twellctl.recipe import RECIPE_FILE, Recipe, run_folder, save_recipe
+from twellctl.runs import last_checkpoint, open_run, restore_schedule, run_blocks, write_run_tokens
 from twellctl.sparsity import FfnPenalty
-from twellctl.training import SparseTrainer, SparsityCallback, last_checkpoint, restore_schedule
+from twellctl.training import SparseTrainer, SparsityCallback
 
-RECIPE_FILE = "recipe.yaml"
 REPORT_FILE = "twell_finetune.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What a run ended with. Cross-entropies are held-out nats a token, None without held-out text."""
+    """What a run ended with. Cross-entropies are held-out nats a token, None without such text."""
 
     out: Path
     num_steps: int
@@ -56,11 +55,6 @@ class Interrupted(TwellError):
     exit_code = 130
 
 
-def run_folder(out: Path) -> Path:
-    """Where the run that will become `out` keeps its checkpoints."""
-    return out.with_name(out.name + ".run")
-
-
 def finetune(
     model: str | Path,
     out: str | Path,
@@ -70,7 +64,7 @@ def finetune(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> FineTuned:
-    """Fine-tune the ReLU `model` into `out`. Under torchrun or accelerate, call it in every process.
+    """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
     Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
     """
@@ -86,12 +80,17 @@ def finetune(
     world = PartialState(cpu=not torch.cuda.is_available())
     with world.main_process_first():
         if world.is_main_process:
-            _open_run(run, recipe, resume=resume, overwrite=overwrite)
+            open_run(run, recipe, resume=resume, overwrite=overwrite)
             if not (run / "tokens.bin").is_file():
-                _write_run_tokens(run, recipe, tokenizer)
+                write_run_tokens(run, recipe, tokenizer)
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
     with quiet_transformers():
-        trainer = _trainer(checkpoint, recipe, run, world.num_processes, progress)
+        try:
+            trainer = _trainer(checkpoint, recipe, run, world.num_processes, progress)
+        except TwellError:
+            if last_checkpoint(run) is None:
+                shutil.rmtree(run, ignore_errors=True)
+            raise
         result = _train(trainer, out, run, recipe, progress)
         _save(trainer, checkpoint, recipe, result, overwrite=overwrite)
     if world.is_main_process:
@@ -105,79 +104,10 @@ def _check_length(checkpoint: Checkpoint, recipe: Recipe) -> None:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
 
 
-def _open_run(run: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
-    """Make the run folder, or check that it holds what is to be resumed."""
-    saved = run / RECIPE_FILE
-    if resume:
-        if not saved.is_file():
-            raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
-        free = ("save_steps", "logging_steps", "report_to")  # these change nothing of the result
-        before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
-        changed = [flag_name(k) for k in now if k not in free and now[k] != before[k]]
-        if changed:
-            raise UsageError(
-                f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
-                "leave them out"
-            )
-        return
-    if run.exists() and not overwrite:
-        step = last_checkpoint(run)
-        what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
-        raise TwellError(f"{run} holds {what}: go on with --resume, or start anew with --overwrite")
-    try:
-        shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True)
-        save_recipe(recipe, saved)
-    except OSError as error:
-        raise TwellError(f"{run} cannot be written: {error.strerror or error}") from error
-
-
-def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any) -> None:
-    """Tokenise what the run needs: all text for epochs, else enough for its steps."""
-    wanted = recipe.max_tokens
-    if recipe.max_steps is not None:
-        wanted = recipe.max_steps * recipe.batch_size * recipe.seq_len
-    if wanted is not None:
-        held_out = 0 if recipe.eval_data else recipe.eval_fraction
-        wanted = int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
-    try:
-        for name, paths, limit in (
-            ("eval.bin", recipe.eval_data, None),
-            ("tokens.bin", recipe.data, wanted),
-        ):
-            if paths:
-                texts = read_texts(paths, recipe.text_column, tokenizer)
-                write_tokens(token_stream(texts, tokenizer), run / name, limit)
-    except BaseException as error:
-        shutil.rmtree(run, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise TwellError(f"{run} could not be written: {error.strerror or error}") from error
-        raise
-
-
-def _blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
-    """(training, held-out) blocks of a run folder."""
-    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
-    if recipe.eval_data:
-        held_out = read_blocks(run / "eval.bin", recipe.seq_len)
-    else:
-        blocks, held_out = hold_out(blocks, recipe.eval_fraction)
-    if len(blocks) < recipe.batch_size:
-        raise TwellError(
-            f"the text makes {len(blocks)} blocks of {recipe.seq_len} tokens, fewer than one batch of "
-            f"{recipe.batch_size}: give more text, or lower --seq-len or --batch-size"
-        )
-    count = min(len(held_out), recipe.eval_blocks)
-    if not count:
-        return Blocks(blocks), None
-    picked = [i * len(held_out) // count for i in range(count)]
-    return Blocks(blocks), Blocks(held_out[picked])
-
-
 def _trainer(
     checkpoint: Checkpoint, recipe: Recipe, run: Path, num_processes: int, progress: Progress
 ) -> SparseTrainer:
-    train, held_out = _blocks(run, recipe)
+    train, held_out = run_blocks(run, recipe)
     dtype = getattr(torch, recipe.param_dtype)
     model = load_model(checkpoint, dtype=dtype)
     model.config.use_cache = False
@@ -186,7 +116,8 @@ def _trainer(
     else:
         model.requires_grad_(True)
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
+        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     teacher = _teacher(checkpoint, recipe, model)
     arguments = _arguments(recipe, run, num_processes, len(train), held_out is not None)
     schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
@@ -213,7 +144,7 @@ def _arguments(
     per_process = recipe.batch_size // num_processes
     if recipe.batch_size % num_processes:
         raise UsageError(
-            f"batch-size must be a multiple of the {num_processes} processes, got {recipe.batch_size}"
+            f"batch-size must be a multiple of {num_processes} processes, got {recipe.batch_size}"
         )
     micro = min(recipe.micro_batch_size, per_process)
     if per_process % micro:
@@ -296,7 +227,7 @@ def _teacher(checkpoint: Checkpoint, recipe: Recipe, student: Any) -> PreTrained
     if teacher.config.vocab_size != student.config.vocab_size:
         raise TwellError(
             f"teacher {source} has {teacher.config.vocab_size} tokens, the model has "
-            f"{student.config.vocab_size}: give a teacher with the same tokenizer, or --teacher none"
+            f"{student.config.vocab_size}: give one with the same tokenizer, or --teacher none"
         )
     return teacher.requires_grad_(False)
 
@@ -324,14 +255,16 @@ def _train(
             "--param-dtype bfloat16"
         ) from error
     except (OSError, SafetensorError) as error:
-        raise TwellError(f"{run} could not be written: {error}; --resume goes on from there") from error
+        raise TwellError(
+            f"{run} could not be written: {error}; --resume goes on from there"
+        ) from error
     finally:
         sparsity.restore_signals()
         progress.stop()
     if sparsity.stopped_at is not None:
         raise Interrupted(
-            f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the checkpoint "
-            f"is in {run}: go on with the same command and --resume"
+            f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the "
+            f"checkpoint is in {run}: go on with the same command and --resume"
         )
     num_steps, history = trainer.state.global_step, trainer.state.log_history
     return FineTuned(

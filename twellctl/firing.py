@@ -13,7 +13,7 @@ class FiredMeter:
     """Inside `with`, each forward of layer i calls `count(i, gate, active)`.
 
     Both are `[M, N]`, the gate before and after the activation with its threshold; what fired is
-    `active != 0`. Gradient checkpointing runs forwards twice: meter without it.
+    `active != 0`. Under gradient checkpointing `count` is called again in the backward pass.
     """
 
     def __init__(self, model: nn.Module, count: Count):

@@ -33,10 +33,10 @@ class ConstantL1:
 class TargetL1:
     """A PI controller on log l1 against log density.
 
-    The goal falls geometrically from the density first seen to `target` over the first `RAMP` of the run
-    and stays there. The integral moves in proportion to the learning rate: a model that hardly learns
-    cannot answer. All it does depends on its state and `update`'s arguments alone, so a resumed run
-    repeats it exactly.
+    The goal falls geometrically from the density first seen to `target` over the first `RAMP` of
+    the run and stays there. The integral moves in proportion to the learning rate: a model that
+    hardly learns cannot answer. All it does depends on its state and `update`'s arguments alone, so
+    a resumed run repeats it exactly.
     """
 
     l1: float

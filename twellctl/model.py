@@ -4,7 +4,12 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from twellctl.bundle.modeling_twell import set_thresholds
@@ -26,8 +31,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in eval mode: the dense equation with the checkpoint's thresholds.
 
-    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` and no
-    thresholds (a freshly converted model with the SiLU it had).
+    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` and
+    no thresholds (a freshly converted model with the SiLU it had).
     """
     extra = {} if activation is None else {"hidden_act": activation}
     try:
@@ -53,7 +58,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TwellError(f"{checkpoint.name}: its tokenizer could not be loaded: {reason}") from error
+        raise TwellError(
+            f"{checkpoint.name}: its tokenizer could not be loaded: {reason}"
+        ) from error
 
 
 @contextlib.contextmanager

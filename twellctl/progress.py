@@ -1,4 +1,4 @@
-"""What a fine-tuning run shows while it runs: a live panel on a terminal, a line now and then elsewhere."""
+"""What a fine-tuning run shows: a live panel on a terminal, a line now and then elsewhere."""
 
 import time
 from typing import Any
@@ -20,7 +20,9 @@ class Progress:
         self.silent = silent
         self._live: Live | None = None
 
-    def first_line(self, recipe: Recipe, num_steps: int, resumed_at: int, has_teacher: bool) -> None:
+    def first_line(
+        self, recipe: Recipe, num_steps: int, resumed_at: int, has_teacher: bool
+    ) -> None:
         """Say what kind of run this is."""
         if self.silent:
             return
@@ -28,11 +30,13 @@ class Progress:
             l1 = f"l1 held constant at {recipe.l1:g}"
         else:
             l1 = (
-                f"l1 starts at {recipe.l1:g} and is steered until {recipe.target_sparsity:.1%} of the "
-                "neurons are zero"
+                f"l1 starts at {recipe.l1:g} and is steered until {recipe.target_sparsity:.1%} of "
+                "the neurons are zero"
             )
         teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"
-        start = f"resumed at step {resumed_at} of {num_steps}" if resumed_at else f"{num_steps} steps"
+        start = (
+            f"resumed at step {resumed_at} of {num_steps}" if resumed_at else f"{num_steps} steps"
+        )
         tokens = recipe.batch_size * recipe.seq_len
         ui.note(f"{l1}; {teacher}; {start} of {tokens} tokens")
 

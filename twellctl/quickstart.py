@@ -1,7 +1,7 @@
 """twellctl quickstart: the whole job on a tiny model, on any machine, without a download.
 
-It trains a SiLU Llama on the standard library's own source, then does with it what a user does with a
-real model: convert, fine-tune, profile, export, load the export, generate.
+It trains a SiLU Llama on the standard library's own source, then does with it what a user does with
+a real model: convert, fine-tune, profile, export, load the export, generate.
 """
 
 import contextlib
@@ -85,7 +85,9 @@ def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> Qu
         with _step("finetune: L1 and the SiLU model as teacher"):
             tuned = _sparsify(out, seed)
         with _step("profile: which neurons fire"):
-            measured = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
+            measured = profile(
+                out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN
+            )
             save_profile(measured, out / "profile.json")
         with _step("export, load and generate"):
             export(out / "sparse", out / "export", profile=out / "profile.json")

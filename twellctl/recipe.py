@@ -16,6 +16,8 @@ from typing import Any
 from twellctl.errors import TwellError, UsageError
 from twellctl.resources import resource_dir
 
+RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
+
 
 def setting(
     default: Any,
@@ -111,6 +113,11 @@ class Recipe:
     save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
     report_to: str = setting("none", "Trainer integrations: none, tensorboard, wandb...")
+
+
+def run_folder(out: Path) -> Path:
+    """Where the run that will become `out` keeps its checkpoints."""
+    return out.with_name(out.name + ".run")
 
 
 def flag_name(field_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the files that are not Python lie: `kernels/` and `recipes/`, in a wheel or in a checkout."""
+"""Where the files that are not Python lie, `kernels/` and `recipes/`: in a wheel or a checkout."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def resource_dir(name: str) -> Path:
 
 
 def bundle_files() -> dict[str, Path]:
-    """{name inside an export: file}: everything an export carries so that it runs without twellctl."""
+    """{name inside an export: file}: what an export carries so that it runs without twellctl."""
     code = Path(__file__).resolve().parent / "bundle"
     files = {path.name: path for path in sorted(code.glob("*.py")) if path.name != "__init__.py"}
     kernels = resource_dir("kernels")

@@ -1,14 +1,16 @@
-"""What fine-tuning adds to a gated FFN: the L1 penalty on `hidden = relu_t(gate) * up`, and counters.
+"""What fine-tuning adds to a gated FFN: the L1 penalty on `hidden = relu_t(gate) * up`, counters.
 
 The penalty never becomes part of the loss tensor. An identity on `hidden` adds its gradient,
-`weight * sign(hidden)`, in the backward pass: so it is right under every kind of gradient checkpointing,
-where a sum collected on the side would be lost or counted twice, and needs no memory of its own.
+`weight * sign(hidden)`, in the backward pass: so it is right under every kind of gradient
+checkpointing, where a sum collected on the side would be lost or counted twice, and needs no memory
+of its own.
 """
 
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.modeling_twell import activation_name, gated_ffns
+from twellctl.bundle.modeling_twell import gated_ffns
+from twellctl.firing import FiredMeter
 
 
 class _AddL1Gradient(torch.autograd.Function):
@@ -25,10 +27,10 @@ class _AddL1Gradient(torch.autograd.Function):
 
 
 class FfnPenalty:
-    """Hooks on all gated FFNs of a model: they add the penalty's gradient and measure each forward pass.
+    """Hooks on all gated FFNs of a model: add the penalty's gradient, measure each forward pass.
 
-    Penalty = `l1 * scale * mean over layers and tokens of sum over neurons of |hidden|`, or with
-    `normalizer="mean"` of the mean over neurons. Set `l1` and `scale` before each forward pass; `scale`
+    Penalty = `l1 * scale * mean over layers and tokens of the sum over neurons of |hidden|`, or
+    with `normalizer="mean"` of their mean. Set `l1` and `scale` before each forward pass; `scale`
     is what the rest of the loss is multiplied by (one over the accumulation steps).
     """
 
@@ -42,20 +44,20 @@ class FfnPenalty:
         self._fired: list[Tensor | None] = [None] * len(ffns)
         self._positions = 0
         self._handles = []
+        self._meter = FiredMeter(model, self._count)
+        self._meter.__enter__()
         for layer, ffn in enumerate(ffns):
-            activation = getattr(ffn, activation_name(ffn))
-            self._handles += [
-                activation.register_forward_hook(self._count(layer)),
-                ffn.down_proj.register_forward_pre_hook(self._penalise(layer)),
-            ]
+            hook = self._penalise(layer)
+            self._handles.append(ffn.down_proj.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
         """Take the hooks off again."""
+        self._meter.__exit__()
         for handle in self._handles:
             handle.remove()
 
     def measured(self) -> tuple[Tensor, Tensor]:
-        """Of the last forward pass: (penalty without `l1` and `scale`, density), two float32 scalars."""
+        """Of the last forward pass: (penalty without `l1` and `scale`, density), two scalars."""
         penalty = torch.stack(self._abs_sum).sum() / (self.num_layers * self._rows())
         density = torch.stack(self._fired).sum() / (self.num_layers * self._positions)
         return penalty, density
@@ -64,12 +66,9 @@ class FfnPenalty:
         """What a sum over one layer is divided by."""
         return self._positions if self.normalizer == "mean" else self._positions / self.num_neurons
 
-    def _count(self, layer: int):
-        def hook(module: nn.Module, args: tuple, active: Tensor) -> None:
-            self._positions, self.num_neurons = active.numel(), active.shape[-1]
-            self._fired[layer] = (active.detach() != 0).sum(dtype=torch.float32)
-
-        return hook
+    def _count(self, layer: int, gate: Tensor, active: Tensor) -> None:
+        self._positions, self.num_neurons = active.numel(), active.shape[-1]
+        self._fired[layer] = (active != 0).sum(dtype=torch.float32)
 
     def _penalise(self, layer: int):
         def hook(module: nn.Module, args: tuple) -> tuple:

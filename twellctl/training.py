@@ -1,10 +1,9 @@
-"""The Trainer of sparsification: cross-entropy, the teacher, the L1 schedule, checkpoints and interrupts.
+"""The Trainer of sparsification: losses, the L1 schedule, checkpoints and interrupts.
 
-Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over the
-tokens of the step, plus the L1 penalty that `FfnPenalty` adds in the backward pass.
+Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
+the tokens of the step, plus the L1 penalty that `FfnPenalty` adds in the backward pass.
 """
 
-import json
 import math
 import signal
 import threading
@@ -19,9 +18,8 @@ from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
 from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.runs import mark_complete
 from twellctl.sparsity import FfnPenalty
-
-STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,9 @@ class SparseTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.model_accepts_loss_kwargs = False  # our loss is a mean: Trainer divides by accumulation
+        self.model_accepts_loss_kwargs = (
+            False  # our loss is a mean: Trainer divides by accumulation
+        )
         self.penalty = penalty
         self.schedule = schedule
         self.teacher = teacher
@@ -83,7 +83,7 @@ class SparseTrainer(Trainer):
         return F.kl_div(student, wanted, log_target=True, reduction="batchmean")
 
     def finish_step(self, interrupted: bool) -> bool:
-        """After an optimizer step: report it, move the schedule; True if any process was interrupted."""
+        """After an optimizer step: move the schedule; True if a process was interrupted."""
         means = torch.stack(self._sums).mean(0)
         self._sums.clear()
         told = torch.cat([means, means.new_tensor([float(interrupted)])])
@@ -142,9 +142,13 @@ class SparseTrainer(Trainer):
 
     def _mean_of(self, **values: list[Tensor]) -> dict[str, float]:
         device = self.args.device
-        sums = [torch.stack(v).sum() if v else torch.zeros((), device=device) for v in values.values()]
+        sums = [
+            torch.stack(v).sum() if v else torch.zeros((), device=device) for v in values.values()
+        ]
         count = torch.tensor(float(len(next(iter(values.values())))), device=device)
-        *sums, count = self.accelerator.reduce(torch.stack([*sums, count]), reduction="sum").tolist()
+        *sums, count = self.accelerator.reduce(
+            torch.stack([*sums, count]), reduction="sum"
+        ).tolist()
         return {name: value / count for name, value in zip(values, sums, strict=True)}
 
     def get_learning_rate(self) -> float:
@@ -174,9 +178,7 @@ class SparsityCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            part = folder / f"{STATE_FILE}.part"
-            part.write_text(json.dumps(self.trainer.schedule.state()), encoding="utf-8")
-            part.rename(folder / STATE_FILE)
+            mark_complete(folder, self.trainer.schedule)
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""
@@ -191,16 +193,5 @@ class SparsityCallback(TrainerCallback):
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy in nats: logits `[B, L, V]` at each place but the last, against the next id."""
+    """Mean cross-entropy in nats of logits `[B, L, V]` against the next of ids `[B, L]`."""
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-def last_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder."""
-    complete = [path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}")]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
-
-
-def restore_schedule(schedule: ConstantL1 | TargetL1, checkpoint: Path) -> None:
-    """Go on with the coefficient where the checkpoint left it."""
-    schedule.load(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))

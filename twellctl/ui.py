@@ -1,6 +1,12 @@
 """The screen: tables and results to stdout, errors and progress to stderr. No torch."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 stdout = Console(highlight=False)
@@ -24,9 +30,98 @@ def fail(text: str) -> None:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table whose first column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left")
+    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left")
     for row in rows:
         made.add_row(*row)
     stdout.print(made)
+
+
+def finetuned(result: Any) -> None:
+    """What a fine-tuning run ended with (a `FineTuned`)."""
+    if result.target_density is not None and result.density > 1.1 * result.target_density:
+        note(
+            f"the target of {result.target_density:.2%} density was not met: train longer, or "
+            "start from a higher --l1"
+        )
+    losses = {
+        "teacher": result.teacher_cross_entropy,
+        "before": result.first_cross_entropy,
+        "after": result.cross_entropy,
+    }
+    held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
+    say(f"{result.out}: density {result.density:.2%} after {result.num_tokens} tokens")
+    if held_out:
+        say(f"held-out cross-entropy: {held_out}")
+    say(f"next: twellctl profile {result.out} --data FILE")
+
+
+def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = None) -> None:
+    """The figures of a `Profile`, a line a layer."""
+    rows = []
+    for number, layer in enumerate(result.layers):
+        nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
+        tiles = (layer.dead, layer.slots, f"{layer.overflow:.3%}", f"{layer.threshold:g}")
+        rows.append([str(cell) for cell in (number, *nnz, f"{layer.density:.2%}", *tiles)])
+    title = f"{result.model}: neurons that fire, of {result.intermediate_size}"
+    columns = "layer mean p50 p99 max density dead slots overflow threshold"
+    table(title, columns.split(), rows)
+    say(
+        f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
+        f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
+    )
+    say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
+    used = result.layers[0].threshold
+    if asked_threshold is not None and asked_threshold != used:
+        note(f"threshold {asked_threshold!r} was rounded to {used!r}, which bf16 holds exactly")
+    if saved_as is not None:
+        say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+
+
+def exported(result: Any) -> None:
+    """What an `Exported` folder holds, and how it loads."""
+    low, high = min(result.slots), max(result.slots)
+    slots = f"{low} to {high}" if low < high else f"{low}"
+    how = "from the profile" if result.profiled else "no profile given"
+    say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
+    say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
+    if result.stock_differs:
+        say(
+            f"note: its thresholds go up to {max(result.thresholds):g}; loading it without "
+            "trust_remote_code leaves them out and gives other logits"
+        )
+
+
+def diagnosed(result: Any) -> None:
+    """The findings of a `Diagnosis`, each with what to do about it."""
+    for finding in (*result.machine, *result.folder):
+        say(f"{finding.state:5}{finding.name:12}{finding.what}")
+        if finding.advice:
+            say(f"{'':17}-> {finding.advice}")
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield `show(done, total)`: a bar on stderr while the block runs, nothing off a terminal."""
+    from rich.progress import Progress
+
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def quickstarted(result: Any) -> None:
+    """What changed in the whole job (a `QuickStarted`)."""
+    rows = [
+        ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.0 %", str(result.out / "silu")],
+        ["ReLU, converted", f"{result.relu_loss:.3f}", "-", str(result.out / "relu")],
+        [
+            "ReLU, fine-tuned and exported",
+            f"{result.sparse_loss:.3f}",
+            f"{result.density:.1%}".replace("%", " %"),
+            str(result.export),
+        ],
+    ]
+    say(f"the export writes: {result.text!r}")
+    table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)

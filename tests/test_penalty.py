@@ -1,0 +1,116 @@
+"""The L1 term: value and gradient are plain autograd's, however a step is cut up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from twellctl.checkpoint import open_checkpoint
+from twellctl.convert import convert
+from twellctl.data import read_blocks, token_stream, write_tokens
+from twellctl.model import load_model
+from twellctl.sparsity import FfnPenalty
+
+sys.path.append(str(Path(__file__).parent))
+from step_gradients import SETTINGS, one_step
+
+SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
+
+
+@pytest.fixture(scope="module")
+def eight_blocks(tmp_path_factory, tokenizer, text_file):
+    """(text file that makes exactly eight blocks, those blocks)."""
+    folder = tmp_path_factory.mktemp("eight")
+    words = Path(text_file).read_text(encoding="utf-8").replace("\\n", " ").split()
+    count = 1
+    while len(tokenizer(" ".join(words[:count]))["input_ids"]) + 1 < BATCH * SEQ_LEN + 8:
+        count += 1
+    text = " ".join(words[:count])
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    write_tokens(token_stream([text], tokenizer), folder / "tokens.bin")
+    blocks = read_blocks(folder / "tokens.bin", SEQ_LEN)
+    assert blocks.shape == (BATCH, SEQ_LEN)
+    return folder / "text.txt", torch.from_numpy(blocks.astype("int64"))
+
+
+@pytest.fixture(scope="module")
+def expected(relu_llama, eight_blocks):
+    """(gradients of cross-entropy + l1 * penalty by plain autograd over the batch, penalty)."""
+    model = AutoModelForCausalLM.from_pretrained(relu_llama, dtype=torch.float32)
+    hidden = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    ids = eight_blocks[1]
+    logits = model(ids).logits
+    cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    penalty = torch.stack([h.abs().sum(-1).mean() for h in hidden]).mean()
+    (cross_entropy + SETTINGS["l1"] * penalty).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, penalty.item()
+
+
+def compare(saved, expected):
+    gradients, penalty = expected
+    assert saved["report"]["penalty"] == pytest.approx(penalty, rel=1e-5)
+    assert saved["gradients"].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        error = (saved["gradients"][name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_micro_batch_accumulation_and_checkpointing_change_nothing(
+    relu_llama, eight_blocks, expected, tmp_path, micro_batch, checkpointing
+):
+    saved = one_step(
+        relu_llama, eight_blocks[0], tmp_path / "out", micro_batch, checkpointing, tmp_path / "g.pt"
+    )
+    compare(saved, expected)
+
+
+def test_two_processes_change_nothing(relu_llama, eight_blocks, expected, tmp_path):
+    script = Path(__file__).with_name("step_gradients.py")
+    arguments = [relu_llama, eight_blocks[0], tmp_path / "out", 2, True, tmp_path / "g.pt"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compare(torch.load(tmp_path / "g.pt"), expected)
+
+
+@pytest.mark.parametrize("normalizer", ["sum", "mean"])
+def test_normalizer(relu_llama, eight_blocks, normalizer):
+    model = load_model(open_checkpoint(relu_llama))
+    penalty = FfnPenalty(model, normalizer)
+    ids = eight_blocks[1]
+    model(ids)
+    value, density = penalty.measured()
+    hidden, fired = [], []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+        layer.mlp.act_fn.register_forward_hook(lambda module, args, out: fired.append(out > 0))
+    model(ids)
+    reduce = torch.sum if normalizer == "sum" else torch.mean
+    wanted = torch.stack([reduce(h.abs(), -1).mean() for h in hidden]).mean()
+    assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert density.item() == pytest.approx(torch.stack(fired).double().mean().item(), rel=1e-6)
+
+
+def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
+    convert(make_model("phi3"), tmp_path / "relu")
+    model = load_model(open_checkpoint(tmp_path / "relu")).requires_grad_(True)
+    penalty = FfnPenalty(model)
+    penalty.l1 = 1.0
+    logits = model(eight_blocks[1]).logits
+    (logits * 0).sum().backward()
+    assert all(layer.mlp.gate_up_proj.weight.grad.norm() > 0 for layer in model.model.layers)
