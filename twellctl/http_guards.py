@@ -1,0 +1,106 @@
+"""Before every endpoint: only this machine is answered, every failure is OpenAI's error JSON.
+
+A Host or Origin header that names another machine comes from a web page of somebody else's that
+found this port, and gets 403.
+"""
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from twellctl.engine import EngineClosed, EngineError, OutOfMemory
+from twellctl.request_fields import ApiError
+
+log = logging.getLogger(__name__)
+aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")  # what aiohttp itself has to say, see below
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def answer_errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever a handler raises, as a status and an error object."""
+    try:
+        return await handler(http)
+    except Exception as error:
+        failure = as_api_error(error, http)
+        headers = {}
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            headers["Allow"] = error.headers["Allow"]
+        return web.json_response(failure.body(), status=failure.status, headers=headers)
+
+
+@web.middleware
+async def only_local(http: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a browser sends on behalf of a page from elsewhere."""
+    host, origin = http.headers.get("Host"), http.headers.get("Origin")
+    if host is not None and not _names_this_machine(f"//{host}"):
+        raise ApiError(403, "the Host header names another machine", code="forbidden_host")
+    if origin is not None and not _names_this_machine(origin):
+        raise ApiError(403, "the Origin header names another machine", code="forbidden_origin")
+    return await handler(http)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine and reachable from nowhere else."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_this_machine(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+def as_api_error(error: Exception, http: web.Request) -> ApiError:
+    """What the client is told; an unexpected failure is logged too, in one line."""
+    match error:
+        case ApiError():
+            return error
+        case OutOfMemory():
+            return ApiError(503, str(error), code="out_of_memory")
+        case EngineClosed():
+            return ApiError(503, str(error), code="stopping")
+        case web.HTTPException():
+            return _of_http_error(error, http)
+        case web.RequestPayloadError():
+            return ApiError(400, f"the body cannot be read: {_one_line(error)}", code="bad_body")
+    reason = _one_line(error)
+    if not isinstance(error, EngineError):
+        reason = f"{type(error).__name__}: {reason}"
+    log.error("%s %s failed: %s", http.method, http.path, reason)
+    return ApiError(500, f"internal error: {reason}", code="internal_error")
+
+
+def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "the body is too large", code="body_too_large")
+        case web.HTTPNotFound():
+            return ApiError(404, f"no such URL: {http.method} {http.path}", code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            allowed = " or ".join(sorted(error.allowed_methods))
+            message = f"{http.path} takes {allowed}, not {http.method}"
+            return ApiError(405, message, code="method_not_allowed")
+    return ApiError(error.status, error.reason)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """Malformed HTTP reaches no handler: aiohttp answers and logs it, with us in one line."""
+    if record.exc_info:
+        record.msg, record.args = f"{record.getMessage()}: {_one_line(record.exc_info[1])}", ()
+        record.exc_info = None
+    return True
+
+
+aiohttp_log.addFilter(_shorten)

@@ -1,0 +1,131 @@
+"""What OpenAI's endpoints answer, as dicts: whole answers, chunks of a stream, a model. No HTTP."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from twellctl.completion import Piece
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One finished completion."""
+
+    index: int
+    text: str
+    finish_reason: str
+
+
+@dataclass
+class Usage:
+    """Tokens read and written; every prompt counts once, whatever `n`."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+    def body(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Answer(ABC):
+    """The form of one answer: its id and model, and how choices and chunks are spelled."""
+
+    model: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
+        """The answer in one piece."""
+        spelled = [_choice(c.index, self._text(c.text), c.finish_reason) for c in choices]
+        return self._body(self.whole_object, spelled) | {"usage": usage.body()}
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The last chunk of a stream whose client asked for the usage."""
+        return self._body(self.chunk_object, []) | {"usage": usage.body()}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The chunks that begin choice `index`."""
+        return []
+
+    @abstractmethod
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks for a piece of choice `index`."""
+
+    @abstractmethod
+    def _text(self, text: str) -> dict[str, Any]: ...
+
+    def _chunk(self, index: int, text: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return self._body(self.chunk_object, [_choice(index, text, finish_reason)])
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.prefix + self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class ChatAnswer(Answer):
+    """/v1/chat/completions: a message, or deltas of one."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)]
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        made = []
+        if piece.text:
+            made.append(self._chunk(index, {"delta": {"content": piece.text}}, None))
+        if piece.finish_reason:
+            made.append(self._chunk(index, {"delta": {}}, piece.finish_reason))
+        return made
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+
+class TextAnswer(Answer):
+    """/v1/completions: plain text."""
+
+    prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        if not piece.text and not piece.finish_reason:
+            return []
+        return [self._chunk(index, self._text(piece.text), piece.finish_reason)]
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+def _choice(index: int, text: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def model_entry(name: str, created: int, context: int) -> dict[str, Any]:
+    """A model as /v1/models lists it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "twellctl",
+        "max_model_len": context,
+    }

@@ -1,0 +1,106 @@
+"""From a request to the engine's work: prompts as tokens, within the context. No HTTP, no torch."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from twellctl.engine import Engine, Sampling
+from twellctl.openai_requests import ChatRequest, CompletionRequest, Options
+from twellctl.request_fields import ApiError, invalid
+from twellctl.text_tokens import encode_chat, encode_text
+
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model, under the name that clients call it by."""
+
+    name: str
+    tokenizer: Any
+    engine: Engine
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One choice to make. `continued`: the tokens whose text it goes on from, none in a chat."""
+
+    index: int
+    prompt: list[int]
+    continued: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All choices of one request, in order; every prompt counts once in `prompt_tokens`."""
+
+    tasks: list[Task]
+    prompt_tokens: int
+    options: Options
+
+
+def check_name(model: ServedModel, name: str) -> None:
+    """404 for any other model than the served one."""
+    if name != model.name:
+        message = f"no model {json.dumps(name)} here, only {json.dumps(model.name)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
+    """The work of a chat request; raises `ApiError`."""
+    check_name(model, request.options.model)
+    try:
+        prompt = encode_chat(model.tokenizer, request.messages)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template") from error
+    budget = _budget(model.engine, prompt, request.options.max_tokens, None, "messages")
+    return Plan(_tasks(0, prompt, [], request.options, budget), len(prompt), request.options)
+
+
+def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
+    """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
+    options = request.options
+    check_name(model, options.model)
+    tasks, prompt_tokens = [], 0
+    for given in request.prompts:
+        prompt = encode_text(model.tokenizer, given) if isinstance(given, str) else given
+        budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
+        tasks += _tasks(len(tasks), prompt, prompt, options, budget)
+        prompt_tokens += len(prompt)
+    return Plan(tasks, prompt_tokens, options)
+
+
+def _tasks(
+    first: int, prompt: list[int], continued: list[int], options: Options, budget: int
+) -> list[Task]:
+    made = []
+    for i in range(options.n):
+        seed = options.seed
+        if seed is not None and i:  # the first choice is the one that n = 1 gives
+            seed = (seed + i) % 2**63
+        sampling = Sampling(budget, options.temperature, options.top_p, options.top_k, seed)
+        made.append(Task(first + i, prompt, continued, sampling))
+    return made
+
+
+def _budget(
+    engine: Engine, prompt: list[int], max_tokens: int | None, default: int | None, param: str
+) -> int:
+    """How many tokens may follow `prompt`; `ApiError` if it cannot be continued so."""
+    if not prompt:
+        raise invalid(param, "must hold at least one token", prompt)
+    for token in prompt:
+        if not 0 <= token < engine.vocab_size:
+            raise invalid(param, f"may only hold tokens 0 to {engine.vocab_size - 1}", token)
+    left = engine.context - len(prompt)
+    facts = f"the model's context is {engine.context} tokens, {param} has {len(prompt)}"
+    code = "context_length_exceeded"
+    if left <= 0:
+        raise ApiError(400, f"{facts}: no token is left for an answer", param=param, code=code)
+    if max_tokens is not None and max_tokens > left:
+        message = f"{facts}: max_tokens may be at most {left}, got {max_tokens}"
+        raise ApiError(400, message, param="max_tokens", code=code)
+    return max_tokens or min(default or left, left)

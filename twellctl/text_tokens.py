@@ -1,0 +1,94 @@
+"""Text to tokens, and back piece by piece: never half a character, never a stop string."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The tokens of `text`, with what the tokenizer puts around a text."""
+    return tokenizer.encode(text, verbose=False)
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]]) -> list[int]:
+    """The tokens of a conversation up to where the assistant begins; `ValueError` says why not."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template: send the text to /v1/completions")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+class Detokenizer:
+    """Tokens become text one by one; what later tokens may still change is held back.
+
+    Only a window of tokens is decoded again: those since the text last ended in a whole character,
+    and the run before it, without which some tokenizers would drop a leading space.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int] = ()):
+        """`prompt`: the tokens that the text continues; none for a text of its own."""
+        self._tokenizer = tokenizer
+        self._window = list(prompt[-_CONTEXT:])
+        self._num_read = len(self._window)
+        self._num_sent = len(self._text().rstrip(_UNDECODED))
+
+    def add(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        self._window.append(token)
+        text = self._text()
+        certain = text.rstrip(_UNDECODED)
+        piece = certain[self._num_sent :]
+        self._num_sent = max(self._num_sent, len(certain))
+        if piece and certain == text:
+            self._window = self._window[self._num_read :]
+            self._num_read = len(self._window)
+            self._num_sent = len(self._text())
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, as it stands if nothing follows."""
+        return self._text()[self._num_sent :]
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(
+            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces before the first stop string, wherever the pieces break."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def add(self, piece: str) -> tuple[str, bool]:
+        """The text that may go out, and whether a stop string was met."""
+        text = self._held + piece
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:  # the one that is complete first
+            self._held = ""
+            return text[: min(found)[1]], True
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def rest(self) -> str:
+        """What was held back because a stop string might have begun there."""
+        return self._held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may begin `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
