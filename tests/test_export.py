@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from twellctl.bundle.modeling_twell import activation_name, gated_ffns, read_bundle
+from twellctl.bundle.twell_bundle import read_bundle
+from twellctl.bundle.twell_model import activation_name, gated_ffns
 from twellctl.checkpoint import fingerprint, open_checkpoint
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
@@ -45,7 +46,7 @@ results = {}
 for folder in folders:
     for dtype in (torch.float32, torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
-        code, calls = sys.modules[type(model).__module__], []
+        code, calls = sys.modules[type(model.model.layers[0].mlp).__module__], []
         packed_ffn = code.gated_ffn
         code.gated_ffn = lambda *a, **k: calls.append(k) or packed_ffn(*a, **k)
         logits = model((torch.arange(34).view(2, 17) * 37) % 512).logits
@@ -109,7 +110,7 @@ def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
     caches = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
     subprocess.run(
         [sys.executable, "-I", "-c", CHILD, home / "results.pt", *folders],
-        env=os.environ | caches | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | caches,
         check=True,
         timeout=300,
     )
@@ -301,7 +302,14 @@ def test_a_stock_model_loaded_afterwards_is_stock(exported, load_trusted, relu_l
         assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
 
 
-BUNDLED = ["modeling_twell.py", "twell_config.py", "twell_format.py", "twell_kernels/README.md"]
+BUNDLED = [
+    "modeling_twell.py",
+    "twell_bundle.py",
+    "twell_config.py",
+    "twell_format.py",
+    "twell_kernels/README.md",
+    "twell_model.py",
+]
 
 
 @pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])
@@ -323,6 +331,23 @@ def test_a_missing_file_is_refused_by_name(exported, load_trusted, name):
         load_trusted(exported)
     with pytest.raises(ValueError, match=f"{name} is missing"):
         read_bundle(exported)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("twell_config.py", "TILE = 256", "TILE = ("),  # no Python any more
+        ("twell_format.py", "import torch\n", "import t\0rch\n"),
+        ("twell_config.py", "TILE = 256", "TIKE = 256"),  # what another file imports is gone
+        ("twell_model.py", "class TwellFFN", "class TwellFFN(nn.Modul)"),
+    ],
+)
+def test_code_that_no_longer_imports_is_refused_by_name(exported, load_trusted, name, old, new):
+    code = (exported / name).read_text()
+    assert old in code
+    (exported / name).write_text(code.replace(old, new))
+    with pytest.raises(ImportError, match=f"bundled file {name} does not import"):
+        load_trusted(exported)
 
 
 def test_a_manifest_of_a_later_format_is_refused(exported):
@@ -398,13 +423,32 @@ def test_an_ffn_that_computes_more_is_not_exportable():
     assert not is_plain_ffn(Scaled(2))
 
 
+FALCON = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0}
+
+
 def test_a_family_whose_ffn_computes_more_is_refused(make_model, tmp_path):
-    model = make_model(
-        "falcon_h1", mlp_multipliers=[2.0, 1.0], mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8
-    )
-    convert(model, tmp_path / "relu")
+    convert(make_model("falcon_h1", mlp_multipliers=[2.0, 1.0], **FALCON), tmp_path / "relu")
     with pytest.raises(TwellError, match="compute more than down"):
         export(tmp_path / "relu", tmp_path / "out")
+
+
+def test_buffers_are_set_up_as_in_the_stock_class(make_model, load_trusted, tmp_path):
+    """Falcon-H1 fills buffers of its layers from above: transformers skips that for custom code."""
+    convert(make_model("falcon_h1", **FALCON), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "falcon")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")(IDS).logits
+    torch.testing.assert_close(load_trusted(tmp_path / "falcon")(IDS).logits, wanted)
+
+
+def test_gradient_checkpointing(exported, load_trusted):
+    grads = []
+    for wanted in (False, True):
+        model = load_trusted(exported).train()
+        if wanted:
+            model.gradient_checkpointing_enable()
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*grads)
 
 
 def test_a_model_without_architectures(relu_llama, tmp_path):

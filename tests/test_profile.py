@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from twellctl.bundle.modeling_twell import set_thresholds
 from twellctl.bundle.twell_config import storable_threshold
 from twellctl.bundle.twell_format import pack
+from twellctl.bundle.twell_model import set_thresholds
 from twellctl.cli import app
 from twellctl.convert import convert
 from twellctl.data import read_texts, token_stream

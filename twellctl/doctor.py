@@ -74,7 +74,7 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     if not exported and not (checkpoint.path / "twell_manifest.json").exists():
         return Finding("bundle", "none", "none: this is no export")
     try:
-        from twellctl.bundle.modeling_twell import make_bundle, read_bundle
+        from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 
         bundle = read_bundle(checkpoint.path)
     except ImportError as error:

@@ -65,7 +65,8 @@ def export(
     check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
     checkpoint.require_relu()
     twell = _completed(checkpoint, profile)
-    from twellctl.bundle.modeling_twell import config_entries, make_bundle, write_bundle
+    from twellctl.bundle.twell_bundle import make_bundle, write_bundle
+    from twellctl.bundle.twell_model import config_entries
     from twellctl.exportable import stock_class
 
     entries = config_entries(stock_class(checkpoint))

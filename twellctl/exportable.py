@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from twellctl.bundle.modeling_twell import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_name, gated_ffns
 from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.bundle.modeling_twell import gated_ffns
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import ConstantL1, TargetL1

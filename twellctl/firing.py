@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from twellctl.bundle.modeling_twell import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_name, gated_ffns
 
 Count = Callable[[int, Tensor, Tensor], None]
 

@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from twellctl.bundle.modeling_twell import set_thresholds
+from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
 

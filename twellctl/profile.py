@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 
 from twellctl import __version__
-from twellctl.bundle.modeling_twell import set_thresholds
 from twellctl.bundle.twell_config import storable_threshold
+from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.data import read_texts, token_stream
 from twellctl.errors import TwellError, UsageError

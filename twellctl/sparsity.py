@@ -9,7 +9,7 @@ of its own.
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.modeling_twell import gated_ffns
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing import FiredMeter
 
 

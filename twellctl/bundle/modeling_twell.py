@@ -1,224 +1,29 @@
-"""Twell...ForCausalLM: a stock transformers model whose gated FFNs run over TwELL.
+"""The door to the Twell classes, which auto_map in config.json names. They live in twell_model.py.
 
-`TwellLlamaForCausalLM` is `LlamaForCausalLM` with the same weights under the same names; so it goes
-for every causal model whose FFN is `down(act(gate(x)) * up(x))`, with `gate_proj` and `up_proj` or
-with both fused in `gate_up_proj`. The class of a family is made when it is first asked for
-(`__getattr__`).
-
-What it needs beyond the stock config stands under "twell" in config.json: tile, slots and
-thresholds by layer. The files that belong to it (this one too) are listed with their sha256 in
-twell_manifest.json; a changed or missing one is refused by name, and `save_pretrained` writes all
-of them again.
+These files run before their sha256 can be compared (twell_bundle.py). So this one is small: where
+another was changed such that it does not even import, the error names it.
 """
 
-import hashlib
-import json
+import traceback
 from pathlib import Path
 
-import transformers
-from torch import Tensor, nn
-from transformers.utils import cached_file
 
-from .twell_config import FORMAT_VERSION, check_twell
-from .twell_format import gated_ffn, keep_fired
-
-MANIFEST = "twell_manifest.json"
-_PREFIX, _SUFFIX = "Twell", "ForCausalLM"
-
-
-class GateThreshold(nn.Module):
-    """`relu_t` as a module: what lies at or below the threshold becomes zero."""
-
-    def __init__(self, threshold: float):
-        super().__init__()
-        self.threshold = threshold
-
-    def forward(self, gate: Tensor) -> Tensor:
-        return keep_fired(gate, self.threshold)
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}"
+def _culprit(error: Exception) -> str:
+    here = Path(__file__).parent
+    for path in sorted(here.glob("*.py")):
+        try:
+            compile(path.read_bytes(), path, "exec")
+        except (SyntaxError, ValueError):
+            return path.name
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [getattr(error, "path", None), *reversed(frames)]
+    return next(Path(file).name for file in files if file and Path(file).parent == here)
 
 
-def gated_ffns(model: nn.Module) -> list[nn.Module]:
-    """The gated FFN modules of `model`, in the order of its layers."""
-    fused, split = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}
-    found = ({name for name, _ in m.named_children()} for m in model.modules())
-    return [
-        module
-        for module, children in zip(model.modules(), found, strict=True)
-        if fused <= children or split <= children
-    ]
-
-
-def activation_name(ffn: nn.Module) -> str:
-    """The attribute under which this family keeps the FFN's activation."""
-    for name in ("act_fn", "activation_fn"):
-        if hasattr(ffn, name):
-            return name
-    raise ValueError(f"{type(ffn).__name__} has neither act_fn nor activation_fn")
-
-
-def set_thresholds(model: nn.Module, thresholds: list[float]) -> None:
-    """Put `relu_t` in the place of each gated FFN's activation: the dense equation, by layer."""
-    for ffn, threshold in zip(gated_ffns(model), thresholds, strict=True):
-        setattr(ffn, activation_name(ffn), GateThreshold(threshold))
-
-
-class TwellFFN:
-    """Mixed into the class of a gated FFN module: the same submodules, the forward over TwELL."""
-
-    twell_tile: int
-    twell_slots: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = hasattr(self, "gate_up_proj")
-        projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
-        activation = getattr(self, activation_name(self))
-        linears = (*projections, self.down_proj)
-        if not (
-            all(_is_plain(m, nn.Linear) for m in linears) and _is_plain(activation, GateThreshold)
-        ):
-            # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
-            gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
-            return self.down_proj(activation(gate) * up)
-        if fused:
-            weights = self.gate_up_proj.weight.chunk(2)
-            bias = self.gate_up_proj.bias
-            biases = (None, None) if bias is None else bias.chunk(2)
-        else:
-            weights = tuple(projection.weight for projection in projections)
-            biases = tuple(projection.bias for projection in projections)
-        return gated_ffn(
-            x,
-            *weights,
-            self.down_proj.weight,
-            *biases,
-            self.down_proj.bias,
-            threshold=activation.threshold,
-            tile=self.twell_tile,
-            slots=self.twell_slots,
-        )
-
-
-def _is_plain(module: nn.Module, kind: type) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooked = any(getattr(module, name) for name in hooks)
-    return type(module) is kind and not hooked and "forward" not in module.__dict__
-
-
-class TwellModel:
-    """Mixed into a stock ...ForCausalLM class: installs the FFNs, guards and carries the bundle."""
-
-    _twell_bundle: dict[str, bytes] | None = None
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        ffns = gated_ffns(self)
-        twell = check_twell(getattr(config, "twell", None), len(ffns))
-        set_thresholds(self, twell["thresholds"])
-        for ffn, slots in zip(ffns, twell["slots"], strict=True):
-            stock = type(ffn)
-            ffn.__class__ = type(
-                f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__}
-            )
-            ffn.twell_tile, ffn.twell_slots = twell["tile"], slots
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        passed_on = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
-        source = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        bundle = read_bundle(pretrained_model_name_or_path, **source)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model._twell_bundle = bundle
-        return loaded
-
-    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
-        if self._twell_bundle is None:
-            raise ValueError("this model was not loaded from an export: it has no bundle to save")
-        if kwargs.get("push_to_hub"):
-            raise ValueError("save_pretrained would push before all is written: use push_to_hub()")
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process:
-            self._complete(Path(save_directory))
-
-    def _complete(self, folder: Path) -> None:
-        write_bundle(folder, self._twell_bundle)
-        config_file = folder / "config.json"
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        config |= config_entries(type(self).__name__.removeprefix(_PREFIX))
-        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for weights in folder.glob("*.safetensors"):  # safetensors writes them 0600
-            weights.chmod(config_file.stat().st_mode)
-
-
-def config_entries(stock_class: str) -> dict:
-    """Of classes config.json says: the stock one for all, ours for those who trust the code."""
-    ours = f"modeling_twell.{_PREFIX}{stock_class}"
-    return {"architectures": [stock_class], "auto_map": {"AutoModelForCausalLM": ours}}
-
-
-def read_bundle(model: str | Path, **source) -> dict[str, bytes]:
-    """{name: content} of an export's bundled files (folder or hub id), each equal to its sha256.
-
-    `source` goes to transformers' `cached_file` (revision, cache_dir, token...). `ValueError` names
-    the first file that is missing or was changed.
-    """
-    bundle = {MANIFEST: _read(model, MANIFEST, source)}
-    for name, digest in _digests(model, bundle[MANIFEST]).items():
-        bundle[name] = _read(model, name, source)
-        if hashlib.sha256(bundle[name]).hexdigest() != digest:
-            raise ValueError(f"{model}: bundled file {name} was changed: export the model again")
-    return bundle
-
-
-def _digests(model: str | Path, manifest_bytes: bytes) -> dict[str, str]:
-    try:
-        manifest = json.loads(manifest_bytes)
-        version, digests = manifest["format_version"], dict(manifest["sha256"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{model}: bundled file {MANIFEST} was changed: export the model again"
-        ) from error
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{model}: {MANIFEST} has format_version {version!r}, "
-            f"this code reads {FORMAT_VERSION}: export the model again"
-        )
-    return digests
-
-
-def write_bundle(folder: Path, bundle: dict[str, bytes]) -> None:
-    """Write the files of a bundle into `folder`."""
-    for name, content in bundle.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-def make_bundle(files: dict[str, bytes]) -> dict[str, bytes]:
-    """`files` with the manifest that lists them: format version and sha256 of each."""
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    manifest = {"format_version": FORMAT_VERSION, "sha256": digests}
-    return {MANIFEST: (json.dumps(manifest, indent=2) + "\n").encode()} | files
-
-
-def _read(model: str | Path, name: str, source: dict) -> bytes:
-    try:
-        return Path(cached_file(str(model), name, **source)).read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{model}: bundled file {name} is missing: export the model again"
-        ) from error
-
-
-def __getattr__(name: str) -> type:
-    stock = name.removeprefix(_PREFIX)
-    if stock == name or not name.endswith(_SUFFIX) or not hasattr(transformers, stock):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = getattr(transformers, stock)
-    doc = f"{stock} with its gated FFNs over TwELL."
-    made = type(name, (TwellModel, base), {"__module__": __name__, "__doc__": doc})
-    globals()[name] = made
-    return made
+try:
+    from .twell_model import __getattr__ as __getattr__
+except Exception as error:
+    raise ImportError(
+        f"bundled file {_culprit(error)} does not import ({error}): "
+        "if it was changed, export the model again"
+    ) from error
