@@ -213,7 +213,7 @@ def quickstart(
 @app.command()
 def doctor(
     out: Annotated[
-        str | None, typer.Argument(metavar="[OUT]", help="A model folder to look at as well.")
+        str | None, typer.Argument(metavar="OUT", help="A model folder to look at as well.")
     ] = None,
 ) -> None:
     """Say what is on this machine, what works and what to install; and if a folder is sound."""
