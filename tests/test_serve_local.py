@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from twellctl.checkpoint import open_checkpoint
-from twellctl.engine import EngineClosed, EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.generation import GenerateEngine
 from twellctl.model import load_model
 from twellctl.serve_local import load_served_model, serve, serve_local
-from twellctl.serving_plan import ServedModel
+from twellctl.serving.engine import EngineClosed, EngineError, Sampling
+from twellctl.serving.generation import GenerateEngine
+from twellctl.serving.plan import ServedModel
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]

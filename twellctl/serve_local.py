@@ -13,10 +13,10 @@ from aiohttp import web
 
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.http_guards import aiohttp_log, is_loopback
-from twellctl.openai_server import make_app
-from twellctl.serving_plan import ServedModel
-from twellctl.text_tokens import encode_text
+from twellctl.serving.http_guards import aiohttp_log, is_loopback
+from twellctl.serving.openai_server import make_app
+from twellctl.serving.plan import ServedModel
+from twellctl.serving.text_tokens import encode_text
 
 OnReady = Callable[[str, str], None]
 
@@ -48,8 +48,8 @@ def serve_local(
 def load_served_model(checkpoint: Checkpoint) -> ServedModel:
     """Weights and tokenizer loaded, the worker started."""
     # torch takes seconds to import: a wrong model or a busy port is told before
-    from twellctl.generation import GenerateEngine
     from twellctl.model import load_model, load_tokenizer
+    from twellctl.serving.generation import GenerateEngine
 
     tokenizer = load_tokenizer(checkpoint)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from twellctl.engine import EngineClosed, EngineError, OutOfMemory
-from twellctl.request_fields import ApiError
+from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory
+from twellctl.serving.request_fields import ApiError
 
 log = logging.getLogger(__name__)
 aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")  # what aiohttp itself has to say, see below

@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from twellctl.engine import Engine, Sampling
-from twellctl.openai_requests import ChatRequest, CompletionRequest, Options
-from twellctl.request_fields import ApiError, invalid
-from twellctl.text_tokens import encode_chat, encode_text
+from twellctl.serving.engine import Engine, Sampling
+from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
+from twellctl.serving.request_fields import ApiError, invalid
+from twellctl.serving.text_tokens import encode_chat, encode_text
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 

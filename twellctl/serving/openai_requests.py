@@ -7,7 +7,7 @@ nothing. No HTTP, no torch.
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.request_fields import (
+from twellctl.serving.request_fields import (
     check_text,
     flag,
     invalid,

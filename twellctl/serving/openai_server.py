@@ -7,13 +7,20 @@ from typing import Any
 
 from aiohttp import web
 
-from twellctl.completion import complete
-from twellctl.http_guards import answer_errors, as_api_error, only_local
-from twellctl.openai_requests import parse_chat, parse_completion
-from twellctl.openai_responses import Answer, ChatAnswer, Choice, TextAnswer, Usage, model_entry
-from twellctl.request_fields import parse_json
-from twellctl.serving_plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
-from twellctl.text_tokens import Detokenizer, StopStrings
+from twellctl.serving.completion import complete
+from twellctl.serving.http_guards import answer_errors, as_api_error, only_local
+from twellctl.serving.openai_requests import parse_chat, parse_completion
+from twellctl.serving.openai_responses import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    TextAnswer,
+    Usage,
+    model_entry,
+)
+from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
+from twellctl.serving.request_fields import parse_json
+from twellctl.serving.text_tokens import Detokenizer, StopStrings
 
 MAX_BODY = 4 << 20
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from twellctl.engine import Engine, Sampling
-from twellctl.text_tokens import Detokenizer, StopStrings
+from twellctl.serving.engine import Engine, Sampling
+from twellctl.serving.text_tokens import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from twellctl.bundle.modeling_twell import gated_ffns
-from twellctl.engine import EngineClosed, EngineError, OutOfMemory, Sampling
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory, Sampling
 
 
 class _Stopped(Exception):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from twellctl.completion import Piece
+from twellctl.serving.completion import Piece
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""quickstart: the real job as a newcomer gets it, and what it says when it falls short."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from twellctl import quickstart as module
+from twellctl.quickstart import QuickStarted, quickstart
+
+
+@pytest.mark.timeout(900)
+def test_the_whole_job(tmp_path):
+    out = tmp_path / "demo"
+    done = quickstart(out)
+    assert done.shortfalls == []
+    assert done.density < 0.15
+    assert done.sparse_loss <= done.silu_loss + 0.15
+    assert done.relu_loss > done.silu_loss
+    assert done.text.startswith("def __init__(self")
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "silu", "relu", "sparse", "export", "profile.json", "train.jsonl", "val.jsonl",
+    }  # fmt: skip
+    profile = json.loads((out / "profile.json").read_text())
+    twell = json.loads((out / "export/config.json").read_text())["twell"]
+    assert twell["slots"] == [layer["slots"] for layer in profile["layers"]]
+    assert AutoModelForCausalLM.from_pretrained(out / "export").config.hidden_act == "relu"
+
+
+def test_falling_short_is_said_and_exits_1(cli, tmp_path, monkeypatch):
+    dense = QuickStarted(tmp_path, tmp_path / "export", 2.0, 2.5, 2.3, 0.4, "text")
+    assert len(dense.shortfalls) == 2
+    monkeypatch.setattr(module, "quickstart", lambda *args, **kwargs: dense)
+    code, stdout, stderr = cli("quickstart", "--out", tmp_path / "demo")
+    assert code == 1
+    assert "40.0 %" in stdout
+    assert len(stderr) == 1
+    assert "density 40.00% is not below 15%" in stderr[0]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_train_silu", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quickstart(tmp_path / "demo")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_kept(cli, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for extra in ([], ["--overwrite"]):
+        code, _, stderr = cli("quickstart", "--out", tmp_path, *extra)
+        assert code == 1
+        assert len(stderr) == 1
+    assert (tmp_path / "mine").read_text() == "mine"
