@@ -1,1 +1,1 @@
-"""What stands under serve-local: the HTTP protocol on one side, an engine of tokens on the other."""
+"""What stands under serve-local: the HTTP protocol on one side, an engine of tokens below it."""
