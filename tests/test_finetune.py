@@ -166,15 +166,18 @@ def test_lora_interrupted_and_resumed(relu_llama, text_file, tmp_path, checkpoin
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
 
 
-def test_bfloat16_weights_stay_bfloat16(make_model, text_file, tmp_path):
-    source = make_model("llama", dtype="bfloat16")
+def test_dtype_and_tied_weights_stay(make_model, text_file, tmp_path):
+    source = make_model("llama", tie_word_embeddings=True)
     stored = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     stored.save_pretrained(source)
     convert(source, tmp_path / "relu")
     for dtype in ("float32", "bfloat16"):
         recipe = small(text_file, param_dtype=dtype, max_steps=2)
         finetune(tmp_path / "relu", tmp_path / dtype, recipe, progress=Progress(silent=True))
-        assert {t.dtype for t in weights(tmp_path / dtype).values()} == {torch.bfloat16}
+        saved = weights(tmp_path / dtype)
+        assert {t.dtype for t in saved.values()} == {torch.bfloat16}
+        assert saved.keys() == weights(source).keys()
+        assert "lm_head.weight" not in saved
 
 
 @pytest.fixture(scope="module")

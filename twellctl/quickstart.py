@@ -76,9 +76,7 @@ class QuickStarted:
 def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> QuickStarted:
     """Do the whole job into the folder `out`, in under three minutes on two CPU cores."""
     out = Path(out)
-    torch.set_num_threads(1)  # so small a model gains little from more, and loses on a busy machine
-        1
-    )  # a model this small gains little from more, and loses on a busy machine
+    torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     with _new_folder(out, overwrite):
         _write_corpus(out)
         with _step("training a SiLU model of half a million parameters on Python's own source"):
