@@ -297,7 +297,7 @@ def _save(
     if recipe.lora_rank:
         model = model.merge_and_unload()
         state = model.state_dict()
-    # under the names and dtypes of the source: a tied head is in the model's state, not in the files
+    # under the source's names and dtypes: a tied head is in the model's state, not in its files
     stored = {name: DTYPES[tensor.dtype] for name, tensor in checkpoint.tensors.items()}
     state = {name: state[name].to(dtype) for name, dtype in stored.items() if name in state}
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
