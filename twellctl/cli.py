@@ -47,7 +47,10 @@ def root(
 def convert(
     model: Model, out: Out, revision: Revision = None, overwrite: Overwrite = False
 ) -> None:
-    """Make a SiLU model ReLU: config.json is edited, the weights are linked or copied."""
+    """Make a SiLU model ReLU.
+
+    config.json is edited, the weights are linked or copied.
+    """
     from twellctl.convert import convert as run
 
     done = run(model, out, revision=revision, overwrite=overwrite)
@@ -107,7 +110,9 @@ def finetune(
     overwrite: Overwrite = False,
     flags: dict[str, Any],
 ) -> None:
-    """Make a ReLU model sparse: fine-tune it with an L1 penalty on what its neurons give.
+    """Make a ReLU model sparse.
+
+    Fine-tunes it with an L1 penalty on what its neurons give.
 
     Flags win over the recipe, the recipe over the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
@@ -141,7 +146,10 @@ def profile(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile here, for export.")] = None,
 ) -> None:
-    """Count what fires: neurons by token and layer, dead ones, the slots a packed gate needs."""
+    """Count which neurons fire.
+
+    By token and layer; dead ones too, and the slots a packed gate needs.
+    """
     from twellctl.profiled import check_profile_path, save_profile
 
     if json is not None:
@@ -175,7 +183,10 @@ def export(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a folder that runs over TwELL, also where twellctl is not installed."""
+    """Write a folder that runs over TwELL.
+
+    It does so wherever transformers runs, also where twellctl is not installed.
+    """
     from twellctl.export import export as run
 
     ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
@@ -189,7 +200,10 @@ def serve_local(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
 ) -> None:
-    """Serve a ReLU model to this machine through OpenAI's API, until Ctrl-C."""
+    """Serve a model through OpenAI's API.
+
+    To this machine only, until Ctrl-C.
+    """
     from twellctl.serve_local import serve_local as run
 
     run(model, host=host, port=port, on_ready=lambda name, url: ui.say(f"serving {name} at {url}"))
@@ -201,7 +215,10 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Do the whole job on a tiny model made here, without a download, in some minutes."""
+    """Do the whole job on a tiny model.
+
+    The model is made here, without a download, and all is done in two or three minutes.
+    """
     from twellctl.quickstart import quickstart as run
 
     result = run(out, overwrite=overwrite, seed=seed)
@@ -216,7 +233,10 @@ def doctor(
         str | None, typer.Argument(metavar="OUT", help="A model folder to look at as well.")
     ] = None,
 ) -> None:
-    """Say what is on this machine, what works and what to install; and if a folder is sound."""
+    """Say what works here and what to install.
+
+    With a folder: whether its weights and its bundle are sound.
+    """
     from twellctl.doctor import doctor as run
 
     diagnosis = run(out)
