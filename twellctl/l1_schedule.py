@@ -9,8 +9,8 @@ PROPORTIONAL = 3.0
 INTEGRAL = 100.0  # a run; density follows the coefficient within some 2 % of a run
 SMOOTHING = 0.01  # a run: the time over which measured density is averaged
 MAX_ERROR = 1.5  # in log density: more error does not push harder
-MAX_STEP = 0.1  # the most that log l1 moves in one step of a run of 200 or more
-MAX_L1 = 10.0
+MAX_STEP = 0.1  # the most that log l1 moves in one step of a run of 100 or more
+MAX_L1 = 10.0  # where the penalty sums over neurons
 
 
 @dataclass
@@ -42,6 +42,7 @@ class TargetL1:
     l1: float
     target: float  # density
     num_steps: int
+    ceiling: float = MAX_L1
     log_integral: float | None = None
     log_density: float | None = None
     log_first: float | None = None
@@ -59,12 +60,13 @@ class TargetL1:
         error = max(-MAX_ERROR, min(MAX_ERROR, self.log_density - goal))
         before = math.log(self.l1)
         wanted = self.log_integral + PROPORTIONAL * error
-        most = MAX_STEP * max(1, 200 / self.num_steps)
+        most = MAX_STEP * max(1, 100 / self.num_steps)
         moved = before + max(-most, min(most, wanted - before))
         if abs(wanted - before) <= most or (wanted < before) == (error > 0):
             # not while the coefficient itself still has to catch up: the integral would wind up
             self.log_integral += INTEGRAL / self.num_steps * learning_rate_share * error
-        self.l1 = math.exp(min(moved, math.log(MAX_L1)))
+            self.log_integral = min(self.log_integral, math.log(self.ceiling))
+        self.l1 = math.exp(min(moved, math.log(self.ceiling)))
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint must hold."""
