@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from step_gradients import SETTINGS, one_step
 from transformers import AutoModelForCausalLM
 
 from twellctl.checkpoint import open_checkpoint
@@ -15,9 +16,6 @@ from twellctl.convert import convert
 from twellctl.data import read_blocks, token_stream, write_tokens
 from twellctl.model import load_model
 from twellctl.sparsity import FfnPenalty
-
-sys.path.append(str(Path(__file__).parent))
-from step_gradients import SETTINGS, one_step
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
 

@@ -1,0 +1,36 @@
+"""One server for all tests of serving."""
+
+import pytest
+import torch
+from serving_client import running
+
+from twellctl.checkpoint import open_checkpoint
+from twellctl.model import load_model
+from twellctl.serve_local import load_served_model
+
+
+@pytest.fixture(scope="session")
+def served(relu_llama):
+    torch.set_num_threads(1)
+    return load_served_model(open_checkpoint(relu_llama))
+
+
+@pytest.fixture(scope="session")
+def client(served):
+    with running(served) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def reference(relu_llama):
+    """`reference(prompt ids, count)`: the greedy tokens of a second copy of the model."""
+    model = load_model(open_checkpoint(relu_llama))
+
+    def generate(prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        done = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+        )
+        return done[0, len(prompt) :].tolist()
+
+    return generate

@@ -1,0 +1,232 @@
+"""serve-local: clients that leave, failures, signals, and what it does not start with."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+from serving_client import (
+    UNDECODED,
+    Scripted,
+    chat,
+    complete,
+    running,
+    streamed_chat,
+    streamed_completion,
+)
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.serve_local import serve, serve_local
+from twellctl.serving.engine import EngineClosed, EngineError
+from twellctl.serving.plan import ServedModel
+
+
+def test_requests_at_once_are_answered_in_turn(client):
+    alone = [complete(client, prompt=f"x = {i}").choices[0].text for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        done = pool.map(lambda i: complete(client, prompt=f"x = {i}"), range(4))
+        assert [answer.choices[0].text for answer in done] == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_worker(served, client, stream):
+    steps = []
+
+    def slow(*_):
+        steps.append(time.monotonic())
+        time.sleep(0.05)
+
+    expected = complete(client, max_tokens=1).choices[0].text
+    hook = served.engine._model.register_forward_pre_hook(slow)
+    try:
+        if stream:
+            with complete(client, max_tokens=200, stream=True) as events:
+                next(iter(events))
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                complete(client.with_options(timeout=0.5), max_tokens=200)
+        left = time.monotonic()
+        assert complete(client, max_tokens=1).choices[0].text == expected
+    finally:
+        hook.remove()
+    assert len([step for step in steps if step > left]) < 20  # of 200, had it gone on
+
+
+def test_out_of_memory_fails_one_request_only(served, client, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.engine._model, "generate", fail)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
+                complete(client, stream=stream)
+            assert (caught.value.status_code, caught.value.code) == (503, "out_of_memory")
+    assert complete(client).choices[0].text
+
+
+def test_unexpected_failure_is_logged_in_one_line(served, client, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise IndexError("no such\nlayer")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+        patched.setattr(served.engine._model, "generate", fail)
+        with pytest.raises(openai.InternalServerError) as caught:
+            complete(client)
+    assert (caught.value.status_code, caught.value.type) == (500, "server_error")
+    (record,) = caplog.records
+    assert record.getMessage() == "POST /v1/completions failed: IndexError: no such layer"
+    assert complete(client).choices[0].text
+
+
+@pytest.mark.parametrize("failure", [EngineError("lost"), EngineClosed("stopping")])
+def test_failure_within_a_stream_is_an_error_event(tokenizer, failure, caplog):
+    tokens = tokenizer.encode("print")
+    with running(ServedModel("model", tokenizer, Scripted(tokens, failure))) as client:
+        got = []
+        with pytest.raises(openai.APIError, match=str(failure)):
+            got.extend(c.choices[0].text for c in complete(client, stream=True))
+    assert "".join(got) == "print"
+
+
+def test_no_half_characters_in_a_stream(tokenizer):
+    text = "日本語 🏳️‍🌈 naïve ∑"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) > len(text)  # most characters here are several tokens
+    with running(ServedModel("model", tokenizer, Scripted([*tokens, 0]))) as client:
+        pieces, reason = streamed_completion(client)
+        assert UNDECODED not in "".join(pieces)
+        assert ("".join(pieces), reason) == (text, "stop")
+        assert "".join(streamed_chat(client)[0]) == text
+        assert complete(client).usage.completion_tokens == len(tokens) + 1
+    with running(ServedModel("model", tokenizer, Scripted(tokens[:2]))) as client:
+        cut = complete(client).choices[0]
+        assert (cut.text, cut.finish_reason) == ("", "length")
+
+
+def test_end_token_is_counted_and_no_text(tokenizer):
+    half = tokenizer.encode("é")[0]
+    plain_end = tokenizer.encode("x")[0]  # not every model's end token is a special one
+    engine = Scripted([*tokenizer.encode("print"), half, plain_end])
+    engine.eos_tokens = frozenset({plain_end})
+    with running(ServedModel("model", tokenizer, engine)) as client:
+        answer = complete(client)
+    assert answer.choices[0].text == "print" + UNDECODED  # it wrote half a character, then ended
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(engine.tokens)
+
+
+def test_model_without_chat_template_names_the_other_endpoint(served, tokenizer, monkeypatch):
+    monkeypatch.setattr(served.tokenizer, "chat_template", None)
+    with running(ServedModel("model", served.tokenizer, Scripted([5]))) as client:
+        with pytest.raises(openai.BadRequestError, match="/v1/completions") as caught:
+            chat(client)
+        assert caught.value.param == "messages"
+        assert complete(client).choices[0].text
+
+
+def test_chat_template_that_refuses_is_a_bad_request(served, monkeypatch):
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    with (
+        running(ServedModel("model", served.tokenizer, Scripted([5]))) as client,
+        pytest.raises(openai.BadRequestError, match="roles must alternate"),
+    ):
+        chat(client)
+
+
+def test_what_cannot_be_served_is_refused(silu_llama, relu_llama, tmp_path):
+    with pytest.raises(TwellError, match="is a SiLU model: make it ReLU with 'twellctl convert"):
+        serve_local(silu_llama)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(relu_llama / name)
+    with pytest.raises(TwellError, match="has no tokenizer"):
+        serve_local(bare)
+    for host in ("0.0.0.0", "192.168.1.1", "example.org", "::"):
+        with pytest.raises(UsageError, match=f"got {host}"):
+            serve_local(relu_llama, host=host)
+    with pytest.raises(UsageError, match="got 70000"):
+        serve_local(relu_llama, port=70000)
+
+
+def test_busy_port_is_one_line(relu_llama):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(TwellError, match=f"port {port} is in use"):
+            serve_local(relu_llama, port=port)
+
+
+def test_sigterm_ends_the_command_with_0(relu_llama):
+    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving model at http://127.0.0.1:"), process.stderr.read()
+        url = line.split()[-1]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+            events = complete(client, max_tokens=200, n=100, stream=True)  # a minute of work
+            next(iter(events))
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="stopping"):
+                list(events)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_function_and_its_handler_comes_back(tokenizer, number):
+    served = ServedModel("model", tokenizer, Scripted([5]))
+    ready = []
+
+    def own(*_) -> None:
+        """The handler of the program that calls the function."""
+
+    def on_ready(name: str, url: str) -> None:
+        ready.append((name, url))
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+
+    before = signal.signal(number, own)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        asyncio.run(asyncio.wait_for(serve(served, listener, on_ready), 20))
+    assert ready == [("model", f"http://127.0.0.1:{port}/v1")]
+    assert signal.signal(number, before) is own
+
+
+def test_malformed_http_is_logged_in_one_line(client, caplog):
+    url = client.base_url
+    with (
+        caplog.at_level(logging.ERROR),
+        socket.create_connection((url.host, url.port), timeout=20) as connection,
+    ):
+        connection.sendall(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert b" 400 " in connection.recv(1000)
+    assert all(record.exc_info is None for record in caplog.records)
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+    assert caplog.records
+
+
+def test_help_imports_neither_torch_nor_aiohttp():
+    code = "import sys, twellctl.cli; print(sorted({'torch', 'aiohttp'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
