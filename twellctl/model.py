@@ -37,12 +37,21 @@ def load_model(
     extra = {} if activation is None else {"hidden_act": activation}
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path, dtype=dtype or "auto", trust_remote_code=False, **extra
+            model, found = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                dtype=dtype or "auto",
+                trust_remote_code=False,
+                output_loading_info=True,
+                **extra,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TwellError(f"{checkpoint.name} could not be loaded: {reason}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise TwellError(
+            f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: fetch its "
+            "safetensors files again"
+        )
     if activation is None:
         thresholds = checkpoint.twell["thresholds"]
         if any(thresholds):
