@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from twellctl.checkpoint import open_checkpoint
@@ -23,6 +24,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.model import load_tokenizer
 from twellctl.progress import Progress
 from twellctl.recipe import Recipe, recipe_names, resolve_recipe, run_folder
+from twellctl.runs import last_checkpoint, mark_complete
 
 SMALL = {
     "seq_len": 32,
@@ -130,11 +132,27 @@ def test_killed_run_resumes_from_the_last_complete_checkpoint(
     assert_same_weights(out, uninterrupted.out)
 
 
-def test_resume_refuses_another_recipe(relu_llama, text_file, tmp_path):
+def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, uninterrupted):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, out, small(text_file), progress=InterruptAt(4))
+    half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
+    half.mkdir()
+    recipe = small(text_file, micro_batch_size=1, gradient_checkpointing=True)
+    finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    for name, wanted in weights(uninterrupted.out).items():
+        assert torch.allclose(weights(out)[name], wanted, atol=2e-3), name
+
+
+def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path):
+    stranger = tmp_path / "stranger"
+    shutil.copytree(relu_llama, stranger)
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
     with pytest.raises(UsageError, match="l1 differ"):
         finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
+    with pytest.raises(UsageError, match="resume it with that model"):
+        finetune(stranger, tmp_path / "out", small(text_file), resume=True)
     with pytest.raises(TwellError, match="no run to resume"):
         finetune(relu_llama, tmp_path / "other", small(text_file), resume=True)
 
@@ -292,6 +310,15 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
             "learn-rate",
         ),
         ((relu_llama, out, "--data", text_file, "--seq-len", "4096"), 2, "seq-len must be <= 256"),
+        ((relu_llama, out, "--data", text_file, tmp_path / "no.txt"), 1, "no.txt does not exist"),
+        (
+            (relu_llama, out, "--data", text_file, "--eval-data", text_file, text_file),
+            2,
+            "which flag",
+        ),
+        ((relu_llama, out, "--data", text_file, "--report-to", "nosuch"), 2, "'nosuch'"),
+        ((relu_llama, out, "--data", text_file, "--teacher", tmp_path / "none"), 1, "not exist"),
+        ((relu_llama, out, "--data", text_file, "--l1", "0"), 2, "l1 must be > 0"),
         ((relu_llama, out, "--data", text_file, "--max-steps", "1", "--max-tokens", "9"), 2, "one"),
     ]:
         exit_code, stdout, stderr = cli("finetune", *arguments)
@@ -300,6 +327,125 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
         assert said in stderr[0]
         assert not out.exists()
         assert not run_folder(out).exists()
+
+
+def test_several_files_after_one_flag_and_the_models_own_context(
+    cli, relu_llama, text_file, tmp_path
+):
+    other = tmp_path / "other.txt"
+    other.write_text("print('hello')\n" * 400, encoding="utf-8")
+    settings = ["--max-steps=1", "--batch-size=2", "--eval-blocks=1", "--l1=1e-3"]
+    arguments = [relu_llama, tmp_path / "out", "--data", text_file, other, *settings]
+    code, _, stderr = cli("finetune", *arguments)
+    assert code == 0, stderr
+    saved = resolve_recipe(tmp_path / "out" / "recipe.yaml")
+    assert saved.data == [str(text_file), str(other)]
+    assert saved.seq_len == 256
+
+
+def test_overwrite_spares_a_run_folder_that_is_not_ours(relu_llama, text_file, tmp_path):
+    theirs = tmp_path / "out.run" / "diary.txt"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    with pytest.raises(TwellError, match="no run of ours"):
+        finetune(relu_llama, tmp_path / "out", small(text_file), overwrite=True)
+    assert theirs.read_text() == "mine"
+
+
+def test_held_out_text_too_short_is_refused(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, eval_data=[str(bad_text(tmp_path, "short.txt"))])
+    with pytest.raises(TwellError, match=r"--eval-data makes no block of 32"):
+        finetune(relu_llama, tmp_path / "out", recipe)
+    assert not run_folder(tmp_path / "out").exists()
+
+
+def test_another_models_tokenizer_is_refused(make_model, text_file, tmp_path):
+    convert(make_model("llama", vocab_size=300), tmp_path / "relu")
+    with pytest.raises(TwellError, match="but the model has 300 tokens"):
+        finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
+    assert not run_folder(tmp_path / "out").exists()
+
+
+def test_warm_up_before_a_constant_rate(relu_llama, text_file, tmp_path):
+    rates = []
+
+    class Rates(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            class Hook(TrainerCallback):
+                def on_step_begin(self, args, state, control, **kwargs):
+                    rates.append(trainer.get_learning_rate() / recipe.learning_rate)
+
+            return Hook()
+
+    recipe = small(text_file, lr_scheduler="constant", warmup_steps=4, max_steps=6)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Rates(silent=True))
+    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+
+
+def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"x{i} = {i}\n" for i in range(120)), encoding="utf-8")
+    ids = []
+
+    class Seen(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            compute = trainer.compute_loss
+
+            def seeing(model, inputs, *args, **kwargs):
+                ids.append(len(inputs["input_ids"]))
+                return compute(model, inputs, *args, **kwargs)
+
+            trainer.compute_loss = seeing
+            return TrainerCallback()
+
+    recipe = small(text, max_steps=None, epochs=2, eval_fraction=0, batch_size=4)
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
+    assert sum(ids) * recipe.seq_len == done.num_tokens
+    assert done.num_steps % 2 == 0
+
+
+def test_what_tensorboard_wrote_stays(relu_llama, text_file, tmp_path):
+    class Board(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            (Path(trainer.args.output_dir) / "runs").mkdir()
+            (Path(trainer.args.output_dir) / "runs" / "events").write_text("1")
+            return TrainerCallback()
+
+    recipe = small(text_file, max_steps=1)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Board(silent=True))
+    assert (tmp_path / "out" / "runs" / "events").read_text() == "1"
+
+
+def in_two_processes(*words) -> subprocess.CompletedProcess:
+    """`twellctl finetune` under torchrun."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*run, "-m", "twellctl", "finetune", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_two_processes_speak_with_one_voice(relu_llama, text_file, tmp_path):
+    out, flags = tmp_path / "out", [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items()]
+    done = in_two_processes(relu_llama, out, f"--data={text_file}", *flags, "--lora-rank=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next: twellctl profile") == 1
+    assert "Warning" not in done.stderr
+    assert not run_folder(out).exists()
+
+
+def test_two_processes_fail_together(relu_llama, tmp_path):
+    text = bad_text(tmp_path, "short.txt")
+    done = in_two_processes(relu_llama, tmp_path / "out", f"--data={text}", "--seq-len=32")
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1
+    assert said
+    assert all("fewer than one batch" in line for line in said), said
+    assert sorted(tmp_path.iterdir()) == [text]
 
 
 def test_no_tokenizer_is_refused(relu_llama, text_file, tmp_path):
@@ -314,11 +460,13 @@ def test_no_tokenizer_is_refused(relu_llama, text_file, tmp_path):
 def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, monkeypatch):
     import twellctl.training as training
 
-    def full(self, args, state, control, **kwargs):
-        raise OSError(28, "No space left on device")
+    def full_at_six(folder, state):
+        if folder.name == "checkpoint-6":
+            raise OSError(28, "No space left on device")
+        mark_complete(folder, state)
 
-    monkeypatch.setattr(training.SparsityCallback, "on_save", full)
-    with pytest.raises(TwellError, match=r"No space left.*--resume"):
+    monkeypatch.setattr(training, "mark_complete", full_at_six)
+    with pytest.raises(TwellError, match=r"No space left.*--resume goes on from checkpoint-3"):
         finetune(
             relu_llama,
             tmp_path / "out",
@@ -326,3 +474,32 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
             progress=Progress(silent=True),
         )
     assert not (tmp_path / "out").exists()
+    assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
+
+
+def test_a_run_whose_result_could_not_be_written_is_not_lost(
+    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch
+):
+    import twellctl.finetune as module
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    out, recipe = tmp_path / "out", small(text_file, save_steps=5)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "copy_side_files", full)
+        with pytest.raises(TwellError, match="No space left"):
+            finetune(relu_llama, out, recipe, progress=Progress(silent=True))
+    done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    assert_same_weights(out, uninterrupted.out)
+    assert done.density == uninterrupted.density
+
+
+def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_path):
+    shutil.copytree(relu_llama, tmp_path / "relu")
+    tensors = weights(relu_llama)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "relu" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TwellError, match=r"lacks 1 of its weights, lm_head\.weight"):
+        finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
+    assert not run_folder(tmp_path / "out").exists()

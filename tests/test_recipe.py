@@ -46,9 +46,9 @@ def test_a_flag_replaces_the_recipes_other_length(write):
 
 @pytest.mark.parametrize("text", ["2e-5", "2.0e-5", "'2e-5'", "0.00002"])
 def test_numbers_that_yaml_takes_for_text(write, text):
-    recipe = resolve_recipe(write(f"l1: {text}\nmax-steps: 1e3\nseed: 9007199254740993\n"))
-    assert (recipe.l1, recipe.max_steps, recipe.seed) == (2e-5, 1000, 2**53 + 1)
-    assert type(recipe.max_steps) is int
+    recipe = resolve_recipe(write(f"l1: {text}\nsave-steps: 1e3\nmax-tokens: 9007199254740993\n"))
+    assert (recipe.l1, recipe.save_steps, recipe.max_tokens) == (2e-5, 1000, 2**53 + 1)
+    assert type(recipe.save_steps) is int
 
 
 def test_kinds(write):
@@ -80,6 +80,7 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
         ("l1", "fast", "must be a number, got 'fast'"),
         ("l1", "null", "must be a number, got None"),
         ("seed", "1" + "0" * 400, "must be finite"),
+        ("seed", "4294967296", "must be <= 4294967295"),
         ("seq-len", "7", "must be >= 8"),
         ("seq-len", "64.5", "must be a whole number"),
         ("eval-fraction", "1", "must be < 1"),
@@ -111,6 +112,8 @@ def test_all_errors_at_once(write):
 def test_settings_that_exclude_each_other(write):
     assert "max-tokens exclude each other" in refusal(UsageError, max_steps=1, max_tokens=1)
     assert "needs a lora-rank" in refusal(UsageError, lora_ffn=True)
+    assert "l1 must be > 0 to be raised" in refusal(UsageError, l1=0)
+    assert resolve_recipe(None, {"l1": 0, "l1_schedule": "constant"}).l1 == 0
     assert "got 32 and 5" in refusal(UsageError, micro_batch_size=5)
     assert "mine.yaml: lora-ffn needs" in refusal(TwellError, write("lora-ffn: true"))
     assert resolve_recipe(None, {"batch_size": 2, "micro_batch_size": 4}).batch_size == 2
@@ -149,7 +152,7 @@ def test_the_saved_recipe_repeats_the_run(tmp_path):
     assert resolve_recipe(tmp_path / "recipe.yaml") == first
     saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     fields = {flag_name(field.name) for field in dataclasses.fields(Recipe)}
-    assert fields - set(saved) == {"max-tokens"}
+    assert fields - set(saved) == {"max-tokens", "seq-len"}
 
 
 def test_what_ships():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import signal
 import sys
 import types
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import __version__, ui
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -101,6 +102,9 @@ def finetune(
     *,
     model: LocalModel,
     out: Out,
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE", help="More files after --data FILE.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
     ] = None,
@@ -119,13 +123,19 @@ def finetune(
     """
     from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
 
+    if more and ("data" not in flags or "eval_data" in flags):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    if more:
+        flags["data"] += more
     saved = run_folder(out) / RECIPE_FILE
     if resume and recipe is None and saved.is_file():
         recipe = str(saved)
     settings = resolve_recipe(recipe, flags)
     from twellctl.finetune import finetune as run
 
-    ui.finetuned(run(model, out, settings, resume=resume, overwrite=overwrite))
+    result = run(model, out, settings, resume=resume, overwrite=overwrite)
+    if os.environ.get("RANK", "0") == "0":  # torchrun and accelerate count their processes so
+        ui.finetuned(result)
 
 
 @app.command()

@@ -21,16 +21,21 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
 
 class Blocks(Dataset):
-    """Blocks `[num_blocks, seq_len]` of a stream; item i is `{"input_ids": int64 [seq_len]}`."""
+    """Blocks `[num_blocks, seq_len]` of a stream, or those `picked` by number; nothing is copied.
 
-    def __init__(self, blocks: np.ndarray):
+    Item i is `{"input_ids": int64 [seq_len]}`.
+    """
+
+    def __init__(self, blocks: np.ndarray, picked: np.ndarray | None = None):
         self.blocks = blocks
+        self.picked = np.arange(len(blocks)) if picked is None else picked
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.picked)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.from_numpy(self.blocks[index].astype(np.int64))}
+        block = self.blocks[self.picked[index]]
+        return {"input_ids": torch.from_numpy(block.astype(np.int64))}
 
 
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
@@ -40,7 +45,7 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
     `messages` goes through the chat template of `tokenizer`. `TwellError` names file and line of
     what is wrong.
     """
-    for path in _files(paths):
+    for path in text_files(paths):
         some = False
         for text in _READERS[path.suffix](path, text_column, tokenizer):
             if text:
@@ -50,15 +55,26 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
             raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
 
 
-def token_stream(texts: Iterable[str], tokenizer: Any) -> Iterator[np.ndarray]:
-    """int32 arrays of tokens, some texts at a time, an end-of-text id before each text."""
+def token_stream(
+    texts: Iterable[str], tokenizer: Any, vocabulary: int | None = None
+) -> Iterator[np.ndarray]:
+    """int32 arrays of tokens, some texts at a time, an end-of-text id before each text.
+
+    Ids that a model of `vocabulary` tokens does not have are refused.
+    """
     first = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
     if first is None:
         raise TwellError("the tokenizer has no end-of-text token: set eos_token in its config")
     texts = iter(texts)
     while some := list(islice(texts, 256)):
         encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-        yield np.concatenate([np.array([first, *ids], dtype=np.int32) for ids in encoded])
+        tokens = np.concatenate([np.array([first, *ids], dtype=np.int32) for ids in encoded])
+        if vocabulary is not None and tokens.max() >= vocabulary:
+            raise TwellError(
+                f"the tokenizer makes id {tokens.max()}, but the model has {vocabulary} tokens: "
+                "copy the tokenizer files of its original beside the weights"
+            )
+        yield tokens
 
 
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
@@ -80,34 +96,37 @@ def read_blocks(path: Path, seq_len: int) -> np.ndarray:
     return tokens[: count * seq_len].reshape(count, seq_len)
 
 
-def hold_out(blocks: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held-out) blocks: up to eight runs of neighbours, evenly spread, are held out."""
-    wanted = round(len(blocks) * fraction)
+def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) blocks by number: up to eight runs of neighbours, evenly spread."""
+    wanted = round(num_blocks * fraction)
     if fraction > 0 and not wanted:
-        wanted = min(1, len(blocks) - 1)
-    held = np.zeros(len(blocks), dtype=bool)
+        wanted = min(1, num_blocks - 1)
+    held = np.zeros(num_blocks, dtype=bool)
     stripes = min(8, wanted)
     for stripe in range(stripes):
         length = wanted * (stripe + 1) // stripes - wanted * stripe // stripes
-        start = len(blocks) * (2 * stripe + 1) // (2 * stripes) - length // 2
+        start = num_blocks * (2 * stripe + 1) // (2 * stripes) - length // 2
         held[start : start + length] = True
-    return blocks[~held], blocks[held]
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def _files(paths: list[str]) -> Iterator[Path]:
+def text_files(paths: list[str]) -> list[Path]:
+    """The files that `paths`, files and folders, stand for; one that is no text is refused."""
+    files: list[Path] = []
     for name in paths:
         path = Path(name)
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
             if not found:
                 raise TwellError(f"{path} holds no {', '.join(SUFFIXES)} file")
-            yield from found
+            files += found
         elif not path.exists():
             raise TwellError(f"{path} does not exist: give a text file or a folder of them")
         elif path.suffix not in SUFFIXES:
             raise TwellError(f"{path} is none of {', '.join(SUFFIXES)}: rename or convert it")
         else:
-            yield path
+            files.append(path)
+    return files
 
 
 def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:

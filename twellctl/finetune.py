@@ -8,29 +8,43 @@ import dataclasses
 import json
 import math
 import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
+from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import ConstantL1, TargetL1
 from twellctl.model import load_model, load_tokenizer, quiet_transformers
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
 from twellctl.recipe import RECIPE_FILE, Recipe, run_folder, save_recipe
-from twellctl.runs import last_checkpoint, open_run, restore_schedule, run_blocks, write_run_tokens
+from twellctl.runs import (
+    REPORT_FILE,
+    checkpoint_state,
+    discard_unstarted,
+    last_checkpoint,
+    prepare_run,
+    run_blocks,
+)
 from twellctl.sparsity import FfnPenalty
+from twellctl.teacher import Teacher, choose_teacher
 from twellctl.training import SparseTrainer, SparsityCallback
 
-REPORT_FILE = "twell_finetune.json"
+PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -75,39 +89,74 @@ def finetune(
     checkpoint = open_checkpoint(model)
     check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
     checkpoint.require_relu()
-    _check_length(checkpoint, recipe)
+    recipe = _for_context(recipe, checkpoint)
+    _check_report_to(recipe.report_to)
+    teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
-    world = PartialState(cpu=not torch.cuda.is_available())
-    with world.main_process_first():
-        if world.is_main_process:
-            open_run(run, recipe, resume=resume, overwrite=overwrite)
-            if not (run / "tokens.bin").is_file():
-                write_run_tokens(run, recipe, tokenizer)
+    world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    _micro_batch(recipe, world.num_processes)
+    how = {"resume": resume, "overwrite": overwrite}
+    _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
+    blocks = run_blocks(run, recipe)
+    world.wait_for_everyone()  # from here on a process that fails may remove the folder
     with quiet_transformers():
         try:
-            trainer = _trainer(checkpoint, recipe, run, world.num_processes, progress)
-        except TwellError:
-            if last_checkpoint(run) is None:
-                shutil.rmtree(run, ignore_errors=True)
-            raise
-        result = _train(trainer, out, run, recipe, progress)
-        _save(trainer, checkpoint, recipe, result, overwrite=overwrite)
+            trainer = _trainer(checkpoint, teacher, recipe, run, blocks, progress)
+            result = _train(trainer, out, run, recipe, progress)
+            _save(trainer, checkpoint, recipe, run, result, overwrite=overwrite)
+        except torch.OutOfMemoryError as error:
+            raise TwellError(
+                "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
+                "--param-dtype bfloat16"
+            ) from error
+        finally:
+            if world.is_main_process:
+                discard_unstarted(run)
     if world.is_main_process:
         shutil.rmtree(run, ignore_errors=True)
     return result
 
 
-def _check_length(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    longest = checkpoint.config.get("max_position_embeddings")
-    if longest and recipe.seq_len > longest:
+def _for_context(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+    """The recipe with a block length that the model's context holds."""
+    longest = checkpoint.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len is None:
+        return dataclasses.replace(recipe, seq_len=min(1024, longest))
+    if recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
+    return recipe
+
+
+def _check_report_to(name: str) -> None:
+    installed = get_available_reporting_integrations()
+    if name not in ("none", "all", *installed):
+        found = ", ".join(installed) or "none of them"
+        raise UsageError(f"report-to {name!r} is unknown or not installed (here: {found})")
+
+
+def _in_the_first(world: PartialState, prepare: Callable[[], None]) -> None:
+    """Call `prepare` in the first process while the others wait; what it raises, all raise."""
+    failure: list[BaseException | None] = [None]
+    if world.is_main_process:
+        try:
+            prepare()
+        except (TwellError, KeyboardInterrupt, SystemExit) as error:
+            failure = [error]
+    broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def _trainer(
-    checkpoint: Checkpoint, recipe: Recipe, run: Path, num_processes: int, progress: Progress
+    checkpoint: Checkpoint,
+    teacher: Teacher | None,
+    recipe: Recipe,
+    run: Path,
+    blocks: tuple[Blocks, Blocks | None],
+    progress: Progress,
 ) -> SparseTrainer:
-    train, held_out = run_blocks(run, recipe)
+    train, held_out = blocks
     dtype = getattr(torch, recipe.param_dtype)
     model = load_model(checkpoint, dtype=dtype)
     model.config.use_cache = False
@@ -118,15 +167,14 @@ def _trainer(
     if recipe.gradient_checkpointing:
         newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    teacher = _teacher(checkpoint, recipe, model)
-    arguments = _arguments(recipe, run, num_processes, len(train), held_out is not None)
+    arguments = _arguments(recipe, run, len(train), held_out is not None)
     schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
     if recipe.l1_schedule == "target":
         schedule = TargetL1(recipe.l1, 1 - recipe.target_sparsity, arguments.max_steps)
     trainer = SparseTrainer(
         penalty=FfnPenalty(model, recipe.l1_normalizer),
         schedule=schedule,
-        teacher=teacher,
+        teacher=teacher and teacher.load(),
         teacher_weight=recipe.teacher_weight,
         model=model,
         args=arguments,
@@ -138,9 +186,8 @@ def _trainer(
     return trainer
 
 
-def _arguments(
-    recipe: Recipe, run: Path, num_processes: int, num_blocks: int, has_eval: bool
-) -> TrainingArguments:
+def _micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:
+    """(blocks a process holds at once, how many times it does so in a step)."""
     per_process = recipe.batch_size // num_processes
     if recipe.batch_size % num_processes:
         raise UsageError(
@@ -152,6 +199,11 @@ def _arguments(
             f"each of {num_processes} processes takes {per_process} blocks a step, which is no "
             f"multiple of micro-batch-size {micro}"
         )
+    return micro, per_process // micro
+
+
+def _arguments(recipe: Recipe, run: Path, num_blocks: int, has_eval: bool) -> TrainingArguments:
+    micro, accumulation = _micro_batch(recipe, PartialState().num_processes)
     if recipe.max_steps is not None:
         num_steps = recipe.max_steps
     elif recipe.max_tokens is not None:
@@ -164,10 +216,10 @@ def _arguments(
         output_dir=str(run),
         max_steps=num_steps,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=per_process // micro,
+        gradient_accumulation_steps=accumulation,
         dataloader_drop_last=True,
         learning_rate=recipe.learning_rate,
-        lr_scheduler_type=recipe.lr_scheduler,
+        lr_scheduler_type=recipe.lr_scheduler.replace("constant", "constant_with_warmup"),
         warmup_steps=round(warmup),
         weight_decay=recipe.weight_decay,
         adam_beta2=recipe.adam_beta2,
@@ -207,29 +259,9 @@ def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     )
     if recipe.gradient_checkpointing:
         model.enable_input_require_grads()
-    return get_peft_model(model, config)
-
-
-def _teacher(checkpoint: Checkpoint, recipe: Recipe, student: Any) -> PreTrainedModel | None:
-    """The frozen model to distil from."""
-    if recipe.teacher == "none" or not recipe.teacher_weight:
-        return None
-    twell, activation = checkpoint.twell, None
-    source: str | Path = recipe.teacher
-    if recipe.teacher == "auto":
-        source = twell["source"]
-        if not (checkpoint.path / RECIPE_FILE).exists() and twell["source_act"] != "relu":
-            source, activation = checkpoint.path, twell["source_act"]
-        elif not Path(source).is_dir() or Path(source).resolve() == checkpoint.path.resolve():
-            return None
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    teacher = load_model(open_checkpoint(source), dtype=dtype, activation=activation)
-    if teacher.config.vocab_size != student.config.vocab_size:
-        raise TwellError(
-            f"teacher {source} has {teacher.config.vocab_size} tokens, the model has "
-            f"{student.config.vocab_size}: give one with the same tokenizer, or --teacher none"
-        )
-    return teacher.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's own calls of transformers
+        return get_peft_model(model, config)
 
 
 def _train(
@@ -239,7 +271,7 @@ def _train(
     trainer.callback_handler.callbacks.insert(0, sparsity)  # a step is reported before it is shown
     resume_from = last_checkpoint(run)
     if resume_from is not None:
-        restore_schedule(trainer.schedule, resume_from)
+        trainer.restore(checkpoint_state(resume_from))
     has_eval = trainer.eval_dataset is not None
     try:
         resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
@@ -248,16 +280,11 @@ def _train(
         teacher_loss = trainer.evaluate_teacher()
         trainer.args.eval_on_start = has_eval and not resumed_at
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        last = trainer.evaluate() if has_eval and sparsity.stopped_at is None else {}
-    except torch.OutOfMemoryError as error:
-        raise TwellError(
-            "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
-            "--param-dtype bfloat16"
-        ) from error
+        last = _last_evaluation(trainer) if has_eval and sparsity.stopped_at is None else {}
     except (OSError, SafetensorError) as error:
-        raise TwellError(
-            f"{run} could not be written: {error}; --resume goes on from there"
-        ) from error
+        kept = last_checkpoint(run)
+        left = f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
+        raise TwellError(f"{run} could not be written: {error}; {left}") from error
     finally:
         sparsity.restore_signals()
         progress.stop()
@@ -275,15 +302,24 @@ def _train(
         teacher_cross_entropy=teacher_loss,
         first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
-        density=last.get("eval_density", trainer.report.density if trainer.report else math.nan),
+        density=last.get("eval_density", trainer.report.density),
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
+
+
+def _last_evaluation(trainer: SparseTrainer) -> dict[str, float]:
+    """The figures of the last step; evaluated now unless the last step did."""
+    for entry in trainer.state.log_history:
+        if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
+            return entry
+    return trainer.evaluate()
 
 
 def _save(
     trainer: SparseTrainer,
     checkpoint: Checkpoint,
     recipe: Recipe,
+    run: Path,
     result: FineTuned,
     *,
     overwrite: bool,
@@ -298,14 +334,16 @@ def _save(
         model = model.merge_and_unload()
         state = model.state_dict()
     # under the source's names and dtypes: a tied head is in the model's state, not in its files
-    stored = {name: DTYPES[tensor.dtype] for name, tensor in checkpoint.tensors.items()}
-    state = {name: state[name].to(dtype) for name, dtype in stored.items() if name in state}
+    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    state = {name: state[name].to(dtype=dtype) for name, dtype in stored.items() if name in state}
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
         with staged(result.out, overwrite=overwrite) as stage:
             model.save_pretrained(stage, state_dict=state)
             copy_side_files(checkpoint, stage)
+            if (run / "runs").is_dir():  # where tensorboard writes
+                shutil.copytree(run / "runs", stage / "runs")
             write_config(stage, config)
             save_recipe(recipe, stage / RECIPE_FILE)
             report = dataclasses.asdict(result) | {"out": result.out.name}

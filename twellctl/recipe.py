@@ -45,7 +45,12 @@ class Recipe:
         [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable."
     )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
-    seq_len: int = setting(1024, "Tokens of a block; texts are packed into blocks.", at_least=8)
+    seq_len: int | None = setting(
+        None,
+        "Tokens of a block; texts are packed into blocks. [default: 1024, or the context if "
+        "shorter]",
+        at_least=8,
+    )
     eval_data: list[str] = setting([], "Held-out text, in place of --eval-fraction. Repeatable.")
     eval_fraction: float = setting(
         0.01, "Share of the texts held out of training.", at_least=0, below=1
@@ -97,7 +102,9 @@ class Recipe:
     weight_decay: float = setting(0.0, "Weight decay of AdamW.", at_least=0)
     adam_beta2: float = setting(0.95, "AdamW's beta2.", above=0, below=1)
     max_grad_norm: float = setting(1.0, "Gradient norm above which gradients are clipped.", above=0)
-    seed: int = setting(0, "Seed of the order of blocks and of everything drawn.", at_least=0)
+    seed: int = setting(
+        0, "Seed of the order of blocks and of everything drawn.", at_least=0, at_most=2**32 - 1
+    )
 
     param_dtype: str = setting(
         "float32",
@@ -112,7 +119,9 @@ class Recipe:
 
     save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
-    report_to: str = setting("none", "Trainer integrations: none, tensorboard, wandb...")
+    report_to: str = setting(
+        "none", "Where else figures go: tensorboard, wandb... if installed, all, or none."
+    )
 
 
 def run_folder(out: Path) -> Path:
@@ -261,6 +270,8 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
     recipe = Recipe(**values)
     if recipe.max_steps is not None and recipe.max_tokens is not None:
         wrong.append("max-steps and max-tokens exclude each other: give one")
+    if recipe.l1_schedule == "target" and not recipe.l1:
+        wrong.append("l1 must be > 0 to be raised, got 0: give more, or l1-schedule constant")
     if recipe.lora_ffn and not recipe.lora_rank:
         wrong.append("lora-ffn needs a lora-rank above 0")
     if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):

@@ -6,29 +6,89 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from twellctl.data import Blocks, hold_out, read_blocks, read_texts, token_stream, write_tokens
+import numpy as np
+
+from twellctl.checkpoint import Checkpoint
+from twellctl.data import (
+    Blocks,
+    hold_out,
+    read_blocks,
+    read_texts,
+    text_files,
+    token_stream,
+    write_tokens,
+)
 from twellctl.errors import TwellError, UsageError
-from twellctl.l1_schedule import ConstantL1, TargetL1
 from twellctl.recipe import RECIPE_FILE, Recipe, flag_name, resolve_recipe, save_recipe
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
+MODEL_FILE = "model.txt"
+REPORT_FILE = "twell_finetune.json"  # in the result
+# what a resumed run may change, because it changes nothing of the result
+FREE = (
+    "save_steps",
+    "logging_steps",
+    "report_to",
+    "micro_batch_size",
+    "gradient_checkpointing",
+)
 
 
-def open_run(run: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
-    """Make the run folder, or check that it holds what is to be resumed."""
-    saved = run / RECIPE_FILE
+def prepare_run(
+    run: Path,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """The run folder with all that training reads; one that holds no checkpoint goes on failure."""
+    text_files([*recipe.data, *recipe.eval_data])  # before the first is read
+    model = str(checkpoint.path.resolve())
     if resume:
-        if not saved.is_file():
-            raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
-        free = ("save_steps", "logging_steps", "report_to")  # these change nothing of the result
-        before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
-        changed = [flag_name(k) for k in now if k not in free and now[k] != before[k]]
-        if changed:
-            raise UsageError(
-                f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
-                "leave them out"
-            )
-        return
+        _check_resumable(run, recipe, model)
+    else:
+        _new_run(run, recipe, model, overwrite)
+    try:
+        if not (run / "tokens.bin").is_file():
+            _write_run_tokens(run, recipe, tokenizer, checkpoint.config.get("vocab_size"))
+        run_blocks(run, recipe)
+    except BaseException as error:
+        discard_unstarted(run)
+        if isinstance(error, OSError):
+            raise TwellError(f"{run} could not be written: {error.strerror or error}") from error
+        raise
+
+
+def discard_unstarted(run: Path) -> None:
+    """Remove a run folder that holds no checkpoint."""
+    if last_checkpoint(run) is None:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
+    saved = run / RECIPE_FILE
+    if not saved.is_file():
+        raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
+    before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
+    changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
+    if changed:
+        raise UsageError(
+            f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
+            "leave them out"
+        )
+    began = (run / MODEL_FILE).read_text(encoding="utf-8")
+    if began != model:
+        raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
+    for folder in run.glob("checkpoint-*"):
+        if not (folder / STATE_FILE).is_file():  # its writing was cut short
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_run(run: Path, recipe: Recipe, model: str, overwrite: bool) -> None:
+    if run.exists() and not (run.is_dir() and (run / RECIPE_FILE).is_file()):
+        raise TwellError(f"{run} is no run of ours (no {RECIPE_FILE} in it): choose another OUT")
     if run.exists() and not overwrite:
         step = last_checkpoint(run)
         what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
@@ -36,12 +96,14 @@ def open_run(run: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Non
     try:
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir(parents=True)
-        save_recipe(recipe, saved)
+        save_recipe(recipe, run / RECIPE_FILE)
+        (run / MODEL_FILE).write_text(model, encoding="utf-8")
     except OSError as error:
+        shutil.rmtree(run, ignore_errors=True)
         raise TwellError(f"{run} cannot be written: {error.strerror or error}") from error
 
 
-def write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any) -> None:
+def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int | None) -> None:
     """Tokenise what the run needs: all text for epochs, else enough for its steps."""
     wanted = recipe.max_tokens
     if recipe.max_steps is not None:
@@ -51,44 +113,44 @@ def write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any) -> None:
         wanted = (
             int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
         )
-    try:
-        for name, paths, limit in (
-            ("eval.bin", recipe.eval_data, None),
-            ("tokens.bin", recipe.data, wanted),
-        ):
-            if paths:
-                texts = read_texts(paths, recipe.text_column, tokenizer)
-                write_tokens(token_stream(texts, tokenizer), run / name, limit)
-    except BaseException as error:
-        shutil.rmtree(run, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise TwellError(f"{run} could not be written: {error.strerror or error}") from error
-        raise
+    for name, paths, limit in (
+        ("eval.bin", recipe.eval_data, None),
+        ("tokens.bin", recipe.data, wanted),
+    ):
+        if paths:
+            texts = read_texts(paths, recipe.text_column, tokenizer)
+            write_tokens(token_stream(texts, tokenizer, vocabulary), run / name, limit)
 
 
 def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
-    """(training, held-out) blocks of a run folder."""
+    """(training, held-out) blocks of a run folder; training ones in whole batches."""
     blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
-    if recipe.eval_data:
-        held_out = read_blocks(run / "eval.bin", recipe.seq_len)
-    else:
-        blocks, held_out = hold_out(blocks, recipe.eval_fraction)
-    if len(blocks) < recipe.batch_size:
+    train, held_out = hold_out(len(blocks), 0 if recipe.eval_data else recipe.eval_fraction)
+    if len(train) < recipe.batch_size:
         raise TwellError(
-            f"the text makes {len(blocks)} blocks of {recipe.seq_len} tokens, fewer than one batch "
+            f"the text makes {len(train)} blocks of {recipe.seq_len} tokens, fewer than one batch "
             f"of {recipe.batch_size}: give more text, or lower --seq-len or --batch-size"
         )
+    train = train[: len(train) // recipe.batch_size * recipe.batch_size]
+    others = blocks
+    if recipe.eval_data:
+        others = read_blocks(run / "eval.bin", recipe.seq_len)
+        held_out = np.arange(len(others))
+        if not len(others):
+            raise TwellError(
+                f"the text of --eval-data makes no block of {recipe.seq_len} tokens: give more"
+            )
     count = min(len(held_out), recipe.eval_blocks)
     if not count:
-        return Blocks(blocks), None
-    picked = [i * len(held_out) // count for i in range(count)]
-    return Blocks(blocks), Blocks(held_out[picked])
+        return Blocks(blocks, train), None
+    picked = held_out[np.arange(count) * len(held_out) // count]
+    return Blocks(blocks, train), Blocks(others, picked)
 
 
-def mark_complete(checkpoint: Path, schedule: ConstantL1 | TargetL1) -> None:
-    """Write the schedule's state into a checkpoint: from now on it counts."""
+def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write what else a run needs into a checkpoint: from now on it counts."""
     part = checkpoint / f"{STATE_FILE}.part"
-    part.write_text(json.dumps(schedule.state()), encoding="utf-8")
+    part.write_text(json.dumps(state), encoding="utf-8")
     part.rename(checkpoint / STATE_FILE)
 
 
@@ -98,6 +160,6 @@ def last_checkpoint(run: Path) -> Path | None:
     return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
-def restore_schedule(schedule: ConstantL1 | TargetL1, checkpoint: Path) -> None:
-    """Go on with the coefficient where the checkpoint left it."""
-    schedule.load(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
+def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
+    """What `mark_complete` wrote."""
+    return json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))

@@ -92,12 +92,21 @@ class SparseTrainer(Trainer):
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
                 f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
-                "start again with a lower --learning-rate"
+                "start again with a lower --learning-rate and --overwrite"
             )
         share = self.get_learning_rate() / self.args.learning_rate
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
+
+    def sparsity_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the Trainer's own."""
+        return {"schedule": self.schedule.state(), "report": vars(self.report)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `sparsity_state()`."""
+        self.schedule.load(state["schedule"])
+        self.report = StepReport(**state["report"])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.report is not None:
@@ -178,7 +187,7 @@ class SparsityCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            mark_complete(folder, self.trainer.schedule)
+            mark_complete(folder, self.trainer.sparsity_state())
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""

@@ -1,0 +1,56 @@
+"""The model that fine-tuning distils from: which one it is, and that it fits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.errors import TwellError
+from twellctl.model import load_model
+from twellctl.recipe import Recipe
+from twellctl.runs import REPORT_FILE
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A checkpoint, and the activation to run it with if not its own."""
+
+    checkpoint: Checkpoint
+    activation: str | None = None
+
+    def load(self) -> PreTrainedModel:
+        """The frozen model."""
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        model = load_model(self.checkpoint, dtype=dtype, activation=self.activation)
+        return model.requires_grad_(False)
+
+
+def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
+    """Whom `student` learns from; nothing is loaded yet.
+
+    "auto": a freshly converted model learns from itself with the activation it had, a fine-tuned
+    one from its source, if that is still there.
+    """
+    if recipe.teacher == "none" or not recipe.teacher_weight:
+        return None
+    if recipe.teacher != "auto":
+        return _checked(student, open_checkpoint(recipe.teacher))
+    source, source_act = student.twell["source"], student.twell["source_act"]
+    if not (student.path / REPORT_FILE).exists() and source_act != "relu":
+        return Teacher(student, source_act)
+    path = Path(source)
+    if not path.is_dir() or path.resolve() == student.path.resolve():
+        return None
+    return _checked(student, open_checkpoint(path))
+
+
+def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:
+    theirs, ours = teacher.config.get("vocab_size"), student.config.get("vocab_size")
+    if theirs != ours:
+        raise TwellError(
+            f"teacher {teacher.name} has {theirs} tokens, the model has {ours}: "
+            "give one with the same tokenizer, or --teacher none"
+        )
+    return Teacher(teacher)
