@@ -8,26 +8,23 @@ import dataclasses
 import json
 import math
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.lora import with_lora
 from twellctl.model import load_model, load_tokenizer, quiet_transformers
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
@@ -42,6 +39,7 @@ from twellctl.runs import (
 )
 from twellctl.sparsity import FfnPenalty
 from twellctl.teacher import Teacher, choose_teacher
+from twellctl.trainer_arguments import micro_batch, trainer_arguments
 from twellctl.training import SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
@@ -94,7 +92,7 @@ def finetune(
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    _micro_batch(recipe, world.num_processes)
+    micro_batch(recipe, world.num_processes)
     how = {"resume": resume, "overwrite": overwrite}
     _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
@@ -161,13 +159,13 @@ def _trainer(
     model = load_model(checkpoint, dtype=dtype)
     model.config.use_cache = False
     if recipe.lora_rank:
-        model = _with_lora(model, recipe)
+        model = with_lora(model, recipe)
     else:
         model.requires_grad_(True)
     if recipe.gradient_checkpointing:
         newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    arguments = _arguments(recipe, run, len(train), held_out is not None)
+    arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
     if recipe.l1_schedule == "target":
         schedule = TargetL1(recipe.l1, 1 - recipe.target_sparsity, arguments.max_steps)
@@ -184,84 +182,6 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
     return trainer
-
-
-def _micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:
-    """(blocks a process holds at once, how many times it does so in a step)."""
-    per_process = recipe.batch_size // num_processes
-    if recipe.batch_size % num_processes:
-        raise UsageError(
-            f"batch-size must be a multiple of {num_processes} processes, got {recipe.batch_size}"
-        )
-    micro = min(recipe.micro_batch_size, per_process)
-    if per_process % micro:
-        raise UsageError(
-            f"each of {num_processes} processes takes {per_process} blocks a step, which is no "
-            f"multiple of micro-batch-size {micro}"
-        )
-    return micro, per_process // micro
-
-
-def _arguments(recipe: Recipe, run: Path, num_blocks: int, has_eval: bool) -> TrainingArguments:
-    micro, accumulation = _micro_batch(recipe, PartialState().num_processes)
-    if recipe.max_steps is not None:
-        num_steps = recipe.max_steps
-    elif recipe.max_tokens is not None:
-        num_steps = max(1, round(recipe.max_tokens / (recipe.batch_size * recipe.seq_len)))
-    else:
-        num_steps = max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
-    on_gpu = torch.cuda.is_available()
-    warmup = recipe.warmup_steps if recipe.warmup_steps >= 1 else recipe.warmup_steps * num_steps
-    return TrainingArguments(
-        output_dir=str(run),
-        max_steps=num_steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=accumulation,
-        dataloader_drop_last=True,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type=recipe.lr_scheduler.replace("constant", "constant_with_warmup"),
-        warmup_steps=round(warmup),
-        weight_decay=recipe.weight_decay,
-        adam_beta2=recipe.adam_beta2,
-        max_grad_norm=recipe.max_grad_norm,
-        seed=recipe.seed,
-        bf16=on_gpu and recipe.param_dtype == "float32",
-        use_cpu=not on_gpu,
-        save_strategy="steps" if recipe.save_steps else "no",
-        save_steps=recipe.save_steps or 500,
-        save_total_limit=2,
-        eval_strategy="steps" if has_eval and recipe.eval_steps else "no",
-        eval_steps=recipe.eval_steps or None,
-        logging_steps=recipe.logging_steps,
-        report_to=recipe.report_to,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        average_tokens_across_devices=False,
-        ddp_find_unused_parameters=False,
-    )
-
-
-def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
-    """LoRA on the layers' attention; on the FFN too, or the FFN in full."""
-    from peft import LoraConfig, get_peft_model
-
-    inside_ffn = {id(module) for ffn in gated_ffns(model) for module in ffn.modules()}
-    ffn_linears, others = set(), set()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and ".layers." in name:
-            (ffn_linears if id(module) in inside_ffn else others).add(name.rpartition(".")[2])
-    config = LoraConfig(
-        r=recipe.lora_rank,
-        lora_alpha=2 * recipe.lora_rank,
-        target_modules=sorted(others | ffn_linears if recipe.lora_ffn else others),
-        modules_to_save=None if recipe.lora_ffn else sorted(ffn_linears),
-        task_type="CAUSAL_LM",
-    )
-    if recipe.gradient_checkpointing:
-        model.enable_input_require_grads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft's own calls of transformers
-        return get_peft_model(model, config)
 
 
 def _train(

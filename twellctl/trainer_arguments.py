@@ -1,0 +1,69 @@
+"""A recipe in the words of the Hugging Face Trainer."""
+
+import math
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from twellctl.errors import UsageError
+from twellctl.recipe import Recipe
+
+
+def micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:
+    """(blocks a process holds at once, how many times it does so in a step)."""
+    per_process = recipe.batch_size // num_processes
+    if recipe.batch_size % num_processes:
+        raise UsageError(
+            f"batch-size must be a multiple of {num_processes} processes, got {recipe.batch_size}"
+        )
+    micro = min(recipe.micro_batch_size, per_process)
+    if per_process % micro:
+        raise UsageError(
+            f"each of {num_processes} processes takes {per_process} blocks a step, which is no "
+            f"multiple of micro-batch-size {micro}"
+        )
+    return micro, per_process // micro
+
+
+def trainer_arguments(
+    recipe: Recipe, run: Path, num_blocks: int, has_eval: bool
+) -> TrainingArguments:
+    """`run` is where checkpoints go; `num_blocks` is how many there are to train on."""
+    micro, accumulation = micro_batch(recipe, PartialState().num_processes)
+    if recipe.max_steps is not None:
+        num_steps = recipe.max_steps
+    elif recipe.max_tokens is not None:
+        num_steps = max(1, round(recipe.max_tokens / (recipe.batch_size * recipe.seq_len)))
+    else:
+        num_steps = max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
+    on_gpu = torch.cuda.is_available()
+    warmup = recipe.warmup_steps if recipe.warmup_steps >= 1 else recipe.warmup_steps * num_steps
+    return TrainingArguments(
+        output_dir=str(run),
+        max_steps=num_steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        dataloader_drop_last=True,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type=recipe.lr_scheduler.replace("constant", "constant_with_warmup"),
+        warmup_steps=round(warmup),
+        weight_decay=recipe.weight_decay,
+        adam_beta2=recipe.adam_beta2,
+        max_grad_norm=recipe.max_grad_norm,
+        seed=recipe.seed,
+        bf16=on_gpu and recipe.param_dtype == "float32",
+        use_cpu=not on_gpu,
+        save_strategy="steps" if recipe.save_steps else "no",
+        save_steps=recipe.save_steps or 500,
+        save_total_limit=2,
+        eval_strategy="steps" if has_eval and recipe.eval_steps else "no",
+        eval_steps=recipe.eval_steps or None,
+        logging_steps=recipe.logging_steps,
+        report_to=recipe.report_to,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        average_tokens_across_devices=False,
+        ddp_find_unused_parameters=False,
+    )
