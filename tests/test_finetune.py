@@ -503,3 +503,9 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
     with pytest.raises(TwellError, match=r"lacks 1 of its weights, lm_head\.weight"):
         finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
     assert not run_folder(tmp_path / "out").exists()
+
+
+def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, max_steps=1, learning_rate=None)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate == 1 / 32

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
-from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.lora import with_lora
 from twellctl.model import load_model, load_tokenizer, quiet_transformers
 from twellctl.outputs import check_output, staged
@@ -87,7 +87,7 @@ def finetune(
     checkpoint = open_checkpoint(model)
     check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
     checkpoint.require_relu()
-    recipe = _for_context(recipe, checkpoint)
+    recipe = _for_model(recipe, checkpoint)
     _check_report_to(recipe.report_to)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
@@ -116,14 +116,16 @@ def finetune(
     return result
 
 
-def _for_context(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    """The recipe with a block length that the model's context holds."""
+def _for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+    """The recipe with what it leaves to the model: the length of blocks and the learning rate."""
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
-    if recipe.seq_len is None:
-        return dataclasses.replace(recipe, seq_len=min(1024, longest))
-    if recipe.seq_len > longest:
+    if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
-    return recipe
+    return dataclasses.replace(
+        recipe,
+        seq_len=recipe.seq_len or min(1024, longest),
+        learning_rate=recipe.learning_rate or 1 / checkpoint.ffn.hidden_size,
+    )
 
 
 def _check_report_to(name: str) -> None:
@@ -168,7 +170,9 @@ def _trainer(
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
     if recipe.l1_schedule == "target":
-        schedule = TargetL1(recipe.l1, 1 - recipe.target_sparsity, arguments.max_steps)
+        neurons = checkpoint.ffn.intermediate_size if recipe.l1_normalizer == "mean" else 1
+        target, ceiling = 1 - recipe.target_sparsity, MAX_L1 * neurons
+        schedule = TargetL1(recipe.l1, target, arguments.max_steps, ceiling)
     trainer = SparseTrainer(
         penalty=FfnPenalty(model, recipe.l1_normalizer),
         schedule=schedule,

@@ -94,7 +94,12 @@ class Recipe:
     micro_batch_size: int = setting(
         4, "Blocks one process holds at once; the rest is gradient accumulation.", at_least=1
     )
-    learning_rate: float = setting(2e-4, "Peak learning rate of AdamW.", above=0)
+    learning_rate: float | None = setting(
+        None,
+        "Peak learning rate of AdamW. [default: 1 / the model's hidden size: 2e-3 at 512, where it "
+        "was measured, 2.4e-4 at 4096]",
+        above=0,
+    )
     lr_scheduler: str = setting(
         "cosine", "What follows the warm-up.", choices=("cosine", "linear", "constant")
     )
