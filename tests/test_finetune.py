@@ -477,15 +477,16 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
     assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
 
 
+@pytest.mark.parametrize("save_steps", [0, 5])
 def test_a_run_whose_result_could_not_be_written_is_not_lost(
-    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch
+    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch, save_steps
 ):
     import twellctl.finetune as module
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    out, recipe = tmp_path / "out", small(text_file, save_steps=5)
+    out, recipe = tmp_path / "out", small(text_file, save_steps=save_steps)
     with monkeypatch.context() as patched:
         patched.setattr(module, "copy_side_files", full)
         with pytest.raises(TwellError, match="No space left"):
@@ -509,3 +510,14 @@ def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):
     recipe = small(text_file, max_steps=1, learning_rate=None)
     finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
     assert resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate == 1 / 32
+
+
+def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path):
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"max_steps": 1}).items()]
+    for schedule, said in (("constant", "l1 held constant at 0.001"), ("target", "is steered")):
+        extra = [f"--data={text_file}", f"--l1-schedule={schedule}", "--teacher=none"]
+        code, _, stderr = cli("finetune", relu_llama, tmp_path / schedule, *flags, *extra)
+        assert code == 0
+        assert said in stderr[0]
+        assert "no teacher" in stderr[0]
+        assert stderr[0].endswith("1 steps of 128 tokens")

@@ -93,9 +93,10 @@ def finetune(
     tokenizer = load_tokenizer(checkpoint)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     micro_batch(recipe, world.num_processes)
-    how = {"resume": resume, "overwrite": overwrite}
-    _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
+    how = {"resume": resume, "overwrite": overwrite}
+    with progress.reading():
+        _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = run_blocks(run, recipe)
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     with quiet_transformers():

@@ -1,5 +1,6 @@
 """What a fine-tuning run shows: a live panel on a terminal, a line now and then elsewhere."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -20,6 +21,12 @@ class Progress:
         self.silent = silent
         self._live: Live | None = None
 
+    def reading(self) -> contextlib.AbstractContextManager:
+        """Something that moves on a terminal while text is read and tokenised."""
+        if self.silent or not ui.stderr.is_terminal:
+            return contextlib.nullcontext()
+        return ui.stderr.status("reading and tokenising the text")
+
     def first_line(
         self, recipe: Recipe, num_steps: int, resumed_at: int, has_teacher: bool
     ) -> None:
@@ -34,11 +41,10 @@ class Progress:
                 "the neurons are zero"
             )
         teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"
-        start = (
-            f"resumed at step {resumed_at} of {num_steps}" if resumed_at else f"{num_steps} steps"
-        )
-        tokens = recipe.batch_size * recipe.seq_len
-        ui.note(f"{l1}; {teacher}; {start} of {tokens} tokens")
+        rate = f"learning rate {recipe.learning_rate:.3g}"
+        start = f"resumed at step {resumed_at} of " if resumed_at else ""
+        steps = f"{start}{num_steps} steps of {recipe.batch_size * recipe.seq_len} tokens"
+        ui.note(f"{l1}; {teacher}; {rate}; {steps}")
 
     def callback(self, trainer: Any, recipe: Recipe, num_neurons: int) -> TrainerCallback:
         """The hook into the Trainer that feeds this display."""

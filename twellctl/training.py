@@ -183,6 +183,8 @@ class SparsityCallback(TrainerCallback):
         if self.trainer.finish_step(self.asked_to_stop) and state.global_step < state.max_steps:
             self.stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
+        if state.global_step == state.max_steps:
+            control.should_save = True  # so that a failure to write the result loses nothing
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
