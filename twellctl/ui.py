@@ -124,4 +124,7 @@ def quickstarted(result: Any) -> None:
         ],
     ]
     say(f"the export writes: {result.text!r}")
+    say(
+        "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
+    )
     table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)

@@ -1,0 +1,57 @@
+"""A small run of finetune, one that gets Ctrl-C, and what to compare: shared by its tests."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from twellctl.progress import Progress
+from twellctl.recipe import Recipe, resolve_recipe
+
+SMALL = {
+    "seq_len": 32,
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "max_steps": 12,
+    "l1": 1e-3,
+    "learning_rate": 3e-3,
+    "eval_blocks": 4,
+    "eval_steps": 5,
+    "logging_steps": 1,
+    "save_steps": 0,
+}
+
+
+def small(text_file: Path, **changes) -> Recipe:
+    return resolve_recipe(None, SMALL | {"data": [str(text_file)]} | changes)
+
+
+class InterruptAt(Progress):
+    """Sends this process Ctrl-C when a step ends."""
+
+    def __init__(self, step: int):
+        super().__init__(silent=True)
+        self.step = step
+
+    def callback(self, trainer, recipe, num_neurons):
+        at = self.step
+
+        class Hook(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == at - 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        return Hook()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    a, b = weights(left), weights(right)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,141 @@
+"""finetune told nonsense: one line, and nothing left behind."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from finetune_runs import small, weights
+from safetensors.torch import save_file
+
+from twellctl.convert import convert
+from twellctl.errors import TwellError
+from twellctl.finetune import finetune
+from twellctl.recipe import resolve_recipe, run_folder
+
+
+def bad_text(tmp_path: Path, case: str) -> Path:
+    contents = {
+        "latin1.txt": "déjà".encode("latin-1"),
+        "latin1.jsonl": b'{"text": "fine"}\n{"text": "d\xe9j\xe0"}\n',
+        "empty.txt": b"",
+        "empty.jsonl": b"\n",
+        "broken.jsonl": b'{"text": "fine"}\n{"text": \n',
+        "column.jsonl": b'{"body": "fine"}\n',
+        "broken.parquet": b"PAR1",
+        "text.docx": b"PK",
+        "short.txt": b"one two three",
+    }
+    path = tmp_path / case
+    path.write_bytes(contents[case])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("latin1.txt", "not valid UTF-8"),
+        ("latin1.jsonl", ":2 is not valid UTF-8"),
+        ("empty.txt", "holds no text"),
+        ("empty.jsonl", "holds no text"),
+        ("broken.jsonl", ":2 is not valid JSON"),
+        ("column.jsonl", "--text-column"),
+        ("broken.parquet", "no readable parquet"),
+        ("text.docx", "none of .jsonl"),
+        ("short.txt", "fewer than one batch"),
+    ],
+)
+def test_bad_text_is_refused_in_one_line(relu_llama, text_file, tmp_path, case, said):
+    path = bad_text(tmp_path, case)
+    with pytest.raises(TwellError, match=re.escape(said)) as refused:
+        finetune(relu_llama, tmp_path / "out", small(path))
+    assert "\n" not in str(refused.value)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "bad.yaml").write_text("l1: -2e-5\nlearn-rate: 1\n")
+    for arguments, code, said in [
+        ((silu_llama, out, "--data", text_file), 1, "twellctl convert"),
+        ((relu_llama, out), 2, "--data"),
+        ((relu_llama, out, "--data", text_file, "--l1", "-1"), 2, "l1 must be >= 0"),
+        (
+            (relu_llama, out, "--data", text_file, "--recipe", tmp_path / "bad.yaml"),
+            1,
+            "learn-rate",
+        ),
+        ((relu_llama, out, "--data", text_file, "--seq-len", "4096"), 2, "seq-len must be <= 256"),
+        ((relu_llama, out, "--data", text_file, tmp_path / "no.txt"), 1, "no.txt does not exist"),
+        (
+            (relu_llama, out, "--data", text_file, "--eval-data", text_file, text_file),
+            2,
+            "which flag",
+        ),
+        ((relu_llama, out, "--data", text_file, "--report-to", "nosuch"), 2, "'nosuch'"),
+        ((relu_llama, out, "--data", text_file, "--teacher", tmp_path / "none"), 1, "not exist"),
+        ((relu_llama, out, "--data", text_file, "--l1", "0"), 2, "l1 must be > 0"),
+        ((relu_llama, out, "--data", text_file, "--max-steps", "1", "--max-tokens", "9"), 2, "one"),
+    ]:
+        exit_code, stdout, stderr = cli("finetune", *arguments)
+        assert (exit_code, stdout) == (code, ""), stderr
+        assert len(stderr) == 1, stderr
+        assert said in stderr[0]
+        assert not out.exists()
+        assert not run_folder(out).exists()
+
+
+def test_several_files_after_one_flag_and_the_models_own_context(
+    cli, relu_llama, text_file, tmp_path
+):
+    other = tmp_path / "other.txt"
+    other.write_text("print('hello')\n" * 400, encoding="utf-8")
+    settings = ["--max-steps=1", "--batch-size=2", "--eval-blocks=1", "--l1=1e-3"]
+    arguments = [relu_llama, tmp_path / "out", "--data", text_file, other, *settings]
+    code, _, stderr = cli("finetune", *arguments)
+    assert code == 0, stderr
+    saved = resolve_recipe(tmp_path / "out" / "recipe.yaml")
+    assert saved.data == [str(text_file), str(other)]
+    assert saved.seq_len == 256
+
+
+def test_overwrite_spares_a_run_folder_that_is_not_ours(relu_llama, text_file, tmp_path):
+    theirs = tmp_path / "out.run" / "diary.txt"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    with pytest.raises(TwellError, match="no run of ours"):
+        finetune(relu_llama, tmp_path / "out", small(text_file), overwrite=True)
+    assert theirs.read_text() == "mine"
+
+
+def test_held_out_text_too_short_is_refused(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, eval_data=[str(bad_text(tmp_path, "short.txt"))])
+    with pytest.raises(TwellError, match=r"--eval-data makes no block of 32"):
+        finetune(relu_llama, tmp_path / "out", recipe)
+    assert not run_folder(tmp_path / "out").exists()
+
+
+def test_another_models_tokenizer_is_refused(make_model, text_file, tmp_path):
+    convert(make_model("llama", vocab_size=300), tmp_path / "relu")
+    with pytest.raises(TwellError, match="but the model has 300 tokens"):
+        finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
+    assert not run_folder(tmp_path / "out").exists()
+
+
+def test_no_tokenizer_is_refused(relu_llama, text_file, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(relu_llama / name)
+    with pytest.raises(TwellError, match="no tokenizer"):
+        finetune(bare, tmp_path / "out", small(text_file))
+
+
+def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_path):
+    shutil.copytree(relu_llama, tmp_path / "relu")
+    tensors = weights(relu_llama)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "relu" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TwellError, match=r"lacks 1 of its weights, lm_head\.weight"):
+        finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
+    assert not run_folder(tmp_path / "out").exists()

@@ -1,0 +1,127 @@
+"""finetune interrupted, killed, out of disk: the end is the same, bit for bit."""
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.finetune import Interrupted, finetune
+from twellctl.progress import Progress
+from twellctl.recipe import run_folder
+from twellctl.runs import last_checkpoint, mark_complete
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(relu_llama, text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return finetune(relu_llama, out, small(text_file), progress=Progress(silent=True))
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_same(
+    uninterrupted, relu_llama, text_file, tmp_path
+):
+    out, recipe = tmp_path / "out", small(text_file)
+    step = random.randint(2, 10)
+    print("interrupted at step", step)
+    with pytest.raises(Interrupted, match=f"step {step} of 12.*--resume"):
+        finetune(relu_llama, out, recipe, progress=InterruptAt(step))
+    assert not out.exists()
+    with pytest.raises(TwellError, match=f"checkpoint-{step}.*--resume"):
+        finetune(relu_llama, out, recipe)
+    done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    assert_same_weights(out, uninterrupted.out)
+    assert (done.l1, done.density) == (uninterrupted.l1, uninterrupted.density)
+    assert done.first_cross_entropy == uninterrupted.first_cross_entropy
+
+
+def test_killed_run_resumes_from_the_last_complete_checkpoint(
+    uninterrupted, relu_llama, text_file, tmp_path
+):
+    out = tmp_path / "out"
+    recipe = small(text_file, save_steps=3)
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"save_steps": 3}).items()]
+    command = [sys.executable, "-m", "twellctl", "finetune", str(relu_llama), str(out)]
+    process = subprocess.Popen(
+        [*command, f"--data={text_file}", *flags], stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if re.match(r"step ([7-9]|10)/", line):
+            break
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"")
+    finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    assert_same_weights(out, uninterrupted.out)
+
+
+def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, uninterrupted):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, out, small(text_file), progress=InterruptAt(4))
+    half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
+    half.mkdir()
+    recipe = small(text_file, micro_batch_size=1, gradient_checkpointing=True)
+    finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    for name, wanted in weights(uninterrupted.out).items():
+        assert torch.allclose(weights(out)[name], wanted, atol=2e-3), name
+
+
+def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path):
+    stranger = tmp_path / "stranger"
+    shutil.copytree(relu_llama, stranger)
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
+    with pytest.raises(UsageError, match="l1 differ"):
+        finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
+    with pytest.raises(UsageError, match="resume it with that model"):
+        finetune(stranger, tmp_path / "out", small(text_file), resume=True)
+    with pytest.raises(TwellError, match="no run to resume"):
+        finetune(relu_llama, tmp_path / "other", small(text_file), resume=True)
+
+
+def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, monkeypatch):
+    import twellctl.training as training
+
+    def full_at_six(folder, state):
+        if folder.name == "checkpoint-6":
+            raise OSError(28, "No space left on device")
+        mark_complete(folder, state)
+
+    monkeypatch.setattr(training, "mark_complete", full_at_six)
+    with pytest.raises(TwellError, match=r"No space left.*--resume goes on from checkpoint-3"):
+        finetune(
+            relu_llama,
+            tmp_path / "out",
+            small(text_file, save_steps=3),
+            progress=Progress(silent=True),
+        )
+    assert not (tmp_path / "out").exists()
+    assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
+
+
+@pytest.mark.parametrize("save_steps", [0, 5])
+def test_a_run_whose_result_could_not_be_written_is_not_lost(
+    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch, save_steps
+):
+    import twellctl.finetune as module
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    out, recipe = tmp_path / "out", small(text_file, save_steps=save_steps)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "copy_side_files", full)
+        with pytest.raises(TwellError, match="No space left"):
+            finetune(relu_llama, out, recipe, progress=Progress(silent=True))
+    done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    assert_same_weights(out, uninterrupted.out)
+    assert done.density == uninterrupted.density

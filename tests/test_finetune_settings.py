@@ -1,0 +1,147 @@
+"""finetune: teachers, the schedule, recipes, rates, epochs, thresholds."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from finetune_runs import SMALL, small
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from twellctl.checkpoint import open_checkpoint
+from twellctl.convert import convert
+from twellctl.data import read_blocks, token_stream, write_tokens
+from twellctl.finetune import finetune
+from twellctl.model import load_tokenizer
+from twellctl.progress import Progress
+from twellctl.recipe import recipe_names, resolve_recipe
+
+
+@pytest.fixture(scope="module")
+def pretrained(make_model, text_file, tmp_path_factory):
+    """A tiny SiLU model that has learnt something, converted."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    source = make_model("llama", seed=3, initializer_range=0.05)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = load_tokenizer(open_checkpoint(source))
+    texts = [json.loads(line)["text"] for line in text_file.open(encoding="utf-8")]
+    write_tokens(token_stream(texts, tokenizer), folder / "tokens.bin")
+    blocks = torch.from_numpy(read_blocks(folder / "tokens.bin", 64).astype("int64"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        ids = blocks[torch.randint(0, len(blocks), (16,))]
+        logits = model(ids).logits[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "silu")
+    tokenizer.save_pretrained(folder / "silu")
+    convert(folder / "silu", folder / "relu")
+    return folder / "relu"
+
+
+def test_teacher_lowers_the_final_loss(pretrained, text_file, tmp_path):
+    settings = {"seq_len": 64, "max_steps": 60, "learning_rate": 5e-4, "eval_blocks": 32}
+    settings |= {"l1": 1e-2, "l1_schedule": "constant", "eval_steps": 0, "eval_fraction": 0.1}
+    loss = {}
+    for teacher in ("none", "auto"):
+        recipe = small(text_file, teacher=teacher, **settings)
+        done = finetune(pretrained, tmp_path / teacher, recipe, progress=Progress(silent=True))
+        loss[teacher] = done.cross_entropy
+        assert (done.teacher_cross_entropy is None) == (teacher == "none")
+    assert loss["auto"] < loss["none"]
+
+
+def test_controller_meets_its_target(pretrained, text_file, tmp_path):
+    settings = {"seq_len": 64, "max_steps": 150, "batch_size": 8, "micro_batch_size": 8}
+    recipe = small(text_file, target_sparsity=0.85, eval_steps=0, **settings)
+    done = finetune(pretrained, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert 0.8 * 0.15 < done.density < 1.2 * 0.15
+    assert done.l1 > 1e-3
+
+
+def test_finetuned_model_learns_from_its_source(pretrained, text_file, tmp_path):
+    recipe = small(text_file, max_steps=2)
+    finetune(pretrained, tmp_path / "once", recipe, progress=Progress(silent=True))
+    again = finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Progress(silent=True))
+    silu = finetune(pretrained, tmp_path / "fresh", recipe, progress=Progress(silent=True))
+    assert again.teacher_cross_entropy == pytest.approx(silu.teacher_cross_entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipe_runs_ten_steps(pretrained, text_file, tmp_path, name):
+    overrides = {"data": [str(text_file)], "max_steps": 10, "seq_len": 32, "eval_blocks": 2}
+    overrides |= {"batch_size": 4, "micro_batch_size": 4}
+    recipe = resolve_recipe(name, overrides)
+    done = finetune(pretrained, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert done.num_steps == 10
+
+
+def test_warm_up_before_a_constant_rate(relu_llama, text_file, tmp_path):
+    rates = []
+
+    class Rates(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            class Hook(TrainerCallback):
+                def on_step_begin(self, args, state, control, **kwargs):
+                    rates.append(trainer.get_learning_rate() / recipe.learning_rate)
+
+            return Hook()
+
+    recipe = small(text_file, lr_scheduler="constant", warmup_steps=4, max_steps=6)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Rates(silent=True))
+    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+
+
+def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"x{i} = {i}\n" for i in range(120)), encoding="utf-8")
+    ids = []
+
+    class Seen(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            compute = trainer.compute_loss
+
+            def seeing(model, inputs, *args, **kwargs):
+                ids.append(len(inputs["input_ids"]))
+                return compute(model, inputs, *args, **kwargs)
+
+            trainer.compute_loss = seeing
+            return TrainerCallback()
+
+    recipe = small(text, max_steps=None, epochs=2, eval_fraction=0, batch_size=4)
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
+    assert sum(ids) * recipe.seq_len == done.num_tokens
+    assert done.num_steps % 2 == 0
+
+
+def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, max_steps=1, learning_rate=None)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate == 1 / 32
+
+
+def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path):
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"max_steps": 1}).items()]
+    for schedule, said in (("constant", "l1 held constant at 0.001"), ("target", "is steered")):
+        extra = [f"--data={text_file}", f"--l1-schedule={schedule}", "--teacher=none"]
+        code, _, stderr = cli("finetune", relu_llama, tmp_path / schedule, *flags, *extra)
+        assert code == 0
+        assert said in stderr[0]
+        assert "no teacher" in stderr[0]
+        assert stderr[0].endswith("1 steps of 128 tokens")
+
+
+def test_thresholds_hold_while_fine_tuning(relu_llama, text_file, tmp_path):
+    twell = json.loads((relu_llama / "config.json").read_text())
+    twell["twell"]["thresholds"] = [0.5, 1.0]
+    shutil.copytree(relu_llama, tmp_path / "relu")
+    (tmp_path / "relu/config.json").write_text(json.dumps(twell))
+    recipe = small(text_file, max_steps=1, teacher="none", learning_rate=1e-9)
+    done = finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
+    without = finetune(relu_llama, tmp_path / "zero", recipe, progress=Progress(silent=True))
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert saved["twell"]["thresholds"] == [0.5, 1.0]
+    assert done.density < 0.9 * without.density
+    assert done.cross_entropy != without.cross_entropy
