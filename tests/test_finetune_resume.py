@@ -1,10 +1,13 @@
 """finetune interrupted, killed, out of disk: the end is the same, bit for bit."""
 
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.progress import Progress
 from twellctl.recipe import run_folder
 from twellctl.runs import last_checkpoint, mark_complete
+from twellctl.training import SparsityCallback
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +129,41 @@ def test_a_run_whose_result_could_not_be_written_is_not_lost(
     done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
     assert_same_weights(out, uninterrupted.out)
     assert done.density == uninterrupted.density
+
+
+def test_ctrl_c_under_torchrun_saves_a_checkpoint(relu_llama, text_file, tmp_path):
+    out = tmp_path / "out"
+    settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "twellctl", "finetune", str(relu_llama), str(out), "--teacher=none"]
+    process = subprocess.Popen(
+        [*command, f"--data={text_file}", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    for line in process.stderr:
+        if re.match(r"step 5/", line):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: launcher and workers
+            break
+    rest = process.stderr.read()
+    process.wait()
+    process.stderr.close()
+    assert "go on with the same command and --resume" in rest
+    assert last_checkpoint(run_folder(out)) is not None
+    assert not out.exists()
+
+
+def test_a_repeated_signal_is_one_wish_only_in_several_processes():
+    for world_size in (1, 2):
+        trainer = SimpleNamespace(args=SimpleNamespace(world_size=world_size))
+        callback = SparsityCallback(trainer)
+        callback._ask(signal.SIGINT, None)
+        if world_size == 1:
+            with pytest.raises(KeyboardInterrupt):
+                callback._ask(signal.SIGINT, None)
+        else:
+            callback._ask(signal.SIGINT, None)
+        assert callback.asked_to_stop

@@ -198,7 +198,8 @@ class SparsityCallback(TrainerCallback):
         self._handlers.clear()
 
     def _ask(self, number, frame):
-        if self.asked_to_stop:
+        # a launcher hands the signal on to processes that already had it: there, twice is once
+        if self.asked_to_stop and self.trainer.args.world_size == 1:
             raise KeyboardInterrupt
         self.asked_to_stop = True
 
