@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from twellctl.convert import convert
@@ -121,3 +122,16 @@ def test_two_processes_fail_together(relu_llama, tmp_path):
     assert said
     assert all("fewer than one batch" in line for line in said), said
     assert sorted(tmp_path.iterdir()) == [text]
+
+
+def test_weights_stored_without_the_models_prefix_are_all_saved(make_model, text_file, tmp_path):
+    source = make_model("llama", tie_word_embeddings=True)
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights(source).items()}
+    save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "relu")
+    recipe = small(text_file, max_steps=1, learning_rate=1e-9)
+    finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "relu").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)

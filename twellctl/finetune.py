@@ -4,6 +4,7 @@ While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and
 OUT appears when the run is complete.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -258,9 +259,7 @@ def _save(
     if recipe.lora_rank:
         model = model.merge_and_unload()
         state = model.state_dict()
-    # under the source's names and dtypes: a tied head is in the model's state, not in its files
-    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
-    state = {name: state[name].to(dtype=dtype) for name, dtype in stored.items() if name in state}
+    state = _as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
@@ -275,3 +274,15 @@ def _save(
             (stage / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
+
+
+def _as_stored(state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """`state` in the source's dtypes, less what is another name of a tensor there (a tied head)."""
+    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    usual = collections.Counter(stored.values()).most_common(1)[0][0]
+    there = {state[name].data_ptr() for name in stored if name in state}
+    return {
+        name: tensor.to(dtype=stored.get(name, usual))
+        for name, tensor in state.items()
+        if name in stored or tensor.data_ptr() not in there
+    }

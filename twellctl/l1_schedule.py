@@ -6,7 +6,7 @@ from typing import Any
 
 RAMP = 0.3  # share of the run over which the goal falls from the first density to the target
 PROPORTIONAL = 3.0
-INTEGRAL = 100.0  # a run; density follows the coefficient within some 2 % of a run
+INTEGRAL = 100.0  # a run; both gains were tuned on the model of tests/test_l1_schedule.py
 SMOOTHING = 0.01  # a run: the time over which measured density is averaged
 MAX_ERROR = 1.5  # in log density: more error does not push harder
 MAX_STEP = 0.1  # the most that log l1 moves in one step of a run of 100 or more
