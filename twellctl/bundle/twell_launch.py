@@ -1,0 +1,238 @@
+"""Kernels of an export, launched by CuPy on torch's tensors and torch's current stream.
+
+A source is known by its file name, a kernel by its entry: entry `pack` lies in pack.cu. Modules are
+loaded once for each (sources, device), at first use; nothing else here outlives a call, so threads,
+models and devices do not meet.
+"""
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import twell_nvrtc
+from .twell_nvrtc import KernelError
+
+# entries that do not lie in a file of their own name
+ENTRY_FILES = {
+    "hidden": "up.cu",
+    "heavy_gather": "heavy.cu",
+    "heavy_hidden": "heavy.cu",
+    "heavy_down": "heavy.cu",
+}
+TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
+
+_sources: dict[str, dict[str, bytes]] = {}
+_kernel_sets: dict[tuple[str, int], "KernelSet"] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of a device a launch is planned by."""
+
+    num_sms: int
+    smem_bytes: int  # shared memory that one block may ask for
+    l2_bytes: int
+    capability: tuple[int, int]
+
+    @property
+    def arch(self) -> str:
+        """What NVRTC compiles for: "sm_90a" on Hopper (its wgmma and TMA), else "sm_80" and so."""
+        suffix = "a" if self.capability == (9, 0) else ""
+        return f"sm_{self.capability[0]}{self.capability[1]}{suffix}"
+
+
+@functools.cache
+def device_limits(index: int) -> Limits:
+    """The limits of CUDA device `index`."""
+    found = torch.cuda.get_device_properties(index)
+    return Limits(
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,
+        found.L2_cache_size,
+        (found.major, found.minor),
+    )
+
+
+def register_sources(files: Mapping[str, bytes]) -> str:
+    """Make `files` ({"pack.cu": text, "twell.cuh": text}) known; their digest names them."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        for part in (name.encode(), files[name]):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    with _lock:
+        _sources.setdefault(digest.hexdigest(), dict(files))
+    return digest.hexdigest()
+
+
+def kernels_for(sources: str, index: int) -> "KernelSet":
+    """The kernels of registered sources on CUDA device `index`; nothing is compiled yet."""
+    kernels = _kernel_sets.get((sources, index))
+    if kernels is None:
+        with _lock:
+            if sources not in _sources:
+                raise KernelError(f"no kernel sources are registered under {sources!r}")
+            kernels = KernelSet(_sources[sources], index)
+            kernels = _kernel_sets.setdefault((sources, index), kernels)
+    return kernels
+
+
+class _Stream:
+    """All that CuPy asks of a stream."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+
+
+class KernelSet:
+    """The kernels of one set of sources on one device."""
+
+    def __init__(self, sources: Mapping[str, bytes], index: int):
+        self._sources, self._index = sources, index
+        self._functions: dict[str, object] = {}
+        self._modules: dict[str, object] = {}
+        self._shared: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.logs: dict[str, str] = {}
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Compile and load entries. `KernelError` if one cannot be, `RuntimeError` in a capture."""
+        if new := [name for name in names if name not in self._functions]:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("TwELL kernels load at first use: run once before the capture")
+            with self._lock, torch.cuda.device(self._index):
+                for name in new:
+                    self._load(name)
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: Iterable[object],
+        smem_bytes: int = 0,
+    ) -> None:
+        """Launch entry `name` on torch's current stream of this device.
+
+        Of `args` tensors are passed as pointers, None as a null pointer, int and float with 32
+        bits, NumPy scalars (`np.int64`, a tensor map) as they are.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            self.prepare([name])
+            function = self._functions[name]
+        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._index))
+        packed = tuple(map(_argument, args))
+        if torch.cuda.current_device() == self._index:
+            self._start(name, function, grid, block, packed, smem_bytes, stream)
+        else:
+            with torch.cuda.device(self._index):
+                self._start(name, function, grid, block, packed, smem_bytes, stream)
+
+    def _start(self, name, function, grid, block, args, smem_bytes, stream) -> None:
+        if smem_bytes > self._shared[name]:
+            self._allow_shared(name, function, smem_bytes)
+        function(grid, (block,), args, smem_bytes, stream=stream)
+
+    def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
+        with self._lock:
+            if smem_bytes > self._shared[name]:
+                _cupy()[1].funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, smem_bytes)
+                self._shared[name] = smem_bytes
+
+    def _load(self, name: str) -> None:
+        if name in self._functions:
+            return
+        file = ENTRY_FILES.get(name, f"{name}.cu")
+        if file not in self._modules:
+            if file not in self._sources:
+                raise KernelError(f"{file}, where kernel {name} should be, is not in this export")
+            self._modules[file] = self._module(file)
+        self._shared[name] = 48 * 1024  # what needs no permission
+        self._functions[name] = self._modules[file].get_function(name)
+
+    def _module(self, file: str):
+        arch = device_limits(self._index).arch
+        cubin = twell_nvrtc.load(file, self._sources, arch)
+        self.logs[file] = cubin.log
+        module = _cupy()[0]()
+        try:
+            module.load(cubin.code)
+        except Exception as error:  # of the driver: no code for this device, too new a CUDA
+            raise KernelError(f"the driver does not load {file} for {arch}: {error}") from error
+        return module
+
+
+@functools.cache
+def _cupy() -> tuple[type, ModuleType]:
+    """CuPy's Module and its binding of the driver. `KernelError` says what is missing."""
+    try:
+        from cupy.cuda.function import Module
+        from cupy_backends.cuda.api import driver
+    except Exception as error:
+        raise KernelError(twell_nvrtc.missing() or f"CuPy is not as it was: {error}") from error
+    return Module, driver
+
+
+def _argument(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if value is None:
+        return 0
+    if type(value) is int:
+        return np.int32(value)
+    if type(value) is float:
+        return np.float32(value)
+    return value
+
+
+def tensor_map(tensor: Tensor, box_rows: int, box_columns: int = 64) -> np.void:
+    """The TMA descriptor of bf16 `tensor` `[rows, columns]`, swizzled over 128 bytes.
+
+    A load brings a box of `box_rows x box_columns` (at most 256 x 64); outside of the tensor it
+    reads zeros. Rows must begin at multiples of 16 bytes. Pass it by value, as a
+    `const __grid_constant__` struct of 128 bytes aligned to 64.
+    """
+    if tensor.dtype != torch.bfloat16 or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise ValueError("a tensor map takes bf16 [rows, columns] with contiguous rows")
+    return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), box_rows, box_columns)
+
+
+@functools.lru_cache(maxsize=4096)  # a pure function: the descriptor holds just these numbers
+def _encode(
+    pointer: int, rows: int, columns: int, row_stride: int, box_rows: int, box_columns: int
+) -> np.void:
+    raw = np.zeros(256, np.uint8)
+    start = -raw.ctypes.data % 128
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(raw.ctypes.data + start),
+        _BFLOAT16,
+        2,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(row_stride * 2),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,
+        _SWIZZLE_128B,
+        _L2_256B,
+        0,
+    )
+    if status:
+        raise KernelError(
+            f"cuTensorMapEncodeTiled answers {status} for bf16 [{rows}, {columns}] with rows of "
+            f"{row_stride} at {pointer:#x}, boxes of {box_rows} x {box_columns}"
+        )
+    return raw[start : start + 128].view(TENSOR_MAP)[0]

@@ -1,0 +1,207 @@
+"""CUDA sources to cubins, by NVRTC at run time: found, called, and its results kept on disk.
+
+Sources and headers come as bytes in memory, since in an export they lie wherever transformers found
+them; no file and no CUDA header is included. NVRTC is called directly (it needs neither CuPy nor a
+GPU), so that it is the one whose CUDA major is torch's: two of them may be installed side by side.
+
+    source, headers, options, NVRTC -> sha256 -> TWELL_CACHE_DIR/<sha256>.cubin
+
+A cache that is damaged or cannot be written costs time, never a run.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class KernelError(RuntimeError):
+    """The kernels cannot be compiled or launched; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one source for one architecture, and what ptxas said about it."""
+
+    code: bytes
+    log: str
+
+
+class Nvrtc:
+    """One NVRTC library."""
+
+    def __init__(self, path: str):
+        if os.path.isabs(path):
+            for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(builtins))  # NVRTC asks for it by bare name: here it is already
+        self._library = ctypes.CDLL(path)
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.path, self.version = path, (major.value, minor.value)
+
+    def compile(self, name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
+        """Compile `sources[name]` for `arch` ("sm_90a"); it may include the .cuh among `sources`.
+
+        `KernelError` holds the compiler's first error.
+        """
+        headers = {key: text for key, text in sources.items() if key.endswith(".cuh")}
+        strings = ctypes.c_char_p * len(headers)
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), sources[name], name.encode(),
+            len(headers), strings(*headers.values()), strings(*(key.encode() for key in headers)),
+        )  # fmt: skip
+        try:
+            options = [option.encode() for option in (*OPTIONS, f"-arch={arch}")]
+            self._call(
+                "nvrtcCompileProgram", program, len(options),
+                (ctypes.c_char_p * len(options))(*options),
+            )  # fmt: skip
+            return Cubin(self._read("CUBIN", program), self._log(program))
+        except KernelError as error:
+            version = ".".join(map(str, self.version))
+            said = _first_error(self._log(program)) or str(error)
+            message = f"NVRTC {version} does not compile {name} for {arch}: {said}"
+            raise KernelError(message) from error
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _log(self, program: ctypes.c_void_p) -> str:
+        return self._read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+    def _call(self, function: str, *args) -> None:
+        if status := getattr(self._library, function)(*args):
+            said = self._library.nvrtcGetErrorString(status).decode()
+            raise KernelError(f"{function}: {said}")
+
+
+def _first_error(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines()]
+    return next((line for line in lines if "error" in line.lower()), "")
+
+
+def nvrtc_paths() -> Iterator[str]:
+    """Where NVRTC may lie, best first: CUDA's major as torch's, then the newest."""
+    ours = (torch.version.cuda or "").split(".")[0]
+    majors = sorted(("13", "12"), key=lambda major: major != ours)
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    variables = ("CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
+    roots = [Path(os.environ[name]) for name in variables if os.environ.get(name)]
+    for major in majors:
+        file = f"libnvrtc.so.{major}"
+        for folder in wheels:
+            yield from map(str, sorted(folder.glob(f"*/lib/{file}")))
+        yield file  # where the loader looks
+        for root in (*roots, Path("/usr/local/cuda"), Path(f"/usr/local/cuda-{major}")):
+            yield from (str(path) for path in (root / "lib64" / file, root / "lib" / file))
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc | None:
+    """The NVRTC to compile with; None if there is none."""
+    for path in nvrtc_paths():
+        try:
+            return Nvrtc(path)
+        except (OSError, AttributeError, KernelError):
+            continue
+    return None
+
+
+def missing() -> str | None:
+    """None if the kernels' libraries are here, else one sentence that says what to install."""
+    cuda = (torch.version.cuda or "13").split(".")[0]
+    advice = f"pip install 'twellctl[cuda{cuda}x]'"
+    try:
+        import cupy  # noqa: F401
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        what = "is not installed" if absent else f"cannot be imported ({_line(error)})"
+        return f"CuPy, which launches the kernels, {what}: {advice}"
+    if find_nvrtc() is None:
+        return f"NVRTC, which compiles the kernels, is not installed: {advice}"
+    return None
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---- cache ----
+
+
+def cache_dir() -> Path:
+    """The folder of cubins and measured choices: TWELL_CACHE_DIR, else ~/.cache/twellctl."""
+    return Path(os.environ.get("TWELL_CACHE_DIR") or Path("~/.cache/twellctl").expanduser())
+
+
+def load(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
+    """`sources[name]` as a cubin for `arch`: from the cache, else compiled, then kept there.
+
+    `KernelError` if there is no NVRTC, or if it does not compile the source.
+    """
+    nvrtc = find_nvrtc()
+    if nvrtc is None:
+        raise KernelError(missing() or "NVRTC, which compiles the kernels, is not installed")
+    path = cache_dir() / f"{_key(name, sources, arch, nvrtc.version)}.cubin"
+    cubin = _read_kept(path)
+    if cubin is None:
+        cubin = nvrtc.compile(name, sources, arch)
+        log = cubin.log.encode()
+        content = len(log).to_bytes(8, "little") + log + cubin.code
+        keep(path, hashlib.sha256(content).digest() + content)
+    return cubin
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file of the cache, whole or not at all; without a folder to write to, not at all."""
+    aside = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".aside-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except OSError:
+        if aside is not None and os.path.exists(aside):
+            os.unlink(aside)
+
+
+def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int, int]) -> str:
+    headers = sorted(key for key in sources if key.endswith(".cuh"))
+    parts = [repr((version, arch, OPTIONS, name)).encode()]
+    parts += [part for key in (name, *headers) for part in (key.encode(), sources[key])]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _read_kept(path: Path) -> Cubin | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    log_end = 8 + int.from_bytes(content[:8], "little")
+    return Cubin(content[log_end:], content[8:log_end].decode())
