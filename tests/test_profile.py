@@ -15,7 +15,8 @@ from twellctl.cli import app
 from twellctl.convert import convert
 from twellctl.data import read_texts, token_stream
 from twellctl.errors import TwellError, UsageError
-from twellctl.profile import LayerCount, profile
+from twellctl.firing import LayerCount
+from twellctl.profile import profile
 from twellctl.profiled import read_profile, save_profile
 
 

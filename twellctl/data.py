@@ -96,6 +96,18 @@ def read_blocks(path: Path, seq_len: int) -> np.ndarray:
     return tokens[: count * seq_len].reshape(count, seq_len)
 
 
+def spread_windows(stream: Iterable[np.ndarray], count: int, seq_len: int) -> torch.Tensor:
+    """`[count, seq_len]` token ids at even strides through all the text; fewer if it is short."""
+    ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *stream]))
+    if len(ids) < seq_len:
+        raise TwellError(
+            f"the text holds {len(ids)} tokens, less than one window of {seq_len}: "
+            "give more text, or a smaller --seq-len"
+        )
+    starts = torch.linspace(0, len(ids) - seq_len, count).long().unique()
+    return ids[starts[:, None] + torch.arange(seq_len)].long()
+
+
 def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """(training, held-out) blocks by number: up to eight runs of neighbours, evenly spread."""
     wanted = round(num_blocks * fraction)

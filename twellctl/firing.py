@@ -1,12 +1,23 @@
-"""Which neurons fire: a hook on the activation of each gated FFN of a stock model."""
+"""Which neurons fire: a hook on the activation of each gated FFN of a stock model, exact counts.
+
+Counts are kept as histograms, so their size hangs on the model and not on the text.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.profiled import LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
+SLOTS_STEP = 8
+MAX_OVERFLOW = 0.001  # share of rows that the chosen slots may send to the backup
+UNION_TOKENS = 128
+UNION_SLACK = 0.05
 
 
 class FiredMeter:
@@ -36,3 +47,81 @@ class FiredMeter:
             self.count(layer_idx, gate.flatten(0, -2), active.detach().flatten(0, -2))
 
         return hook
+
+
+class LayerCount:
+    """What fired in one layer: by neuron, and histograms of nnz and of the fullest tile, by row."""
+
+    def __init__(self, intermediate_size: int, tile: int, device: torch.device):
+        self.tile = tile
+        self.by_neuron = torch.zeros(intermediate_size, dtype=torch.int64, device=device)
+        self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
+        self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
+
+    def add(self, gate: Tensor, active: Tensor) -> None:
+        """Count rows `[M, N]`: the gate before and after its activation."""
+        fired = active != 0
+        self.by_neuron += fired.sum(0)
+        self.nnz += fired.sum(-1).bincount(minlength=len(self.nnz))
+        tiles = F.pad(fired, (0, -fired.shape[-1] % self.tile)).unflatten(-1, (-1, self.tile))
+        fullest = tiles.sum(-1).amax(-1)
+        # whatever the slots, a row that is not finite goes to the backup
+        fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
+        self.fullest += fullest.bincount(minlength=len(self.fullest))
+
+    def summary(self, threshold: float) -> LayerProfile:
+        """The figures of the layer, with the fewest slots that overflow rarely enough."""
+        nnz, num_rows = self.nnz.cpu(), int(self.nnz.sum())
+        mean = int((nnz * torch.arange(len(nnz))).sum()) / num_rows
+        reached = nnz.cumsum(0).double()
+        overflow = (num_rows - self.fullest.cpu().cumsum(0)).double() / num_rows  # by slots
+        fit = (overflow[SLOTS_STEP::SLOTS_STEP] <= MAX_OVERFLOW).nonzero().flatten()
+        slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
+        return LayerProfile(
+            threshold=threshold,
+            nnz_mean=mean,
+            nnz_p50=int((reached < 0.50 * num_rows).sum()),
+            nnz_p99=int((reached < 0.99 * num_rows).sum()),
+            nnz_max=int(nnz.nonzero().max()),
+            density=mean / len(self.by_neuron),
+            dead=int((self.by_neuron == 0).sum()),
+            slots=slots,
+            overflow=float(overflow[slots]),
+        )
+
+
+@dataclass(frozen=True)
+class Union:
+    """Share of the neurons that fire for some of `tokens` consecutive tokens, mean over windows.
+
+    `expected` is `1 - (1 - p)^tokens`: neurons of density p that fire for each token anew.
+    """
+
+    tokens: int
+    fired: float
+    expected: float
+
+    @property
+    def too_small(self) -> bool:
+        """Whether tokens share so many neurons that a kernel would find them in its caches."""
+        return self.fired < (1 - UNION_SLACK) * self.expected
+
+
+class UnionCount:
+    """Counts, for rows that come in the order of tokens, the union of each 128 of them."""
+
+    def __init__(self) -> None:
+        self._unions: list[Tensor] = []
+        self._tokens = UNION_TOKENS
+
+    def add(self, active: Tensor) -> None:
+        """Count whole windows of the rows `[M, N]`; fewer rows than 128 are one window."""
+        fired = active != 0
+        self._tokens = min(self._tokens, len(fired))
+        windows = fired[: len(fired) // self._tokens * self._tokens]
+        self._unions.append(windows.unflatten(0, (-1, self._tokens)).any(1).float().mean(-1))
+
+    def summary(self, density: float) -> Union:
+        """The mean union, beside what independent firing at `density` would give."""
+        fired = float(torch.cat(self._unions).mean())
+        return Union(self._tokens, fired, 1 - (1 - density) ** self._tokens)
