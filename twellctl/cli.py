@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import __version__, ui
+from twellctl import __version__, cli_bench, ui
 from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(
@@ -200,6 +200,9 @@ def export(
     from twellctl.export import export as run
 
     ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
+
+
+app.add_typer(cli_bench.app, name="bench")
 
 
 @app.command()

@@ -1,0 +1,75 @@
+"""Where a bench runs, and all about it that a figure hangs on."""
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from twellctl import __version__
+from twellctl.bundle.twell_nvrtc import find_nvrtc
+from twellctl.errors import TwellError, UsageError
+from twellctl.machine import CUPY_WHEELS, version_of
+
+NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+LIBRARIES = ("transformers", "triton", *CUPY_WHEELS, *NVRTC_WHEELS)
+
+
+def bench_device(name: str | None) -> torch.device:
+    """The device to measure on, made the current one: `name`, or the current CUDA device.
+
+    Raises `TwellError` without CUDA: only `name` "cpu" runs there.
+    """
+    try:
+        device = torch.device(name or "cuda")
+    except RuntimeError as error:
+        raise UsageError(f"device must be cuda, cuda:1 and so on, or cpu, got {name!r}") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise UsageError(f"device must be cuda, cuda:1 and so on, or cpu, got {name!r}")
+    if not torch.cuda.is_available():
+        raise TwellError(
+            "bench measures on an NVIDIA GPU and torch finds none here (see twellctl doctor); "
+            "--device cpu runs tiny shapes, to try the command"
+        )
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
+        raise UsageError(f"device must be one of {torch.cuda.device_count()} GPUs, got {name!r}")
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Of the JSON: device, the order of the GPUs, and versions of what makes its code."""
+    versions = {"twellctl": __version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    versions |= {name: version for name in LIBRARIES if (version := version_of(name))}
+    facts: dict[str, Any] = {"device": device_name(device), "versions": versions}
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        count = torch.cuda.device_count()
+        facts |= {
+            "device_index": device.index,
+            "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "uuid": str(gpu.uuid),
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "sms": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
+            "memory_bytes": gpu.total_memory,
+        }
+        versions["nvrtc"] = _nvrtc_version()
+    return facts
+
+
+def device_name(device: torch.device) -> str:
+    """What to call the device in a sentence."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _nvrtc_version() -> str | None:
+    """Of the library that compiles the kernels; None if there is none."""
+    nvrtc = find_nvrtc()
+    return ".".join(map(str, nvrtc.version)) if nvrtc else None

@@ -1,0 +1,165 @@
+"""What a bench found: points (one shape, one density), their candidates, JSON and the sentence."""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+SCHEMA_VERSION = 1
+DENSE, TWELL = "dense", "twell"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute, measured. `samples` are seconds a call, one a round.
+
+    `error` is relative to the reference over all its rows, `worst_row_error` in the worst of them;
+    `joules` are those of one call.
+    """
+
+    name: str
+    kind: str
+    samples: tuple[float, ...]
+    error: float
+    worst_row_error: float
+    joules: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return median(self.samples)
+
+
+@dataclass(frozen=True)
+class Point:
+    """All candidates at one token count. `about` holds what is measured, JSON-ready.
+
+    `skipped` says of dense candidates that could not run why not. `reference` is the dtype that
+    errors are relative to.
+    """
+
+    tokens: int
+    timed_by: str
+    about: dict[str, Any]
+    reference: str
+    candidates: tuple[Candidate, ...]
+    skipped: dict[str, str]
+
+    @property
+    def fastest_dense(self) -> Candidate:
+        return min((c for c in self.candidates if c.kind == DENSE), key=lambda c: c.seconds)
+
+    @property
+    def twell(self) -> Candidate:
+        """The first of the TwELL candidates, of which the sentence speaks."""
+        return next(c for c in self.candidates if c.kind == TWELL)
+
+    def over_dense(self, candidate: Candidate) -> float:
+        """How many times as fast as the fastest dense candidate."""
+        return self.fastest_dense.seconds / candidate.seconds
+
+    @property
+    def eager(self) -> Candidate:
+        return next(c for c in self.candidates if c.name == "dense eager")
+
+    @property
+    def wrong(self) -> list[str]:
+        """Of TwELL candidates whose error is not one of rounding, in words."""
+        allowed = 2 * self.eager.error + 1e-6
+        return [
+            f"{c.name} has a relative error of {c.error:.2g} at {self.tokens} tokens, "
+            f"dense eager {self.eager.error:.2g}"
+            for c in self.candidates
+            if c.kind == TWELL and not c.error <= allowed
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """`about`, then a dict a candidate."""
+        return {
+            "tokens": self.tokens,
+            **self.about,
+            "timed_by": self.timed_by,
+            "reference": self.reference,
+            "fastest_dense": self.fastest_dense.name,
+            "over_fastest_dense": self.over_dense(self.twell),
+            "candidates": {c.name: self._candidate_json(c) for c in self.candidates},
+            "skipped": self.skipped,
+        }
+
+    def _candidate_json(self, candidate: Candidate) -> dict[str, Any]:
+        energy = {}
+        if candidate.joules is not None:
+            energy["mj_per_token"] = 1000 * candidate.joules / self.tokens
+            if self.eager.joules:
+                energy["energy_over_dense_eager"] = candidate.joules / self.eager.joules
+        return {
+            "kind": candidate.kind,
+            "ms": 1000 * candidate.seconds,
+            "ms_samples": [1000 * sample for sample in candidate.samples],
+            "tokens_per_ms": self.tokens / candidate.seconds / 1000,
+            "over_fastest_dense": self.over_dense(candidate),
+            "error": _finite(candidate.error),
+            "worst_row_error": _finite(candidate.worst_row_error),
+        } | energy
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A whole run: `what` was measured ("this model"), where, how, and its points.
+
+    `groups` puts the points that one sentence compares under what it calls them.
+    """
+
+    command: str
+    facts: dict[str, Any]
+    settings: dict[str, Any]
+    groups: tuple[tuple[str, tuple[Point, ...]], ...]
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for _, points in self.groups for point in points]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a user wants to know, one sentence a group."""
+        place = "CPU" if self.facts["device"] == "CPU" else "GPU"
+        return [sentence(what, points, place) for what, points in self.groups]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [words for point in self.points for words in point.wrong]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.command,
+            **self.facts,
+            "settings": self.settings,
+            "points": [point.to_json() for point in self.points],
+            "sentences": self.sentences,
+        }
+
+
+def sentence(what: str, points: tuple[Point, ...], place: str = "GPU") -> str:
+    """Like "on this GPU this model is 1.31x faster than compiled dense at 131072 tokens, ..."."""
+    ordered = sorted(points, key=lambda point: -point.tokens)
+    first, *others = [(point.over_dense(point.twell), point.tokens) for point in ordered]
+    faster = "faster than" if round(first[0], 2) > 1 else "as fast as"
+    parts = [f"{first[0]:.2f}x {faster} {_called(points)} at {first[1]} tokens"]
+    parts += [f"{ratio:.2f}x at {tokens}" for ratio, tokens in others]
+    return f"on this {place} {what} is {', '.join(parts)}"
+
+
+def _called(points: tuple[Point, ...]) -> str:
+    """The fastest dense candidates in one word, if one will do."""
+    eager = {point.fastest_dense.name.startswith("dense eager") for point in points}
+    if eager == {False}:
+        return "compiled dense"
+    only_eager = all(
+        candidate.kind == TWELL or candidate.name.startswith("dense eager")
+        for point in points
+        for candidate in point.candidates
+    )
+    return "eager dense" if only_eager else "the fastest dense"
+
+
+def _finite(number: float) -> float | None:
+    return number if abs(number) < float("inf") else None

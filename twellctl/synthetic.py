@@ -1,0 +1,207 @@
+"""Inputs of which the density is known beforehand: one gated FFN, or the body of a whole Llama.
+
+`x ~ N(0, 1)` with channel 0 set to 1, gate weights `N(0, 1/K)` with column 0 set to the normal
+quantile of the density. So neurons fire independently of each other, and for every token anew: no
+two tokens share more of them than chance has it, which is the hardest case for what reads the
+weights of fired neurons only. Rows of another density have another channel 0.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.firing import Union
+
+SPREADS = ("even", "lognormal", "heavy")
+LOGNORMAL_SIGMA = 1.0  # one token in a hundred has six times the mean density
+BIAS_STD = 0.05
+FULL = 8.0  # standard deviations: every neuron of every row fires
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How density is spread over tokens: "even", "lognormal" around the mean, or with "heavy" rows.
+
+    Of the latter a share `heavy_rows` has `heavy_density`, the others the given density.
+    """
+
+    kind: str = "even"
+    heavy_rows: float = 0.05
+    heavy_density: float = 0.5
+
+    def check(self, density: float) -> None:
+        """`UsageError` for what cannot be made."""
+        if self.kind not in SPREADS:
+            raise UsageError(f"spread must be one of {', '.join(SPREADS)}, got {self.kind!r}")
+        if not 0 < density <= 1:
+            raise UsageError(f"density must lie above 0 and be at most 1, got {density:g}")
+        if self.kind != "even" and density > 0.4:
+            raise UsageError(f"a {self.kind} spread needs a density up to 0.4, got {density:g}")
+        if not 0 < self.heavy_rows < 1:
+            raise UsageError(f"heavy-rows must lie between 0 and 1, got {self.heavy_rows:g}")
+        if not 0 < self.heavy_density <= 1:
+            raise UsageError(
+                f"heavy-density must lie above 0 and be at most 1, got {self.heavy_density:g}"
+            )
+
+    def describe(self) -> str:
+        """In words; empty for an even spread."""
+        if self.kind == "heavy":
+            return f"{self.heavy_rows:.1%} of the rows at {self.heavy_density:.0%}"
+        return "" if self.kind == "even" else f"{self.kind} over tokens"
+
+
+EVEN = Spread()
+
+
+@dataclass(frozen=True)
+class FfnWeights:
+    """The weights of one gated FFN; gate and up are halves of one matrix, so both forms share it.
+
+    `gate_up` `[2N, K]`, `down` `[K, N]`, `gate_up_bias` `[2N]`, `down_bias` `[K]`.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @property
+    def split(self) -> tuple[Tensor | None, ...]:
+        """(w_gate, w_up, w_down, b_gate, b_up, b_down), views."""
+        biases = (None, None) if self.gate_up_bias is None else self.gate_up_bias.chunk(2)
+        return (*self.gate_up.chunk(2), self.down, *biases, self.down_bias)
+
+    @property
+    def gate_bytes(self) -> int:
+        return self.gate_up.nbytes // 2
+
+    def copy(self) -> "FfnWeights":
+        """The same numbers at other addresses."""
+        tensors = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return FfnWeights(*(None if tensor is None else tensor.clone() for tensor in tensors))
+
+
+def make_weights(
+    K: int, N: int, density: float, *, bias: bool, dtype: torch.dtype, generator: torch.Generator
+) -> FfnWeights:
+    """Random weights whose gate fires at `density` for the rows of `make_rows`."""
+    device = generator.device
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device) * std
+
+    gate_up = normal(2 * N, K, std=K**-0.5)
+    gate_up[:N, 0] = _quantile(density) * _gate_std(K, bias)
+    biases = (None, None)
+    if bias:
+        biases = (normal(2 * N, std=BIAS_STD).to(dtype), normal(K, std=BIAS_STD).to(dtype))
+    down = normal(K, N, std=K**-0.5)
+    return FfnWeights(gate_up.to(dtype), down.to(dtype), *biases)
+
+
+def make_rows(
+    M: int,
+    K: int,
+    density: float,
+    spread: Spread,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Random rows `[M, K]`; their channel 0 says how many neurons of `make_weights` fire."""
+    device = generator.device
+    x = torch.randn((M, K), generator=generator, device=device, dtype=dtype)
+    x[:, 0] = 1
+    if spread.kind == "lognormal":
+        exponent = torch.randn(M, generator=generator, device=device, dtype=torch.float64)
+        densities = density * (LOGNORMAL_SIGMA * exponent - LOGNORMAL_SIGMA**2 / 2).exp()
+        quantiles = torch.special.ndtri(densities.clamp(1e-9, 0.999))
+        x[:, 0] = (quantiles / _quantile(density)).to(dtype)
+    if spread.kind == "heavy":
+        rows = torch.randperm(M, generator=generator, device=device)[: round(M * spread.heavy_rows)]
+        x[rows, 0] = _quantile(spread.heavy_density) / _quantile(density)
+    return x
+
+
+def check_union(union: Union) -> None:
+    """`TwellError` if the tokens of synthetic weights share neurons, which would flatter TwELL."""
+    if union.too_small:
+        raise TwellError(
+            f"these synthetic weights fire only {union.fired:.1%} of the neurons over "
+            f"{union.tokens} consecutive tokens, where independent ones fire {union.expected:.1%}: "
+            "so little is not measured; take another --seed or --density, or a real model"
+        )
+
+
+@torch.no_grad()
+def make_body(
+    *,
+    K: int,
+    N: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    context: int,
+    density: float,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> nn.Module:
+    """The body of a random ReLU Llama whose FFNs fire at about `density`, without an LM head.
+
+    Channel 0 of every embedding is 1 and nothing writes to it. Density rises with depth, because
+    the norm divides channel 0 by what the other channels grow to.
+    """
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=K,
+        intermediate_size=N,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=context,
+        hidden_act="relu",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with generator.device:
+        body = LlamaModel._from_config(config, dtype=dtype)
+
+    def fill(weight: Tensor, std: float) -> Tensor:
+        return weight.normal_(0, std, generator=generator)
+
+    fill(body.embed_tokens.weight, 1)[:, 0] = 1
+    for layer in body.layers:
+        attention, ffn = layer.self_attn, layer.mlp
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            fill(projection.weight, config.initializer_range)
+        fill(attention.o_proj.weight, 0.2 * config.initializer_range)[0] = 0
+        fill(ffn.gate_proj.weight, K**-0.5)[:, 0] = _quantile(density)
+        fill(ffn.up_proj.weight, K**-0.5)
+        fill(ffn.down_proj.weight, 0.1 * (N * density) ** -0.5)[0] = 0
+    return body.eval().requires_grad_(False)
+
+
+def _quantile(density: float) -> float:
+    """Where the normal distribution reaches `density`: what channel 0 adds to each gate."""
+    if density >= 1:
+        return FULL
+    return NormalDist().inv_cdf(density)
+
+
+def _gate_std(K: int, bias: bool) -> float:
+    """Standard deviation of a gate over neurons, without what channel 0 adds."""
+    return math.sqrt((K - 1) / K + (BIAS_STD**2 if bias else 0))
+
+
+def as_json(spread: Spread) -> dict[str, Any]:
+    """The spread's kind, and what else it hangs on."""
+    more = {"heavy_rows": spread.heavy_rows, "heavy_density": spread.heavy_density}
+    return {"kind": spread.kind} | (more if spread.kind == "heavy" else {})

@@ -1,0 +1,49 @@
+"""The screen of `twellctl bench`: a table a point, then the sentences. No torch."""
+
+from typing import Any
+
+from twellctl import ui
+
+
+def benched(found: Any) -> None:
+    """The figures of a `Bench`."""
+    versions = found.facts["versions"]
+    named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
+    listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
+    ui.say(f"{found.facts['device']}; {listed}")
+    for point in found.points:
+        _table(point)
+    for text in found.sentences:
+        ui.say(text)
+
+
+def _table(point: Any) -> None:
+    energy = any(candidate.joules for candidate in point.candidates)
+    columns = ["", "ms", "tokens/ms", "over fastest dense", "error", "worst row"]
+    rows = []
+    for c in point.candidates:
+        figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
+        figures += [f"{point.over_dense(c):.2f}x", f"{c.error:.1e}", f"{c.worst_row_error:.1e}"]
+        if energy:
+            figures.append(f"{1000 * c.joules / point.tokens:.3g}")
+        rows.append([c.name, *figures])
+    if energy:
+        columns.append("mJ/token")
+    ui.table(f"{point.tokens} tokens, {_firing(point.about)}; {point.timed_by}", columns, rows)
+    for name, reason in point.skipped.items():
+        ui.note(f"{name} was left out: {reason}")
+    ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
+
+
+def _firing(about: dict[str, Any]) -> str:
+    if "layers" in about:
+        first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
+        return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
+    return f"density {about['density']:.2%}, {about['slots']} slots"
+
+
+def _union(union: dict[str, Any]) -> str:
+    return (
+        f"fired neurons over {union['tokens']} consecutive tokens: {union['fired']:.1%} "
+        f"(independent: {union['expected']:.1%})"
+    )
