@@ -1,0 +1,314 @@
+"""The gated FFN as one torch operator: kernels where they run and pay, else plain torch.
+
+`sparse_ffn` takes any input that `twell_format.gated_ffn` takes and gives the same result. What
+the kernels do not take goes to plain torch, with one line in the log for each reason; so does what
+wants gradients. The operators are opaque to torch.compile and may be captured in a CUDA graph.
+
+Exports carry copies of this code, which transformers imports under a package of its own for each.
+Copies that are equal share the state of the first one; others have operators of other names.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import twell_launch, twell_plan, twell_route
+from .twell_config import SLOTS, TILE, storable_threshold
+from .twell_format import fires, gated_ffn
+from .twell_launch import KernelError
+from .twell_sequence import (
+    FFN,
+    HOPPER_KERNELS,
+    PORTABLE_KERNELS,
+    dense_ffn,
+    hopper_ffn,
+    launch_gate_pack,
+    portable_ffn,
+)
+
+logger = logging.getLogger(__name__)
+NOT_FINITE = 1 << 30  # in a count of `gate_pack`
+_SAMPLED_ROWS = 4096
+
+register_sources = twell_launch.register_sources
+
+
+def sparse_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    threshold: float = 0.0,
+    slots: int = SLOTS,
+    tile: int = TILE,
+    sources: str = "",
+    route: str = "auto",
+    density: float | None = None,
+) -> Tensor:
+    """`down(relu_t(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
+
+    `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
+    (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), or "auto": the
+    faster of dense and TwELL, and what TWELL_ROUTE says. `density`: the share of neurons that fire,
+    if a profile tells it.
+    """
+    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    numbers = {"threshold": threshold, "tile": tile, "slots": slots}
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if sources and x.is_cuda and not torch.compiler.is_compiling():
+            _say_once("gradients are asked for; torch.no_grad() asks for none")
+        return gated_ffn(*tensors, **numbers)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    known = -1.0 if density is None else density
+    return _gated_ffn_op(*tensors, threshold, tile, slots, known, sources, route)
+
+
+def gate_pack(
+    x: Tensor,
+    w_gate: Tensor,
+    b_gate: Tensor | None = None,
+    *,
+    threshold: float = 0.0,
+    slots: int = SLOTS,
+    sources: str,
+) -> tuple[Tensor, Tensor]:
+    """(counts `[M, T]`, entries `[M, T, slots]`), int32, of the gate of `x` `[M, K]`, on Hopper.
+
+    As `twell_format.pack` has them, but: a count has `NOT_FINITE` added where the tile holds NaN
+    or Inf, entries of a tile are in no order of columns, and slots behind the count are not
+    written. `KernelError` where the kernel cannot run.
+    """
+    return _gate_pack_op(x, w_gate, b_gate, threshold, slots, sources)
+
+
+# ---- which path ----
+
+
+def _gated_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    threshold: float,
+    tile: int,
+    slots: int,
+    density: float,
+    sources: str,
+    route: str,
+) -> Tensor:
+    """The operator `gated_ffn`."""
+    if not x.is_cuda:
+        numbers = {"threshold": threshold, "tile": tile, "slots": slots}
+        return gated_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down, **numbers)
+    _check(threshold, slots, tile)
+    rows = x.reshape(-1, x.shape[-1])
+    if not rows.numel():
+        return x.new_empty(*x.shape[:-1], w_down.shape[0])
+    ffn = FFN(w_gate, w_up, w_down, b_gate, b_up, b_down, threshold)
+    route = twell_route.requested(route) if sources else "dense"
+    hopper = _is_hopper(rows.device.index, route)
+    if route != "dense" and (
+        said := _why_not_ffn(rows, ffn, tile) or _why_not_here(sources, rows.device.index, hopper)
+    ):
+        _say_once(said)
+        route = "dense"
+    if route == "dense":
+        y = dense_ffn(rows, ffn)
+    else:
+        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _by_route(
+    rows: Tensor, ffn: FFN, slots: int, density: float, sources: str, route: str, hopper: bool
+) -> Tensor:
+    limits = twell_launch.device_limits(rows.device.index)
+    kernels = twell_launch.kernels_for(sources, rows.device.index)
+
+    def sparse() -> Tensor:
+        if hopper:
+            return hopper_ffn(kernels, limits, rows, ffn, slots)
+        return portable_ffn(kernels, limits, rows, ffn)
+
+    def dense() -> Tensor:
+        return dense_ffn(rows, ffn)
+
+    if route == "auto":
+        known = None if density < 0 else density
+        kind = twell_route.Kind(
+            torch.cuda.get_device_name(rows.device),
+            ffn.K,
+            ffn.N,
+            len(ffn.tensors) > 3,
+            twell_route.token_bucket(rows.shape[0]),
+            None if known is None else twell_route.density_bucket(known),
+            f"{'hopper' if hopper else 'portable'} slots={slots} {sources[:12]}",
+        )
+        route = twell_route.choose(
+            kind,
+            known,
+            torch.cuda.is_current_stream_capturing(),
+            {"dense": dense, "twell": sparse},
+            lambda: _sampled_density(rows, ffn),
+        )
+    return dense() if route == "dense" else sparse()
+
+
+def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
+    """None if the kernels take this, else what they do not take."""
+    N, K = ffn.N, ffn.K
+    if (ffn.w_up.shape, ffn.w_down.shape) != ((N, K), (K, N)):
+        return "the kernels take weights [N, K], [N, K] and [K, N]"
+    return _why_not(rows, ffn.tensors, K, N, tile)
+
+
+def _why_not(
+    rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
+) -> str | None:
+    if rows.dtype != torch.bfloat16:
+        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
+    if said := twell_plan.why_unfit(K, N, tile):
+        return f"the kernels take {said}"
+    for weight in weights:
+        if (weight.dtype, weight.device) != (rows.dtype, rows.device):
+            return "the kernels take weights of the dtype and device of their input"
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            return "the kernels take contiguous weights that begin at multiples of 16 bytes"
+    return None
+
+
+@functools.cache
+def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
+    """None if the kernels are compiled and loaded on a device, else why they are not."""
+    if torch.version.cuda is None or twell_launch.device_limits(index).capability < (8, 0):
+        return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    try:
+        kernels = twell_launch.kernels_for(sources, index)
+        kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _is_hopper(index: int, route: str) -> bool:
+    """Whether to go the way of Hopper."""
+    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
+    return not portable and twell_launch.device_limits(index).capability == (9, 0)
+
+
+@functools.cache
+def _check(threshold: float, slots: int, tile: int) -> None:
+    if storable_threshold(threshold) != threshold:
+        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")
+    if not 1 <= slots <= tile:
+        raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
+
+
+def _sampled_density(rows: Tensor, ffn: FFN) -> float:
+    step = twell_plan.ceil_div(rows.shape[0], _SAMPLED_ROWS)
+    gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
+    return fires(gate, ffn.threshold).float().mean().item()
+
+
+# ---- operators ----
+
+
+def _gate_pack(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float, slots: int, sources: str
+) -> tuple[Tensor, Tensor]:
+    """The operator `gate_pack`."""
+    _check(threshold, slots, TILE)
+    if not x.is_cuda or not _is_hopper(x.device.index, "twell"):
+        raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
+    biases = () if b_gate is None else (b_gate,)
+    index, (N, K) = x.device.index, w_gate.shape
+    if said := _why_not(x, (w_gate, *biases), K, N) or _why_not_here(sources, index, True):
+        raise KernelError(f"gate_pack cannot run: {said}")
+    counts, entries = _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources)
+    if x.shape[0]:
+        rows, heavy_count = _aligned(x), counts.new_empty(1)
+        limits, kernels = (
+            twell_launch.device_limits(index),
+            twell_launch.kernels_for(sources, index),
+        )
+        gate = (w_gate, b_gate, threshold)
+        launch_gate_pack(kernels, limits, rows, *gate, counts, entries, heavy_count)
+    return counts, entries
+
+
+def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w_down.shape[0])
+
+
+def _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources) -> tuple[Tensor, Tensor]:
+    tiles = (x.shape[0], twell_plan.ceil_div(w_gate.shape[0], TILE))
+    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    return counts, torch.empty((*tiles, slots), dtype=torch.int32, device=x.device)
+
+
+_FFN_SCHEMA = (
+    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, float threshold, int tile, int slots, float density, str sources, str route) "
+    "-> Tensor"
+)
+_PACK_SCHEMA = (
+    "(Tensor x, Tensor w_gate, Tensor? b_gate, float threshold, int slots, str sources) "
+    "-> (Tensor counts, Tensor entries)"
+)
+
+
+def _own_digest() -> str:
+    files = sorted(Path(__file__).parent.glob("twell_*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:8]
+
+
+def _define(digest: str) -> torch.library.Library:
+    """The operators `twell::gated_ffn_<digest>` and `twell::gate_pack_<digest>`."""
+    library = torch.library.Library("twell", "FRAGMENT")
+    for name, schema, run, fake in (
+        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
+        ("gate_pack", _PACK_SCHEMA, _gate_pack, _fake_gate_pack),
+    ):
+        named = f"{name}_{digest}"
+        library.define(named + schema, tags=(torch.Tag.needs_exact_strides,))
+        library.impl(named, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"twell::{named}", fake, lib=library)
+    return library
+
+
+_DIGEST = _own_digest()
+_owner = sys.modules.setdefault(f"twell_ffn_{_DIGEST}", sys.modules[__name__])
+if _owner is sys.modules[__name__]:
+    _library = _define(_DIGEST)  # the operators live as long as this does
+    _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
+    _gate_pack_op = getattr(torch.ops.twell, f"gate_pack_{_DIGEST}").default
+else:
+    register_sources = _owner.register_sources
+    sparse_ffn, gate_pack = _owner.sparse_ffn, _owner.gate_pack

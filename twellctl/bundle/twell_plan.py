@@ -1,0 +1,259 @@
+"""How the kernels are laid over a problem and a device: shapes and limits in, grids and sizes out.
+
+Pure functions, no torch. What a kernel's head says about its launch is repeated here and nowhere
+else. M tokens, K hidden size, N neurons, S slots a tile of TILE columns.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+from .twell_config import MAX_COLUMNS, TILE
+
+GROUP = 8  # tokens that one round of `down` serves; neurons that one fragment of `up` holds
+ROUND = 16  # slots of a round
+ROUND_BYTES = 64
+MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
+MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
+UP_BLOCK = PLAN_BLOCK = DOWN_BLOCK = 512
+PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
+PRODUCT_BLOCK = 384
+GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
+HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
+BOX_ROWS = 128  # of every tensor map
+PORTABLE_TOKENS = 8192  # a chunk without heavy rows
+_PARTIAL_BYTES = 512 << 20
+_CHUNK_BYTES = 2 << 30
+_WINDOW_BYTES = 512 << 20
+_STATIC_SMEM = 1024  # what kernels declare beside their dynamic shared memory, and the driver's
+
+# rough costs of `up` in clocks of one multiprocessor; only their ratios matter
+_L2_BYTES_A_CLOCK = 24
+_PAIR_CLOCKS = 1.25
+_START_CLOCKS = 3000
+_USUAL_DENSITY = 0.01
+
+
+class Limits(Protocol):
+    """What of a device a plan is made by: `twell_launch.Limits`."""
+
+    num_sms: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Grids and sizes for `M` tokens. Offsets of all buffers follow from these numbers."""
+
+    M: int
+    N: int
+    K: int
+    slots: int
+    cap: int  # pairs a token may have; beyond, its row is heavy
+    tile_tokens: int  # of up's tiles
+    slabs_per_range: int  # of 64 columns of K
+    neuron_ranges: int
+    panel_rows: int
+    down_splits: int
+
+    @property
+    def num_gate_tiles(self) -> int:
+        """T, of TILE columns."""
+        return ceil_div(self.N, TILE)
+
+    @property
+    def num_tiles(self) -> int:
+        """Token tiles of `up`."""
+        return ceil_div(self.M, self.tile_tokens)
+
+    @property
+    def num_ranges(self) -> int:
+        """Q, the ranges into which `up` cuts K: partial sums a pair."""
+        return ceil_div(ceil_div(self.K, 64), self.slabs_per_range)
+
+    @property
+    def num_pairs(self) -> int:
+        """Places for (token, neuron) pairs."""
+        return self.num_tiles * self.tile_tokens * self.cap
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of GROUP tokens."""
+        return ceil_div(self.M, GROUP)
+
+    @property
+    def num_neuron_groups(self) -> int:
+        """Groups of GROUP neurons."""
+        return ceil_div(self.N, GROUP)
+
+    @property
+    def num_panels(self) -> int:
+        """Panels of down's columns."""
+        return ceil_div(self.N, self.panel_rows)
+
+    @property
+    def group_rounds(self) -> int:
+        """Rounds for which each (group, panel) has room."""
+        return rounds_for(min(self.cap, self.panel_rows))
+
+    @property
+    def plan_smem(self) -> int:
+        """Dynamic shared memory of `plan`."""
+        return 4 * (2 * self.num_neuron_groups + 2 * MAX_TILE_TOKENS)
+
+    @property
+    def up_smem(self) -> int:
+        """Dynamic shared memory of `up`: two slabs of the tile's x."""
+        return 2 * self.tile_tokens * 128
+
+    @property
+    def down_smem(self) -> int:
+        """Dynamic shared memory of `down`: the panel, and a patch a warp."""
+        return self.panel_rows * 32 + (DOWN_BLOCK // 32) * 512
+
+    @property
+    def up_grid(self) -> tuple[int, int, int]:
+        """(token tiles, ranges of K, ranges of neurons)."""
+        return self.num_tiles, self.num_ranges, self.neuron_ranges
+
+    @property
+    def down_grid(self) -> tuple[int, int]:
+        """(16 columns of y, shares of the groups)."""
+        return self.K // 16, self.down_splits
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `a`."""
+    return ceil_div(a, multiple) * multiple
+
+
+def rounds_for(pairs_a_token: int) -> int:
+    """Rounds a (group, panel) needs at most, at `pairs_a_token` pairs of each of its tokens."""
+    return (GROUP * pairs_a_token * 5 // 4 + ROUND - 1) // ROUND + 2
+
+
+def hopper_cap(N: int) -> int:
+    """Pairs beyond which a row is cheaper densely, on tensor cores."""
+    return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 24)), GROUP))
+
+
+def why_unfit(K: int, N: int, tile: int) -> str | None:
+    """None if the kernels take these sizes, else why not."""
+    if tile != TILE:
+        return f"tiles of {TILE} columns, not {tile}"
+    if K % 64:
+        return f"a hidden size that is a multiple of 64, not {K}"
+    if N % 8 or N > MAX_COLUMNS:
+        return f"an intermediate size that is a multiple of 8 up to {MAX_COLUMNS}, not {N}"
+    return None
+
+
+def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> Plan:
+    """The plan for a chunk of `M` >= 1 tokens."""
+    tile_tokens, slabs_per_range, neuron_ranges = _lay_up(
+        M, N, K, cap, limits.num_sms, limits.smem_bytes
+    )
+    panel_rows = choose_panel_rows(N, limits.smem_bytes)
+    splits = _split_down(M, N, K, panel_rows, limits.num_sms)
+    return Plan(
+        M, N, K, slots, cap, tile_tokens, slabs_per_range, neuron_ranges, panel_rows, splits
+    )
+
+
+def choose_panel_rows(N: int, smem_bytes: int) -> int:
+    """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
+    room = (smem_bytes - (DOWN_BLOCK // 32) * 512 - _STATIC_SMEM) // 32 // GROUP * GROUP
+    num_panels = ceil_div(N, min(room, MAX_PANEL_ROWS))
+    return round_up(ceil_div(N, num_panels), GROUP)
+
+
+def max_tile_tokens(smem_bytes: int) -> int:
+    """Tokens whose two slabs of x fit in shared memory."""
+    room = (smem_bytes - 8 * _STATIC_SMEM) // 256 // GROUP * GROUP
+    return min(room, MAX_TILE_TOKENS)
+
+
+def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
+    """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
+    entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
+    pairs = cap * (8 + 4) + ROUND_BYTES * rounds_for(min(cap, N)) // GROUP
+    most = max(256, _CHUNK_BYTES // (entries + pairs) // 256 * 256)
+    most = min(most, PORTABLE_TOKENS) if portable else most
+    return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
+
+
+def heavy_window(M: int, N: int) -> int:
+    """Rows of the heavy list that are computed at a time."""
+    return min(M, max(256, _WINDOW_BYTES // (2 * N) // 256 * 256))
+
+
+def gate_pack_grid(M: int, N: int, num_sms: int) -> int:
+    """Blocks of a persistent product of `M` rows and `N` columns: pairs, at most one an SM."""
+    return 2 * max(1, min(num_sms // 2, ceil_div(M, 2 * BOX_ROWS) * ceil_div(N, 2 * BOX_ROWS)))
+
+
+def heavy_hidden_grid(rows: int, N: int, num_sms: int) -> int:
+    """The same for `heavy_hidden`, whose tiles hold 128 columns of gate and of up."""
+    return 2 * max(1, min(num_sms // 2, ceil_div(rows, 2 * BOX_ROWS) * ceil_div(N, BOX_ROWS)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _lay_up(
+    M: int, N: int, K: int, cap: int, num_sms: int, smem_bytes: int
+) -> tuple[int, int, int]:
+    """(tile_tokens, slabs_per_range, neuron_ranges): the cheapest that fit.
+
+    Each token tile reads all of W_up, so tiles are large; blocks are a little fewer than a multiple
+    of the multiprocessors; every range of K beyond the first costs a partial sum a pair.
+    """
+    slabs, most_tokens = ceil_div(K, 64), max_tile_tokens(smem_bytes)
+    fewest_tiles = ceil_div(M, most_tokens)
+    best = None
+    for slabs_per_range in sorted({ceil_div(slabs, q) for q in range(1, slabs + 1)}):
+        num_ranges = ceil_div(slabs, slabs_per_range)
+        for neuron_ranges in (1, 2, 4, 8, 16, 32):
+            if neuron_ranges > 1 and ceil_div(N, GROUP) < 16 * neuron_ranges:
+                break
+            share = num_ranges * neuron_ranges
+            fewest_waves = ceil_div(fewest_tiles * share, num_sms)
+            for waves in range(fewest_waves, fewest_waves + 4):
+                tiles = max(fewest_tiles, waves * num_sms // share)
+                tile_tokens = round_up(ceil_div(M, tiles), GROUP)
+                tiles = ceil_div(M, tile_tokens)
+                if 4 * num_ranges * tiles * tile_tokens * cap > _PARTIAL_BYTES and num_ranges > 1:
+                    continue
+                laid = (tile_tokens, slabs_per_range, neuron_ranges)
+                cost = ceil_div(tiles * share, num_sms) * _up_clocks(N, *laid)
+                cost += 4 * num_ranges * M * N * _USUAL_DENSITY / (num_sms * _L2_BYTES_A_CLOCK)
+                if best is None or cost < best[0]:
+                    best = (cost, laid)
+    assert best is not None
+    return best[1]
+
+
+def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: int) -> float:
+    """What one block of `up` takes, about."""
+    neurons = ceil_div(N, neuron_ranges)
+    pairs = tile_tokens * neurons * _USUAL_DENSITY
+    moved = 128 * (neurons + tile_tokens) + 16 * pairs
+    slab = max(moved / _L2_BYTES_A_CLOCK, pairs * _PAIR_CLOCKS)
+    return _START_CLOCKS + slabs_per_range * slab
+
+
+@functools.lru_cache(maxsize=4096)
+def _split_down(M: int, N: int, K: int, panel_rows: int, num_sms: int) -> int:
+    """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
+    groups = ceil_div(M, GROUP)
+    stage = _START_CLOCKS + panel_rows * 32 / _L2_BYTES_A_CLOCK
+    group = 4 + GROUP * panel_rows * _USUAL_DENSITY / ROUND * 8
+
+    def clocks(splits: int) -> float:
+        return ceil_div(K // 16 * splits, num_sms) * (stage + ceil_div(groups, splits) * group)
+
+    most = min(ceil_div(groups, DOWN_BLOCK // 32), max(1, 4 * num_sms // (K // 16)))
+    return min(range(1, max(1, most) + 1), key=clocks)

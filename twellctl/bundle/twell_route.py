@@ -1,0 +1,162 @@
+"""Dense or TwELL: what is faster here, measured once and kept.
+
+A choice belongs to the device, the sizes, the biases, the next power of two of the number of tokens
+and the density in steps of 1.3. It is made on the first inputs of its kind, and lies in memory and
+in TWELL_CACHE_DIR/routes.json. Two are made at once: for launches one by one, where the host's time
+counts, and for a CUDA graph, where it does not. In the midst of a capture nothing is measured: a
+kind that is not known then goes by its density.
+
+TWELL_ROUTE=dense|twell|portable|auto decides for every model that does not say otherwise.
+"""
+
+import json
+import math
+import os
+import statistics
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .twell_nvrtc import cache_dir, keep
+
+ROUTES = ("auto", "twell", "portable", "dense")
+DENSE_FROM = 0.025  # density from which dense is taken unmeasured
+_STEP = math.log(1.3)
+_SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
+
+_choices: dict["Kind", "Choice"] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one choice is made for. `density` is a bucket, None where no profile told it."""
+
+    device: str
+    K: int
+    N: int
+    biases: bool
+    tokens: int
+    density: int | None
+    sparse: str  # route and sources of the candidate that is not dense
+
+    @property
+    def key(self) -> str:
+        """How the kind is called in routes.json."""
+        bias = "bias" if self.biases else "plain"
+        return (
+            f"{self.device} K={self.K} N={self.N} {bias} M<={self.tokens} "
+            f"density={self.density} {self.sparse}"
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The faster route: launched one by one, and inside a CUDA graph."""
+
+    eager: str
+    graph: str
+
+
+def requested(route: str) -> str:
+    """`route` of the model if it says one, else that of TWELL_ROUTE, else "auto"."""
+    asked = route if route != "auto" else os.environ.get("TWELL_ROUTE") or "auto"
+    if asked not in ROUTES:
+        raise ValueError(f"TWELL_ROUTE must be one of {', '.join(ROUTES)}, got {asked!r}")
+    return asked
+
+
+def token_bucket(M: int) -> int:
+    """The next power of two."""
+    return 1 << (M - 1).bit_length()
+
+
+def density_bucket(density: float) -> int:
+    """Steps of 1.3 below 1; what fires less than once in 10000 counts as that."""
+    return round(math.log(max(density, 1e-4)) / _STEP)
+
+
+def by_density(density: float | None) -> str:
+    """The route of what was not measured."""
+    return "dense" if density is not None and density >= DENSE_FROM else "twell"
+
+
+def choose(
+    kind: Kind,
+    density: float | None,
+    capturing: bool,
+    runs: Mapping[str, Callable[[], object]],
+    count_density: Callable[[], float],
+) -> str:
+    """ "dense" or "twell", the names of `runs`, which compute one FFN on the inputs at hand.
+
+    `count_density` is asked where no profile told the density.
+    """
+    found = _choices.get(kind)
+    if found is None:
+        if capturing:
+            return by_density(density)
+        with _lock:
+            found = _choices.get(kind) or _kept_or_measured(kind, runs, count_density)
+            _choices[kind] = found
+    return found.graph if capturing else found.eager
+
+
+def _kept_or_measured(
+    kind: Kind, runs: Mapping[str, Callable[[], object]], count_density: Callable[[], float]
+) -> Choice:
+    key = kind.key
+    if kind.density is None:
+        key += f" counted={density_bucket(count_density())}"
+    choice = _parse(_read_kept().get(key))
+    if choice is None:
+        choice, times = measure(runs)
+        kept = {"eager": choice.eager, "graph": choice.graph, "ms": times}
+        content = json.dumps(_read_kept() | {key: kept}, indent=1) + "\n"
+        keep(cache_dir() / "routes.json", content.encode())
+    return choice
+
+
+def measure(runs: Mapping[str, Callable[[], object]]) -> tuple[Choice, dict[str, float]]:
+    """Time each of `runs` on the current CUDA stream: the choice, and milliseconds by name."""
+    times = {}
+    for mode, ahead in (("eager", False), ("graph", True)):
+        for name, run in runs.items():
+            times[f"{mode} {name}"] = round(median_ms(run, ahead=ahead), 5)
+    best = [min(runs, key=lambda name, m=mode: times[f"{m} {name}"]) for mode in ("eager", "graph")]
+    return Choice(*best), times
+
+
+def median_ms(run: Callable[[], object], *, ahead: bool) -> float:
+    """Median time of five runs; `ahead`: with all launches queued before the clock starts."""
+    for _ in range(2):
+        run()
+    found = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(_SLEEP_CLOCKS)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return statistics.median(found)
+
+
+def _read_kept() -> dict:
+    try:
+        kept = json.loads((cache_dir() / "routes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _parse(kept: object) -> Choice | None:
+    if not isinstance(kept, dict):
+        return None
+    choice = Choice(kept.get("eager"), kept.get("graph"))
+    return choice if {choice.eager, choice.graph} <= {"dense", "twell"} else None

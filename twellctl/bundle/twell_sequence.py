@@ -1,0 +1,252 @@
+"""The gated FFN as a sequence of kernel launches, on Hopper and on any GPU from sm_80 on.
+
+    Hopper:    gate_pack -> plan -> up -> hidden -> down -> the heavy rows, densely
+    portable:  torch's gate product -> pack -> plan -> up -> hidden -> down
+
+The host reads nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all;
+buffers are torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in
+the heads of plan.cu, up.cu and down.cu.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import twell_plan as planning
+from .twell_config import TILE
+from .twell_format import keep_fired
+from .twell_launch import KernelSet, Limits, tensor_map
+from .twell_plan import Plan, ceil_div
+
+_SPARSE = ("plan", "up", "hidden", "down")
+HOPPER_KERNELS = ("gate_pack", *_SPARSE, "heavy_gather", "heavy_hidden", "heavy_down")
+PORTABLE_KERNELS = ("pack", *_SPARSE)
+
+
+@dataclass(frozen=True)
+class FFN:
+    """The weights of one gated FFN: `[N, K]`, `[N, K]`, `[K, N]`, biases `[N]`, `[N]`, `[K]`."""
+
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    threshold: float
+
+    @property
+    def N(self) -> int:
+        """Neurons."""
+        return self.w_gate.shape[0]
+
+    @property
+    def K(self) -> int:
+        """Hidden size."""
+        return self.w_gate.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Weights, and the biases there are."""
+        weights = (self.w_gate, self.w_up, self.w_down)
+        return (*weights, *(b for b in (self.b_gate, self.b_up, self.b_down) if b is not None))
+
+
+def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
+    """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    if gate.dtype == torch.float16:  # which may not hold the threshold
+        gate = keep_fired(gate, ffn.threshold)
+    else:
+        F.threshold_(gate, ffn.threshold, 0.0)
+    gate.mul_(F.linear(x, ffn.w_up, ffn.b_up))
+    return F.linear(gate, ffn.w_down, ffn.b_down)
+
+
+def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` entries a tile, more go densely."""
+    y = torch.empty_like(x)
+    cap = planning.hopper_cap(ffn.N)
+    for plan, xs, ys in _chunks(x, y, ffn, slots, cap, limits, portable=False):
+        counts, entries, heavy_count = _packed_buffers(plan, x.device)
+        gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
+        launch_gate_pack(kernels, limits, xs, *gate, counts, entries, heavy_count)
+        heavy_rows = _sparse_products(
+            kernels, limits, plan, xs, ys, ffn, counts, entries, heavy_count
+        )
+        _heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
+    return y
+
+
+def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+    """The same on any GPU from sm_80 on: every row sparsely, whatever fired."""
+    y = torch.empty_like(x)
+    for plan, xs, ys in _chunks(x, y, ffn, TILE, ffn.N, limits, portable=True):
+        counts, entries, heavy_count = _packed_buffers(plan, x.device)
+        gate = F.linear(xs, ffn.w_gate, ffn.b_gate)
+        kernels.launch(
+            "pack",
+            (plan.M,),
+            planning.PACK_BLOCK,
+            (gate, float(ffn.threshold), plan.M, plan.N, counts, entries, heavy_count),
+        )
+        del gate
+        _sparse_products(kernels, limits, plan, xs, ys, ffn, counts, entries, heavy_count)
+    return y
+
+
+def launch_gate_pack(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    w_gate: Tensor,
+    b_gate: Tensor | None,
+    threshold: float,
+    counts: Tensor,
+    entries: Tensor,
+    heavy_count: Tensor,
+) -> None:
+    """The gate product and its packing in one kernel, into `counts` and `entries`."""
+    M, (N, K), box = x.shape[0], w_gate.shape, planning.BOX_ROWS
+    kernels.launch(
+        "gate_pack",
+        (planning.gate_pack_grid(M, N, limits.num_sms),),
+        planning.PRODUCT_BLOCK,
+        (
+            *(tensor_map(x, box), tensor_map(w_gate, box), b_gate, float(threshold)),
+            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
+        ),
+        planning.GATE_PACK_SMEM,
+    )
+
+
+def _chunks(
+    x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
+) -> Iterator[tuple[Plan, Tensor, Tensor]]:
+    size = planning.chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, portable)
+    for xs, ys in zip(x.split(size), y.split(size), strict=True):
+        yield planning.make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
+
+
+def _packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    tiles = (plan.M, plan.num_gate_tiles)
+    counts = torch.empty(tiles, dtype=torch.int32, device=device)
+    entries = torch.empty((*tiles, plan.slots), dtype=torch.int32, device=device)
+    return counts, entries, torch.empty(1, dtype=torch.int32, device=device)
+
+
+def _sparse_products(
+    kernels: KernelSet,
+    limits: Limits,
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    ffn: FFN,
+    counts: Tensor,
+    entries: Tensor,
+    heavy_count: Tensor,
+) -> Tensor:
+    """up, hidden and down of what fired; returns the list of heavy rows, whose y is not filled."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
+    tiles, Q = plan.num_tiles, plan.num_ranges
+    # lists
+    num_rounds = empty(plan.num_groups * P)
+    rounds = empty(plan.num_groups * P, plan.group_rounds, planning.ROUND_BYTES // 4)
+    pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs, 2)
+    heavy_rows = empty(M)
+    kernels.launch(
+        "plan",
+        (tiles,),
+        planning.PLAN_BLOCK,
+        (
+            *(counts, entries, M, N, plan.slots, plan.cap, plan.tile_tokens),
+            *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds),
+            *(pair_start, pairs, heavy_rows, heavy_count),
+        ),
+        plan.plan_smem,
+    )
+    # hidden
+    partial, stride = empty(Q, plan.num_pairs, dtype=torch.float32), np.int64(plan.num_pairs)
+    kernels.launch(
+        "up",
+        plan.up_grid,
+        planning.UP_BLOCK,
+        (
+            *(x, ffn.w_up, M, N, K, plan.tile_tokens, plan.cap, plan.slabs_per_range),
+            *(pair_start, pairs, partial, stride),
+        ),
+        plan.up_smem,
+    )
+    kernels.launch(
+        "hidden",
+        (tiles, max(1, ceil_div(8 * limits.num_sms, tiles))),
+        planning.HIDDEN_BLOCK,
+        (
+            *(partial, stride, Q, pair_start, pairs, plan.tile_tokens, plan.cap, N),
+            *(ffn.b_up, rounds),
+        ),
+    )
+    # y
+    sums = empty(M, K, dtype=torch.float32) if P > 1 else None
+    for panel in range(P):
+        kernels.launch(
+            "down",
+            plan.down_grid,
+            planning.DOWN_BLOCK,
+            (
+                *(ffn.w_down, ffn.b_down, num_rounds, rounds, M, N, K, panel),
+                *(plan.panel_rows, P, plan.group_rounds, sums, y),
+            ),
+            plan.down_smem,
+        )
+    return heavy_rows
+
+
+def _heavy_products(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    y: Tensor,
+    ffn: FFN,
+    heavy_rows: Tensor,
+    heavy_count: Tensor,
+) -> None:
+    """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    window = planning.heavy_window(M, N)
+    x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
+    box, num_sms = planning.BOX_ROWS, limits.num_sms
+    maps = [tensor_map(t, box) for t in (x_rows, ffn.w_gate, ffn.w_up, hidden, ffn.w_down)]
+    for start in range(0, M, window):
+        kernels.launch(
+            "heavy_gather",
+            (min(window, 4 * num_sms),),
+            planning.GATHER_BLOCK,
+            (x, heavy_rows, heavy_count, start, window, K, x_rows),
+        )
+        kernels.launch(
+            "heavy_hidden",
+            (planning.heavy_hidden_grid(window, N, num_sms),),
+            planning.PRODUCT_BLOCK,
+            (
+                *maps[:3],
+                *(ffn.b_gate, ffn.b_up, float(ffn.threshold), heavy_count, start, window, N, K),
+                hidden,
+            ),
+            planning.HEAVY_SMEM,
+        )
+        kernels.launch(
+            "heavy_down",
+            (planning.gate_pack_grid(window, K, num_sms),),
+            planning.PRODUCT_BLOCK,
+            (*maps[3:], ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
+            planning.HEAVY_SMEM,
+        )
