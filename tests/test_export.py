@@ -46,11 +46,11 @@ for folder in folders:
     for dtype in (torch.float32, torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
         code, calls = sys.modules[type(model.model.layers[0].mlp).__module__], []
-        packed_ffn = code.gated_ffn
-        code.gated_ffn = lambda *a, **k: calls.append(k) or packed_ffn(*a, **k)
+        packed_ffn = code.sparse_ffn
+        code.sparse_ffn = lambda *a, **k: calls.append(k) or packed_ffn(*a, **k)
         logits = model((torch.arange(34).view(2, 17) * 37) % 512).logits
         logits.float().square().mean().backward()
-        code.gated_ffn = packed_ffn
+        code.sparse_ffn = packed_ffn
         ffns = [type(m).__name__ for m in model.modules() if hasattr(m, "twell_slots")]
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
@@ -206,6 +206,7 @@ def test_profile_sets_slots_and_thresholds(relu_llama, text_file, tmp_path):
     twell = json.loads((tmp_path / "a/config.json").read_text())["twell"]
     assert twell["slots"] == [layer.slots for layer in found.layers] == list(done.slots)
     assert twell["thresholds"] == [0.30078125, 0.30078125]
+    assert twell["densities"] == [round(layer.density, 6) for layer in found.layers]
     again = export(tmp_path / "a", tmp_path / "b")  # an export exports, and keeps what it had
     assert (again.slots, again.thresholds) == (done.slots, done.thresholds)
     assert read_bundle(tmp_path / "a") == read_bundle(tmp_path / "b")
@@ -305,9 +306,16 @@ BUNDLED = [
     "modeling_twell.py",
     "twell_bundle.py",
     "twell_config.py",
+    "twell_ffn.py",
     "twell_format.py",
     "twell_kernels/README.md",
+    "twell_kernels/gate_pack.cu",
+    "twell_launch.py",
     "twell_model.py",
+    "twell_nvrtc.py",
+    "twell_plan.py",
+    "twell_route.py",
+    "twell_sequence.py",
 ]
 
 

@@ -144,7 +144,7 @@ def _read_tensors(checkpoint: Checkpoint, names: list[str]) -> dict:
 
 
 def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> dict:
-    """The "twell" block with the profile's slots and thresholds; without one, as it is."""
+    """The "twell" block with what the profile measured; without one, as it is."""
     twell, name = checkpoint.twell, checkpoint.name
     if profile is None:
         return twell
@@ -159,6 +159,7 @@ def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> 
         "tile": found.tile,
         "slots": [layer.slots for layer in found.layers],
         "thresholds": [layer.threshold for layer in found.layers],
+        "densities": [round(layer.density, 6) for layer in found.layers],
     }
     try:
         return check_twell(twell | measured, checkpoint.ffn.num_layers)

@@ -1,9 +1,11 @@
 """The "twell" block of config.json and the format's numbers. Standard library only.
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
-              "thresholds": [float a layer], "source": str, "source_act": str}
+              "thresholds": [float a layer], "source": str, "source_act": str,
+              "densities": [float a layer]}
 
-`source` is the model this one was made from and `source_act` the activation it had there.
+`densities`, the share of neurons that fire, are there if a profile measured them. `source` is the
+model this one was made from and `source_act` the activation it had there.
 """
 
 import struct
@@ -36,7 +38,9 @@ def check_twell(twell: object, num_layers: int) -> dict:
             f"this code reads {FORMAT_VERSION}"
         )
     slots, thresholds, tile = twell.get("slots"), twell.get("thresholds"), twell.get("tile")
-    for key, values in (("slots", slots), ("thresholds", thresholds)):
+    densities = twell.get("densities", [0.0] * num_layers)
+    lists = (("slots", slots), ("thresholds", thresholds), ("densities", densities))
+    for key, values in lists:
         if not isinstance(values, list) or len(values) != num_layers:
             raise ValueError(f'"twell" must hold {num_layers} {key}, one a layer, got {values!r}')
     if type(tile) is not int or not 1 <= tile <= MAX_COLUMNS:
@@ -46,6 +50,8 @@ def check_twell(twell: object, num_layers: int) -> dict:
     numbers = (int, float)
     if bad := [t for t in thresholds if type(t) not in numbers or storable_threshold(t) != t]:
         raise ValueError(f'"twell" must have thresholds that bf16 holds exactly, got {bad[0]!r}')
+    if bad := [d for d in densities if type(d) not in numbers or not 0 <= d <= 1]:
+        raise ValueError(f'"twell" must have densities of 0 to 1, got {bad[0]!r}')
     return twell
 
 

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import twell_launch, twell_plan, twell_route
 from .twell_config import SLOTS, TILE, storable_threshold
 from .twell_format import fires, gated_ffn
-from .twell_launch import KernelError
+from .twell_launch import KernelError, device_limits, kernels_for, register_sources
+from .twell_plan import ceil_div, why_unfit
+from .twell_route import Kind, choose, density_bucket, requested, token_bucket
 from .twell_sequence import (
     FFN,
     HOPPER_KERNELS,
@@ -36,8 +37,6 @@ from .twell_sequence import (
 logger = logging.getLogger(__name__)
 NOT_FINITE = 1 << 30  # in a count of `gate_pack`
 _SAMPLED_ROWS = 4096
-
-register_sources = twell_launch.register_sources
 
 
 def sparse_ffn(
@@ -122,7 +121,7 @@ def _gated_ffn(
     if not rows.numel():
         return x.new_empty(*x.shape[:-1], w_down.shape[0])
     ffn = FFN(w_gate, w_up, w_down, b_gate, b_up, b_down, threshold)
-    route = twell_route.requested(route) if sources else "dense"
+    route = requested(route) if sources else "dense"
     hopper = _is_hopper(rows.device.index, route)
     if route != "dense" and (
         said := _why_not_ffn(rows, ffn, tile) or _why_not_here(sources, rows.device.index, hopper)
@@ -139,8 +138,8 @@ def _gated_ffn(
 def _by_route(
     rows: Tensor, ffn: FFN, slots: int, density: float, sources: str, route: str, hopper: bool
 ) -> Tensor:
-    limits = twell_launch.device_limits(rows.device.index)
-    kernels = twell_launch.kernels_for(sources, rows.device.index)
+    limits = device_limits(rows.device.index)
+    kernels = kernels_for(sources, rows.device.index)
 
     def sparse() -> Tensor:
         if hopper:
@@ -152,16 +151,16 @@ def _by_route(
 
     if route == "auto":
         known = None if density < 0 else density
-        kind = twell_route.Kind(
+        kind = Kind(
             torch.cuda.get_device_name(rows.device),
             ffn.K,
             ffn.N,
             len(ffn.tensors) > 3,
-            twell_route.token_bucket(rows.shape[0]),
-            None if known is None else twell_route.density_bucket(known),
+            token_bucket(rows.shape[0]),
+            None if known is None else density_bucket(known),
             f"{'hopper' if hopper else 'portable'} slots={slots} {sources[:12]}",
         )
-        route = twell_route.choose(
+        route = choose(
             kind,
             known,
             torch.cuda.is_current_stream_capturing(),
@@ -184,7 +183,7 @@ def _why_not(
 ) -> str | None:
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if said := twell_plan.why_unfit(K, N, tile):
+    if said := why_unfit(K, N, tile):
         return f"the kernels take {said}"
     for weight in weights:
         if (weight.dtype, weight.device) != (rows.dtype, rows.device):
@@ -197,10 +196,10 @@ def _why_not(
 @functools.cache
 def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
     """None if the kernels are compiled and loaded on a device, else why they are not."""
-    if torch.version.cuda is None or twell_launch.device_limits(index).capability < (8, 0):
+    if torch.version.cuda is None or device_limits(index).capability < (8, 0):
         return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
     try:
-        kernels = twell_launch.kernels_for(sources, index)
+        kernels = kernels_for(sources, index)
         kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
     except KernelError as error:
         return str(error)
@@ -210,7 +209,7 @@ def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
 def _is_hopper(index: int, route: str) -> bool:
     """Whether to go the way of Hopper."""
     portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
-    return not portable and twell_launch.device_limits(index).capability == (9, 0)
+    return not portable and device_limits(index).capability == (9, 0)
 
 
 @functools.cache
@@ -232,7 +231,7 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _sampled_density(rows: Tensor, ffn: FFN) -> float:
-    step = twell_plan.ceil_div(rows.shape[0], _SAMPLED_ROWS)
+    step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
     gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
     return fires(gate, ffn.threshold).float().mean().item()
 
@@ -255,8 +254,8 @@ def _gate_pack(
     if x.shape[0]:
         rows, heavy_count = _aligned(x), counts.new_empty(1)
         limits, kernels = (
-            twell_launch.device_limits(index),
-            twell_launch.kernels_for(sources, index),
+            device_limits(index),
+            kernels_for(sources, index),
         )
         gate = (w_gate, b_gate, threshold)
         launch_gate_pack(kernels, limits, rows, *gate, counts, entries, heavy_count)
@@ -268,7 +267,7 @@ def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *re
 
 
 def _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources) -> tuple[Tensor, Tensor]:
-    tiles = (x.shape[0], twell_plan.ceil_div(w_gate.shape[0], TILE))
+    tiles = (x.shape[0], ceil_div(w_gate.shape[0], TILE))
     counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
     return counts, torch.empty((*tiles, slots), dtype=torch.int32, device=x.device)
 

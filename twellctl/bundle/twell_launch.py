@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import twell_nvrtc
-from .twell_nvrtc import KernelError
+from .twell_nvrtc import KernelError, load_cubin, what_is_missing
 
 # entries that do not lie in a file of their own name
 ENTRY_FILES = {
@@ -165,7 +164,7 @@ class KernelSet:
 
     def _module(self, file: str):
         arch = device_limits(self._index).arch
-        cubin = twell_nvrtc.load(file, self._sources, arch)
+        cubin = load_cubin(file, self._sources, arch)
         self.logs[file] = cubin.log
         module = _cupy()[0]()
         try:
@@ -182,7 +181,7 @@ def _cupy() -> tuple[type, ModuleType]:
         from cupy.cuda.function import Module
         from cupy_backends.cuda.api import driver
     except Exception as error:
-        raise KernelError(twell_nvrtc.missing() or f"CuPy is not as it was: {error}") from error
+        raise KernelError(what_is_missing() or f"CuPy is not as it was: {error}") from error
     return Module, driver
 
 

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from .twell_bundle import read_bundle, write_bundle
 from .twell_config import check_twell
-from .twell_format import gated_ffn, keep_fired
+from .twell_ffn import register_sources, sparse_ffn
+from .twell_format import keep_fired
 
 _PREFIX, _SUFFIX = "Twell", "ForCausalLM"
+_KERNELS = "twell_kernels/"
 
 
 class GateThreshold(nn.Module):
@@ -69,6 +71,9 @@ class TwellFFN:
 
     twell_tile: int
     twell_slots: int
+    twell_density: float | None = None  # as profiled
+    twell_sources: str = ""  # of the kernels, as registered; without them plain torch computes
+    twell_route: str = "auto"
 
     def forward(self, x: Tensor) -> Tensor:
         fused = hasattr(self, "gate_up_proj")
@@ -88,7 +93,7 @@ class TwellFFN:
         else:
             weights = tuple(projection.weight for projection in projections)
             biases = tuple(projection.bias for projection in projections)
-        return gated_ffn(
+        return sparse_ffn(
             x,
             *weights,
             self.down_proj.weight,
@@ -97,6 +102,9 @@ class TwellFFN:
             threshold=activation.threshold,
             tile=self.twell_tile,
             slots=self.twell_slots,
+            sources=self.twell_sources,
+            route=self.twell_route,
+            density=self.twell_density,
         )
 
 
@@ -116,12 +124,13 @@ class TwellModel:
         ffns = gated_ffns(self)
         twell = check_twell(getattr(config, "twell", None), len(ffns))
         set_thresholds(self, twell["thresholds"])
-        for ffn, slots in zip(ffns, twell["slots"], strict=True):
+        densities = twell.get("densities") or [None] * len(ffns)
+        for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
             stock = type(ffn)
             ffn.__class__ = type(
                 f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__}
             )
-            ffn.twell_tile, ffn.twell_slots = twell["tile"], slots
+            ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -130,12 +139,17 @@ class TwellModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As transformers'; `twell_route` ("twell", "dense"...) as in `sparse_ffn`."""
         passed_on = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
         source = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
+        route = kwargs.pop("twell_route", "auto")
         bundle = read_bundle(pretrained_model_name_or_path, **source)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._twell_bundle = bundle
+        kernels = kernel_sources(bundle)
+        for ffn in gated_ffns(model):
+            ffn.twell_sources, ffn.twell_route = kernels, route
         return loaded
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
@@ -155,6 +169,16 @@ class TwellModel:
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for weights in folder.glob("*.safetensors"):  # safetensors writes them 0600
             weights.chmod(config_file.stat().st_mode)
+
+
+def kernel_sources(bundle: dict[str, bytes]) -> str:
+    """Register the kernels of a bundle: what `sparse_ffn` takes as `sources`, "" without any."""
+    files = {
+        name.removeprefix(_KERNELS): content
+        for name, content in bundle.items()
+        if name.startswith(_KERNELS) and name.endswith((".cu", ".cuh"))
+    }
+    return register_sources(files) if files else ""
 
 
 def config_entries(stock_class: str) -> dict:

@@ -126,7 +126,7 @@ def find_nvrtc() -> Nvrtc | None:
     return None
 
 
-def missing() -> str | None:
+def what_is_missing() -> str | None:
     """None if the kernels' libraries are here, else one sentence that says what to install."""
     cuda = (torch.version.cuda or "13").split(".")[0]
     advice = f"pip install 'twellctl[cuda{cuda}x]'"
@@ -153,14 +153,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("TWELL_CACHE_DIR") or Path("~/.cache/twellctl").expanduser())
 
 
-def load(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
+def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
     """`sources[name]` as a cubin for `arch`: from the cache, else compiled, then kept there.
 
     `KernelError` if there is no NVRTC, or if it does not compile the source.
     """
     nvrtc = find_nvrtc()
     if nvrtc is None:
-        raise KernelError(missing() or "NVRTC, which compiles the kernels, is not installed")
+        raise KernelError(
+            what_is_missing() or "NVRTC, which compiles the kernels, is not installed"
+        )
     path = cache_dir() / f"{_key(name, sources, arch, nvrtc.version)}.cubin"
     cubin = _read_kept(path)
     if cubin is None:

@@ -16,11 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import twell_plan as planning
 from .twell_config import TILE
 from .twell_format import keep_fired
 from .twell_launch import KernelSet, Limits, tensor_map
-from .twell_plan import Plan, ceil_div
+from .twell_plan import (
+    BOX_ROWS,
+    DOWN_BLOCK,
+    GATE_PACK_SMEM,
+    GATHER_BLOCK,
+    HEAVY_SMEM,
+    HIDDEN_BLOCK,
+    PACK_BLOCK,
+    PLAN_BLOCK,
+    PRODUCT_BLOCK,
+    ROUND_BYTES,
+    UP_BLOCK,
+    Plan,
+    ceil_div,
+    chunk_tokens,
+    gate_pack_grid,
+    heavy_hidden_grid,
+    heavy_window,
+    hopper_cap,
+    make_plan,
+)
 
 _SPARSE = ("plan", "up", "hidden", "down")
 HOPPER_KERNELS = ("gate_pack", *_SPARSE, "heavy_gather", "heavy_hidden", "heavy_down")
@@ -70,7 +89,7 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` entries a tile, more go densely."""
     y = torch.empty_like(x)
-    cap = planning.hopper_cap(ffn.N)
+    cap = hopper_cap(ffn.N)
     for plan, xs, ys in _chunks(x, y, ffn, slots, cap, limits, portable=False):
         counts, entries, heavy_count = _packed_buffers(plan, x.device)
         gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
@@ -91,7 +110,7 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
         kernels.launch(
             "pack",
             (plan.M,),
-            planning.PACK_BLOCK,
+            PACK_BLOCK,
             (gate, float(ffn.threshold), plan.M, plan.N, counts, entries, heavy_count),
         )
         del gate
@@ -111,25 +130,25 @@ def launch_gate_pack(
     heavy_count: Tensor,
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`."""
-    M, (N, K), box = x.shape[0], w_gate.shape, planning.BOX_ROWS
+    M, (N, K), box = x.shape[0], w_gate.shape, BOX_ROWS
     kernels.launch(
         "gate_pack",
-        (planning.gate_pack_grid(M, N, limits.num_sms),),
-        planning.PRODUCT_BLOCK,
+        (gate_pack_grid(M, N, limits.num_sms),),
+        PRODUCT_BLOCK,
         (
             *(tensor_map(x, box), tensor_map(w_gate, box), b_gate, float(threshold)),
             *(M, N, K, entries.shape[2], counts, entries, heavy_count),
         ),
-        planning.GATE_PACK_SMEM,
+        GATE_PACK_SMEM,
     )
 
 
 def _chunks(
     x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
 ) -> Iterator[tuple[Plan, Tensor, Tensor]]:
-    size = planning.chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, portable)
+    size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, portable)
     for xs, ys in zip(x.split(size), y.split(size), strict=True):
-        yield planning.make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
+        yield make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
 
 
 def _packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,13 +178,13 @@ def _sparse_products(
     tiles, Q = plan.num_tiles, plan.num_ranges
     # lists
     num_rounds = empty(plan.num_groups * P)
-    rounds = empty(plan.num_groups * P, plan.group_rounds, planning.ROUND_BYTES // 4)
+    rounds = empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4)
     pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs, 2)
     heavy_rows = empty(M)
     kernels.launch(
         "plan",
         (tiles,),
-        planning.PLAN_BLOCK,
+        PLAN_BLOCK,
         (
             *(counts, entries, M, N, plan.slots, plan.cap, plan.tile_tokens),
             *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds),
@@ -178,7 +197,7 @@ def _sparse_products(
     kernels.launch(
         "up",
         plan.up_grid,
-        planning.UP_BLOCK,
+        UP_BLOCK,
         (
             *(x, ffn.w_up, M, N, K, plan.tile_tokens, plan.cap, plan.slabs_per_range),
             *(pair_start, pairs, partial, stride),
@@ -188,7 +207,7 @@ def _sparse_products(
     kernels.launch(
         "hidden",
         (tiles, max(1, ceil_div(8 * limits.num_sms, tiles))),
-        planning.HIDDEN_BLOCK,
+        HIDDEN_BLOCK,
         (
             *(partial, stride, Q, pair_start, pairs, plan.tile_tokens, plan.cap, N),
             *(ffn.b_up, rounds),
@@ -200,7 +219,7 @@ def _sparse_products(
         kernels.launch(
             "down",
             plan.down_grid,
-            planning.DOWN_BLOCK,
+            DOWN_BLOCK,
             (
                 *(ffn.w_down, ffn.b_down, num_rounds, rounds, M, N, K, panel),
                 *(plan.panel_rows, P, plan.group_rounds, sums, y),
@@ -221,32 +240,32 @@ def _heavy_products(
 ) -> None:
     """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    window = planning.heavy_window(M, N)
+    window = heavy_window(M, N)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
-    box, num_sms = planning.BOX_ROWS, limits.num_sms
+    box, num_sms = BOX_ROWS, limits.num_sms
     maps = [tensor_map(t, box) for t in (x_rows, ffn.w_gate, ffn.w_up, hidden, ffn.w_down)]
     for start in range(0, M, window):
         kernels.launch(
             "heavy_gather",
             (min(window, 4 * num_sms),),
-            planning.GATHER_BLOCK,
+            GATHER_BLOCK,
             (x, heavy_rows, heavy_count, start, window, K, x_rows),
         )
         kernels.launch(
             "heavy_hidden",
-            (planning.heavy_hidden_grid(window, N, num_sms),),
-            planning.PRODUCT_BLOCK,
+            (heavy_hidden_grid(window, N, num_sms),),
+            PRODUCT_BLOCK,
             (
                 *maps[:3],
                 *(ffn.b_gate, ffn.b_up, float(ffn.threshold), heavy_count, start, window, N, K),
                 hidden,
             ),
-            planning.HEAVY_SMEM,
+            HEAVY_SMEM,
         )
         kernels.launch(
             "heavy_down",
-            (planning.gate_pack_grid(window, K, num_sms),),
-            planning.PRODUCT_BLOCK,
+            (gate_pack_grid(window, K, num_sms),),
+            PRODUCT_BLOCK,
             (*maps[3:], ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
-            planning.HEAVY_SMEM,
+            HEAVY_SMEM,
         )
