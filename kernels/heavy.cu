@@ -12,8 +12,8 @@
 //
 // Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps of
-// x_rows [window, K], w_gate [N, K], w_up [N, K], hidden [window, N], w_down [K, N], boxes of 128
-// rows x 64 columns. N must be a multiple of 8.
+// x_rows [window, K] and hidden [window, N] in boxes of 64 rows x 64 columns, of w_gate [N, K],
+// w_up [N, K] and w_down [K, N] in boxes of 128 x 64. N must be a multiple of 8.
 #include "product.cuh"
 
 namespace {
@@ -102,6 +102,70 @@ __device__ __forceinline__ void add_bias(float (&sums)[128], int j0, const unsig
     }
 }
 
+// gate and up of 128 columns stand side by side in a tile: sums 0-63 are gates, 64-127 ups
+struct HiddenTiles {
+    Patch patch;
+    const unsigned short *b_gate, *b_up;
+    float threshold;
+    int num_rows, num_columns;
+    unsigned short* hidden;
+
+    __device__ __forceinline__ void take(const product::Tile& tile, float (&sums)[128]) {
+        const int first_column = tile.column + threadIdx.x % 4 * 2;
+        if (b_gate) add_bias<16>(sums, 0, b_gate, first_column, num_columns);
+        if (b_up) add_bias<16>(sums, 16, b_up, first_column, num_columns);
+#pragma unroll
+        for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float* gate = sums + 4 * j + 2 * lower;
+                patch.put(j, lower, hidden_pair(gate, gate + 64, threshold));
+            }
+        const int first_row = tile.row + threadIdx.x / 32 % 4 * 16;
+        patch.write(num_columns - tile.column, [&](int row) -> unsigned short* {
+            if (first_row + row >= num_rows) return nullptr;
+            return hidden + static_cast<long long>(first_row + row) * num_columns + tile.column;
+        });
+    }
+
+    template <int STEP>
+    __device__ void later() {}
+};
+
+struct DownTiles {
+    Patch patch;
+    const unsigned short* b_down;
+    const int* heavy_rows;
+    int window_start, num_rows, num_inner;
+    unsigned short* y;
+
+    __device__ __forceinline__ void take(const product::Tile& tile, float (&sums)[128]) {
+        const int first_column = tile.column + threadIdx.x % 4 * 2;
+        if (b_down) add_bias<32>(sums, 0, b_down, first_column, num_inner);
+        const int first_row = tile.row + threadIdx.x / 32 % 4 * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float* four = sums + 64 * half + 4 * j;
+                patch.put(j, false, round_pair(four[0], four[1]));
+                patch.put(j, true, round_pair(four[2], four[3]));
+            }
+            const int column = tile.column + 128 * half;
+            patch.write(num_inner - column, [&](int row) -> unsigned short* {
+                const int i = first_row + row;
+                if (i >= num_rows) return nullptr;
+                const long long target =
+                    heavy_rows ? heavy_rows[window_start + i] : window_start + i;
+                return y + target * num_inner + column;
+            });
+        }
+    }
+
+    template <int STEP>
+    __device__ void later() {}
+};
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -118,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
     heavy_hidden(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
                  const unsigned short* b_up, float threshold, const int* heavy_count,
@@ -127,32 +191,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     extern __shared__ unsigned char dynamic_memory[];
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0) return;
-    const product::Shape shape{num_rows, num_columns, num_inner, 128};
-    Patch patch(patches(dynamic_memory));
-    product::run(
-        shape, &x_map, &gate_map, &up_map, dynamic_memory,
-        [&](int warpgroup, const product::Tile& tile, float(&sums)[128]) {
-            // sums 0-63 are gates, 64-127 the ups of the same columns
-            const int first_column = tile.column + threadIdx.x % 4 * 2;
-            if (b_gate) add_bias<16>(sums, 0, b_gate, first_column, num_columns);
-            if (b_up) add_bias<16>(sums, 16, b_up, first_column, num_columns);
-#pragma unroll
-            for (int lower = 0; lower < 2; ++lower)
-#pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    const float* gate = sums + 4 * j + 2 * lower;
-                    patch.put(j, lower, hidden_pair(gate, gate + 64, threshold));
-                }
-            const int first_row = tile.row + 64 * warpgroup + threadIdx.x / 32 % 4 * 16;
-            patch.write(num_columns - tile.column, [&](int row) -> unsigned short* {
-                if (first_row + row >= num_rows) return nullptr;
-                return hidden + static_cast<long long>(first_row + row) * num_columns +
-                       tile.column;
-            });
-        });
+    HiddenTiles tiles{Patch(patches(dynamic_memory)), b_gate, b_up, threshold, num_rows,
+                      num_columns, hidden};
+    const product::Shape<2> shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
+    product::run(shape, &x_map, &gate_map, &up_map, dynamic_memory, tiles);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
     heavy_down(const __grid_constant__ TensorMap hidden_map,
                const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
                const int* heavy_rows, const int* heavy_count, int window_start, int window,
@@ -160,30 +205,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     extern __shared__ unsigned char dynamic_memory[];
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0) return;
-    const product::Shape shape{num_rows, num_inner, num_columns, product::kBlockColumns};
-    Patch patch(patches(dynamic_memory));
-    product::run(
-        shape, &hidden_map, &down_map, &down_map, dynamic_memory,
-        [&](int warpgroup, const product::Tile& tile, float(&sums)[128]) {
-            const int first_column = tile.column + threadIdx.x % 4 * 2;
-            if (b_down) add_bias<32>(sums, 0, b_down, first_column, num_inner);
-            const int first_row = tile.row + 64 * warpgroup + threadIdx.x / 32 % 4 * 16;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    const float* four = sums + 64 * half + 4 * j;
-                    patch.put(j, false, round_pair(four[0], four[1]));
-                    patch.put(j, true, round_pair(four[2], four[3]));
-                }
-                const int column = tile.column + 128 * half;
-                patch.write(num_inner - column, [&](int row) -> unsigned short* {
-                    const int i = first_row + row;
-                    if (i >= num_rows) return nullptr;
-                    const long long target =
-                        heavy_rows ? heavy_rows[window_start + i] : window_start + i;
-                    return y + target * num_inner + column;
-                });
-            }
-        });
+    DownTiles tiles{Patch(patches(dynamic_memory)), b_down, heavy_rows, window_start, num_rows,
+                    num_inner, y};
+    const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
+    product::run(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

@@ -12,6 +12,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 }
 
 // ---- mbarrier
+// No scope is named on arrive and wait: what they order here are copies of the engine and reads of
+// the tensor cores. With `.cluster` each would carry a fence over all of the chip's memory.
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -34,7 +36,7 @@ __device__ __forceinline__ void barrier_arrive_in_cluster(unsigned barrier, unsi
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}" ::"r"(barrier),
         "r"(rank)
         : "memory");
@@ -45,7 +47,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}" ::"r"(barrier),
         "r"(parity)
