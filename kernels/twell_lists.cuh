@@ -1,24 +1,25 @@
-// The lists between the packed gate and the two sparse products: sizes and how a slot is addressed.
-// `plan` writes them, `up` and `hidden` read the pairs, `down` reads the rounds. No code of a kernel.
+// The lists between the packed gate and the two sparse products: sizes, and how a slot is addressed.
+// `plan` writes them, `up` and `hidden` read the pairs, `down` reads the rounds. The layout is drawn
+// in the head of plan.cu.
 #pragma once
 
-constexpr int TILE = 256;  // gate columns a cell of counts and entries spans
-constexpr int GROUP = 8;   // consecutive tokens that share rounds: the n of one mma
-constexpr int ROUND = 16;  // slots a round holds: the k of one mma
-constexpr int CLASSES = 8; // bank classes: rows of w_down whose column & 7 is equal share banks
-constexpr int NEURONS = 8; // consecutive neurons whose pairs lie together: the n of one mma
+constexpr int TILE = 256;   // gate columns that a cell of counts and entries spans
+constexpr int GROUP = 8;    // consecutive tokens that share rounds: the n of one mma
+constexpr int ROUND = 16;   // slots a round holds: the k of one mma
+constexpr int CLASSES = 8;  // bank classes: columns whose low three bits are equal share banks
+constexpr int NEURONS = 8;  // consecutive neurons whose pairs lie together: the n of one mma
 
-constexpr int COLUMN_BITS = 13; // of a code: token in group << 13 | column in panel
+constexpr int COLUMN_BITS = 13;  // of a code: token in group << 13 | column in panel
 constexpr int COLUMN_MASK = (1 << COLUMN_BITS) - 1;
-constexpr unsigned PAD = 0x8000; // value of a slot without a pair: -0, which adds nothing
+constexpr unsigned PAD = 0x8000;  // value of a slot without a pair: -0, which adds nothing
 
-constexpr int NOT_FINITE = 1 << 30; // in a count: the tile holds NaN or Inf
+constexpr int NOT_FINITE = 1 << 30;  // in a count: the tile holds NaN or Inf
 
 // A round is four records of 16 bytes, one for each thread of a quad. Record t holds the slots
 // 2t, 2t + 1, 2t + 8, 2t + 9: four values, then their four codes, 16 bits each.
-constexpr int RECORDS = 4;
-constexpr int ROUND_HALVES = 32; // 16-bit units of a round
-constexpr int CODE_HALVES = 4;   // a slot's code lies so many units behind its value
+constexpr int ROUND_RECORDS = 4;
+constexpr int ROUND_HALVES = 32;  // 16-bit units of a round
+constexpr int CODE_HALVES = 4;    // a slot's code lies so many units behind its value
 
 // The i-th place of a class: round i / 2, slot class + 8 * (i & 1). In 16-bit units from round 0.
 __device__ __forceinline__ int place_in_rounds(int bank_class, int i) {

@@ -1,0 +1,587 @@
+// plan: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down` walk.
+//
+// A pair is a (token, neuron that fired). `up` wants all pairs of a neuron of many tokens, `down` all
+// pairs of few tokens: the same pairs are listed twice, and `dest` leads from the one list into the
+// other. Rows that the sparse way does not suit go to heavy_rows instead, and have no pairs: a tile
+// overflowed (count > S) or is not finite (NOT_FINITE in a count), or more than cap neurons fired.
+//
+// For down, each (group of 8 tokens, panel of columns), q = group * num_panels + panel:
+//   num_rounds int32 [Q], rounds [Q, group_rounds] of 64 bytes, 16 slots each (twell_lists.cuh)
+//   Slot s prefers columns of class s & 7: then the eight rows that one ldmatrix phase reads lie in
+//   different banks. The i-th pair of a class (in the order of rows, lanes, tiles, slots: not of time)
+//   takes place i of its class. There are
+//       R = min(max over classes of ceil(pairs / 2), (5 * ceil(all pairs / 16) + 3) / 4 + 1)
+//   rounds; what is beyond place 2R of its class takes free places of other classes, in order. The
+//   rest of the slots are pads: PAD, token 0, the first column of the slot's class.
+// For up, each tile of tokens:
+//   pair_start int32 [tiles, NG + 1], pairs [tiles, tile_tokens * cap] of {token in tile |
+//   column << 16, dest}. A group of 8 neurons has pairs pair_start[ng] to pair_start[ng + 1]; tokens
+//   0-3 and 4-7 of their groups alternate while there are both, else their order is free and may
+//   differ from run to run. dest: the slot's value, in 16-bit units from the start of rounds.
+//
+// R <= group_rounds = (10 * c + 15) / 16 + 2 for c >= min(cap, panel_rows): 8 rows have at most
+// p = 8c pairs there, ceil(p / 16) <= (c + 1) / 2, so R <= (5 (c + 1) / 2 + 3) / 4 + 1
+// = floor(5c / 8 + 11 / 8) + 1 <= ceil(5c / 8) + 2. And 16 R >= p, as 2R >= every class or
+// R > 5/4 * ceil(p / 16): every pair has a place.
+//
+// Three phases with a barrier between: count (each warp its groups), start (prefix sum over neuron
+// groups), place (each warp its groups). Count keeps the entries it fetched on a stage in shared
+// memory for place; groups that no longer fit there are fetched twice, window by window.
+//
+// Launch: a block of 512 threads a tile of tokens. Dynamic shared memory, NG = ceil(N / 8):
+//   least  12 * NG + tile_tokens * 3 / 2 + 2 * tile_tokens * P + 640 * P + 24576 + 256 bytes
+//   stage  what there is beyond: 4 bytes a pair (5 if P > 1); best if all pairs of a tile fit, and
+//          with two blocks on a multiprocessor
+// Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to 8192
+// (above 8 columns in the last one), num_panels up to 256, tile_tokens a multiple of 8 up to 1024.
+#include "twell_lists.cuh"
+
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kBatch = 8;         // entries a lane has under way
+constexpr int kPatchRounds = 24;  // a warp's: rounds are laid out here if they fit
+constexpr int kPatchBytes = kPatchRounds * ROUND_HALVES * 2;
+constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
+constexpr int kRowShift = 20;  // of where an entry lies: row in group << 20 | index from the group's
+constexpr unsigned kIndexMask = (1u << kRowShift) - 1;  // first entry, below 8 * 256 * 256
+
+static_assert(kWindow * 5 <= kPatchBytes, "a window shares the patch");
+
+__device__ __forceinline__ unsigned dynamic_shared_bytes() {
+    unsigned bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
+
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Inclusive prefix sum over the warp.
+__device__ __forceinline__ int scan_warp(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int below = __shfl_up_sync(~0u, value, distance);
+        if (lane >= distance) value += below;
+    }
+    return value;
+}
+
+// Entries of a group: value << 16 | code each, and the panel if there are several.
+struct Entries {
+    unsigned* words;
+    unsigned char* panels;
+};
+
+struct GroupState {
+    int num_entries;
+    int staged_at;         // -1: not on the stage
+    unsigned heavy_lanes;  // bits of the lanes whose row is heavy
+};
+
+// Shared memory, all dynamic.
+struct Shared {
+    unsigned* unplaced;            // [NG] pairs of tokens 0-3 of their groups | of 4-7 << 16
+    int2* neuron_start;            // [NG] {first pair, pairs that alternate with the other half}
+    GroupState* groups;            // [tile_tokens / 8]
+    unsigned short* class_counts;  // [tile_tokens / 8][P][CLASSES]
+    int* class_ranks;              // of the warp, [P][CLASSES]
+    int* panel_rounds;             // of the warp, [P]
+    int* panel_patch;              // of the warp, [P]: its first round in the patch
+    unsigned char* patch;          // of the warp
+    int* warp_sums;                // [kWarps]
+    int* num_staged;
+    Entries stage;
+    int stage_size;
+};
+
+template <class T>
+__device__ __forceinline__ T* take(unsigned char*& memory, int count) {
+    T* taken = reinterpret_cast<T*>(memory);
+    memory += (count * static_cast<int>(sizeof(T)) + 15) & ~15;
+    return taken;
+}
+
+__device__ __forceinline__ Shared lay_out_shared(unsigned char* memory, int num_neuron_groups,
+                                                 int num_groups, int num_panels, int warp) {
+    Shared shared;
+    unsigned char* end = memory;
+    const int classes = num_panels * CLASSES;
+    shared.patch = take<unsigned char>(end, kWarps * kPatchBytes) + warp * kPatchBytes;
+    shared.class_counts = take<unsigned short>(end, num_groups * classes);
+    shared.class_ranks = take<int>(end, kWarps * classes) + warp * classes;
+    shared.panel_rounds = take<int>(end, kWarps * num_panels) + warp * num_panels;
+    shared.panel_patch = take<int>(end, kWarps * num_panels) + warp * num_panels;
+    shared.neuron_start = take<int2>(end, num_neuron_groups);
+    shared.unplaced = take<unsigned>(end, num_neuron_groups);
+    shared.groups = take<GroupState>(end, num_groups);
+    shared.warp_sums = take<int>(end, kWarps);
+    shared.num_staged = take<int>(end, 1);
+    // the stage takes the rest
+    const int rest = static_cast<int>(dynamic_shared_bytes()) - static_cast<int>(end - memory);
+    if (rest < 0) __trap();
+    shared.stage_size = rest / (num_panels > 1 ? 5 : 4);
+    shared.stage.words = reinterpret_cast<unsigned*>(end);
+    shared.stage.panels = end + 4 * shared.stage_size;
+    return shared;
+}
+
+// One tile of tokens: what was asked for, and where its lists go.
+struct Job {
+    const int* counts;   // of the tile's first token, as entries
+    const int* entries;
+    int first_token, num_tokens;  // of the tile; fewer in the last one
+    int num_columns, num_tiles, num_slots, cap;
+    int panel_rows, num_panels, group_rounds;
+    int* num_rounds;
+    uint4* rounds;
+    uint2* pairs;  // of the tile
+    int* heavy_rows;
+    int* heavy_count;
+
+    __device__ int num_neuron_groups() const { return (num_columns + NEURONS - 1) / NEURONS; }
+    __device__ int num_groups() const { return (num_tokens + GROUP - 1) / GROUP; }
+    __device__ const int* group_entries(int group) const {
+        return entries + static_cast<long long>(group) * GROUP * num_tiles * num_slots;
+    }
+};
+
+// ---- entries of a group
+// A row lies with four lanes, row lane / 4, each with every fourth of its tiles. Entries are numbered
+// by lane, tile, slot.
+
+__device__ __forceinline__ const int* row_counts(const Job& job, int group, int lane) {
+    return job.counts + (group * GROUP + lane / 4) * job.num_tiles;
+}
+
+// What fired in the lane's tiles, and whether one of them does not fit.
+__device__ __forceinline__ int count_tiles(const Job& job, int group, int lane, bool& unfit) {
+    unfit = false;
+    int sum = 0;
+    if (group * GROUP + lane / 4 < job.num_tokens) {
+        const int* counts = row_counts(job, group, lane);
+#pragma unroll 8
+        for (int tile = lane % 4; tile < job.num_tiles; tile += 4) {
+            const int count = counts[tile];
+            unfit |= count > job.num_slots;
+            sum += count & (NOT_FINITE - 1);
+        }
+    }
+    return sum;
+}
+
+// Writes where the entries numbered start to stop lie; the lane's are first to first + share.
+__device__ __forceinline__ void locate_entries(const Job& job, int group, int lane, int first,
+                                               int share, int start, int stop, unsigned* where) {
+    if (share == 0 || first >= stop || first + share <= start) return;
+    const int* counts = row_counts(job, group, lane);
+    const unsigned row = lane / 4;
+    int next = counts[lane % 4];
+    for (int tile = lane % 4; tile < job.num_tiles && first < stop; tile += 4) {
+        const int count = next;
+        if (tile + 4 < job.num_tiles) next = counts[tile + 4];
+        const int from = max(first, start), to = min(first + count, stop);
+        const int cell = static_cast<int>(row) * job.num_tiles + tile;
+        unsigned at = row << kRowShift | static_cast<unsigned>(cell * job.num_slots + from - first);
+        for (int i = from; i < to; ++i) where[i - start] = at++;
+        first += count;
+    }
+}
+
+// Replaces where entries lie by the entries, and shows each to `see(column, row, panel)`.
+template <bool ONE_PANEL, class See>
+__device__ __forceinline__ void fetch_entries(const Job& job, int group, int lane, Entries window,
+                                              int num_entries, See see) {
+    const int* entries = job.group_entries(group);
+    for (int first = lane; first - lane < num_entries; first += kBatch * 32) {
+        unsigned where[kBatch], entry[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            const int i = first + 32 * b;
+            if (i < num_entries) {
+                where[b] = window.words[i];
+                entry[b] = entries[where[b] & kIndexMask];
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            const int i = first + 32 * b;
+            if (i < num_entries) {
+                const unsigned column = entry[b] & 0xffff, row = where[b] >> kRowShift;
+                unsigned panel = 0, in_panel = column;
+                if (!ONE_PANEL) {
+                    panel = column / static_cast<unsigned>(job.panel_rows);
+                    in_panel = column - panel * job.panel_rows;
+                    window.panels[i] = panel;
+                }
+                window.words[i] = (entry[b] & 0xffff0000) | row << COLUMN_BITS | in_panel;
+                see(column, row, panel);
+            }
+        }
+    }
+}
+
+// ---- first phase: count
+
+__device__ __forceinline__ void prefetch_counts(const Job& job) {
+    const char* counts = reinterpret_cast<const char*>(job.counts);
+    const int num_bytes = job.num_tokens * job.num_tiles * 4;
+    for (int at = threadIdx.x * 128; at < num_bytes; at += kThreads * 128) prefetch(counts + at);
+}
+
+__device__ __forceinline__ void clear(const Job& job, const Shared& shared) {
+    for (int i = threadIdx.x; i < job.num_neuron_groups(); i += kThreads) shared.unplaced[i] = 0;
+    if (threadIdx.x == 0) *shared.num_staged = 0;
+}
+
+__device__ __forceinline__ void list_heavy_rows(const Job& job, int group, int lane, bool heavy) {
+    const unsigned rows = __ballot_sync(~0u, heavy && lane % 4 == 0);
+    if (rows == 0) return;
+    int first = 0;
+    if (lane == 0) first = atomicAdd(job.heavy_count, __popc(rows));
+    first = __shfl_sync(~0u, first, 0);
+    if (rows >> lane & 1) {
+        const int rank = __popc(rows & ((1u << lane) - 1));
+        job.heavy_rows[first + rank] = job.first_token + group * GROUP + lane / 4;
+    }
+}
+
+__device__ __forceinline__ int reserve_stage(const Shared& shared, int num_entries, int lane) {
+    int at = 0;
+    if (lane == 0) at = atomicAdd(shared.num_staged, num_entries);
+    at = __shfl_sync(~0u, at, 0);
+    return at + num_entries <= shared.stage_size ? at : -1;
+}
+
+__device__ __forceinline__ Entries on_stage(const Shared& shared, int at) {
+    return {shared.stage.words + at, shared.stage.panels + at};
+}
+
+__device__ __forceinline__ Entries in_patch(const Shared& shared) {
+    return {reinterpret_cast<unsigned*>(shared.patch), shared.patch + 4 * kWindow};
+}
+
+template <bool ONE_PANEL>
+__device__ __forceinline__ void count_group(const Job& job, const Shared& shared, int group,
+                                            int lane) {
+    // which rows are heavy
+    bool unfit;
+    int share = count_tiles(job, group, lane, unfit);
+    int nnz = share + __shfl_xor_sync(~0u, share, 1);
+    nnz += __shfl_xor_sync(~0u, nnz, 2);
+    const unsigned unfit_lanes = __ballot_sync(~0u, unfit);
+    const bool heavy = (unfit_lanes >> (lane & 28) & 15) != 0 || nnz > job.cap;
+    const unsigned heavy_lanes = __ballot_sync(~0u, heavy);
+    list_heavy_rows(job, group, lane, heavy);
+    if (heavy) share = 0;
+
+    // where the entries go
+    const int end = scan_warp(share, lane);
+    const int num_entries = __shfl_sync(~0u, end, 31);
+    const int staged_at = reserve_stage(shared, num_entries, lane);
+    if (lane == 0) shared.groups[group] = {num_entries, staged_at, heavy_lanes};
+    const int classes = job.num_panels * CLASSES;
+    for (int i = lane; i < classes; i += 32) shared.class_ranks[i] = 0;
+
+    // pairs of each neuron group and of each class
+    const Entries window = staged_at >= 0 ? on_stage(shared, staged_at) : in_patch(shared);
+    const int size = staged_at >= 0 ? num_entries : kWindow;
+    for (int start = 0; start < num_entries; start += size) {
+        const int stop = min(start + size, num_entries);
+        locate_entries(job, group, lane, end - share, share, start, stop, window.words);
+        __syncwarp();
+        fetch_entries<ONE_PANEL>(
+            job, group, lane, window, stop - start,
+            [&](unsigned column, unsigned row, unsigned panel) {
+                atomicAdd(&shared.unplaced[column / NEURONS], row < 4 ? 1u : 0x10000u);
+                atomicAdd(&shared.class_ranks[panel * CLASSES + column % CLASSES], 1);
+            });
+        __syncwarp();
+    }
+    __syncwarp();
+    for (int i = lane; i < classes; i += 32)
+        shared.class_counts[group * classes + i] = shared.class_ranks[i];
+    __syncwarp();
+}
+
+// ---- second phase: start
+
+// The first pair of each neuron group. Each warp has a run of them.
+__device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared& shared, int warp,
+                                                    int lane, int* pair_start) {
+    const int num = job.num_neuron_groups();
+    const int run = (num + kThreads - 1) / kThreads * 32;
+    const int stop = min((warp + 1) * run, num);
+    int sum = 0;
+    for (int i = warp * run + lane; i < stop; i += 32) {
+        const unsigned pairs = shared.unplaced[i];
+        sum += (pairs & 0xffff) + (pairs >> 16);
+    }
+    sum = scan_warp(sum, lane);
+    if (lane == 31) shared.warp_sums[warp] = sum;
+    __syncthreads();
+
+    const int below = scan_warp(lane < warp ? shared.warp_sums[lane] : 0, lane);
+    int first = __shfl_sync(~0u, below, 31);
+    for (int start = warp * run; start < stop; start += 32) {
+        const int i = start + lane;
+        const unsigned pairs = i < stop ? shared.unplaced[i] : 0;
+        const int low = pairs & 0xffff, high = pairs >> 16;
+        const int end = scan_warp(low + high, lane);
+        if (i < stop) {
+            const int at = first + end - low - high;
+            shared.neuron_start[i] = make_int2(at, min(low, high));
+            pair_start[i] = at;
+        }
+        first += __shfl_sync(~0u, end, 31);
+    }
+    if (warp == kWarps - 1 && lane == 0) pair_start[num] = first;
+}
+
+// ---- third phase: place
+
+__device__ __forceinline__ int rounds_for(const unsigned short* class_counts) {
+    int sum = 0, most = 0;
+#pragma unroll
+    for (int c = 0; c < CLASSES; ++c) {
+        const int count = class_counts[c];
+        sum += count;
+        most = max(most, count);
+    }
+    const int least = (sum + ROUND - 1) / ROUND;
+    return min((most + 1) / 2, (5 * least + 3) / 4 + 1);
+}
+
+// Rounds of each panel of the group; returns their sum.
+__device__ __forceinline__ int lay_rounds(const Job& job, const Shared& shared, int group, int q,
+                                          int lane) {
+    int total = 0;
+    for (int first = 0; first < job.num_panels; first += 32) {
+        const int panel = first + lane;
+        int rounds = 0;
+        if (panel < job.num_panels) {
+            const int counts = (group * job.num_panels + panel) * CLASSES;
+            rounds = rounds_for(shared.class_counts + counts);
+            job.num_rounds[q + panel] = rounds;
+        }
+        const int end = scan_warp(rounds, lane);
+        if (panel < job.num_panels) {
+            shared.panel_rounds[panel] = rounds;
+            shared.panel_patch[panel] = total + end - rounds;
+        }
+        total += __shfl_sync(~0u, end, 31);
+    }
+    return total;
+}
+
+// Fills records with pads; a lane always writes the same record of a round.
+__device__ __forceinline__ void pad_rounds(uint4* records, int num_rounds, int lane) {
+    const unsigned values = PAD | PAD << 16;
+    const unsigned first_class = lane % ROUND_RECORDS * 2;
+    const unsigned codes = first_class | (first_class + 1) << 16;
+    const uint4 pads = make_uint4(values, values, codes, codes);
+    for (int i = lane; i < num_rounds * ROUND_RECORDS; i += 32) records[i] = pads;
+}
+
+// Lanes whose entry has this class and panel, of the lanes with an entry.
+template <bool ONE_PANEL>
+__device__ __forceinline__ unsigned lanes_alike(bool filled, unsigned bank_class, unsigned panel,
+                                                int num_panels) {
+    unsigned alike = __ballot_sync(~0u, filled);
+#pragma unroll
+    for (int bit = 1; bit < CLASSES; bit *= 2) {
+        const unsigned set = __ballot_sync(~0u, (bank_class & bit) != 0);
+        alike &= bank_class & bit ? set : ~set;
+    }
+    if (!ONE_PANEL) {
+        for (int bit = 1; bit < num_panels; bit *= 2) {
+            const unsigned set = __ballot_sync(~0u, (panel & bit) != 0);
+            alike &= panel & bit ? set : ~set;
+        }
+    }
+    return alike;
+}
+
+// A pair beyond the 2R places of its class: the next free place of any class.
+__device__ __forceinline__ int spill_place(const unsigned short* class_counts, int places,
+                                        int bank_class, int rank) {
+    int spilled = rank - places;
+#pragma unroll 1
+    for (int c = 0; c < bank_class; ++c) spilled += max(0, class_counts[c] - places);
+#pragma unroll 1
+    for (int c = 0; c < CLASSES; ++c) {
+        const int free = max(0, places - class_counts[c]);
+        if (spilled < free) return place_in_rounds(c, class_counts[c] + spilled);
+        spilled -= free;
+    }
+    __trap();  // there are 8 * places >= pairs
+    return 0;
+}
+
+__device__ __forceinline__ void place_pair(const Job& job, const Shared& shared, int token,
+                                           int column, unsigned dest) {
+    const int neuron_group = column / NEURONS, half = token >> 2 & 1;
+    const unsigned before = atomicSub(&shared.unplaced[neuron_group], 1u << (16 * half));
+    const int rank = static_cast<int>(before >> (16 * half) & 0xffff) - 1;
+    const int2 start = shared.neuron_start[neuron_group];
+    const int at = start.x + rank + (rank < start.y ? rank + half : start.y);
+    job.pairs[at] = make_uint2(token | column << 16, dest);
+}
+
+// Places entries of a group into both lists, in order. The rounds go to the patch or to their place.
+template <bool ONE_PANEL>
+__device__ __forceinline__ void place_entries(const Job& job, const Shared& shared, int group,
+                                              int q, int lane, Entries window, int num_entries,
+                                              bool into_patch) {
+    const int slice = job.group_rounds * ROUND_HALVES;  // from panel to panel
+    unsigned short* patch = reinterpret_cast<unsigned short*>(shared.patch);
+    unsigned short* slots =
+        reinterpret_cast<unsigned short*>(job.rounds) + static_cast<long long>(q) * slice;
+    for (int first = 0; first < num_entries; first += 32) {
+        const bool filled = first + lane < num_entries;
+        unsigned word = 0, panel = 0;
+        if (filled) {
+            word = window.words[first + lane];
+            if (!ONE_PANEL) panel = window.panels[first + lane];
+        }
+
+        // rank in its class and panel
+        const unsigned bank_class = word % CLASSES;
+        const unsigned alike =
+            lanes_alike<ONE_PANEL>(filled, bank_class, panel, job.num_panels);
+        int* ranks = shared.class_ranks + panel * CLASSES + bank_class;
+        const int rank = *ranks + __popc(alike & ((1u << lane) - 1));
+        __syncwarp();
+        if (filled && alike >> lane == 1) *ranks = rank + 1;  // the last lane of its kind
+        __syncwarp();
+
+        // its slot, and its pair
+        if (filled) {
+            const int places = 2 * shared.panel_rounds[panel];
+            const int counts = (group * job.num_panels + panel) * CLASSES;
+            const int place =
+                rank < places
+                    ? place_in_rounds(bank_class, rank)
+                    : spill_place(shared.class_counts + counts, places, bank_class, rank);
+            if (into_patch) {
+                unsigned short* slot = patch + shared.panel_patch[panel] * ROUND_HALVES + place;
+                slot[0] = word >> 16, slot[CODE_HALVES] = word;
+            } else {
+                unsigned short* slot = slots + panel * slice + place;
+                slot[0] = word >> 16, slot[CODE_HALVES] = word;
+            }
+            place_pair(job, shared, group * GROUP + (word >> COLUMN_BITS & 7),
+                       panel * job.panel_rows + (word & COLUMN_MASK),
+                       (static_cast<unsigned>(q) + panel) * slice + place);
+        }
+    }
+}
+
+template <bool ONE_PANEL>
+__device__ __forceinline__ void place_group(const Job& job, const Shared& shared, int group,
+                                            int lane) {
+    const GroupState state = shared.groups[group];
+    const int q = (job.first_token / GROUP + group) * job.num_panels;
+    const int total_rounds = lay_rounds(job, shared, group, q, lane);
+    for (int i = lane; i < job.num_panels * CLASSES; i += 32) shared.class_ranks[i] = 0;
+    __syncwarp();
+    uint4* records = job.rounds + static_cast<long long>(q) * job.group_rounds * ROUND_RECORDS;
+    uint4* patch = reinterpret_cast<uint4*>(shared.patch);
+    const bool into_patch = state.staged_at >= 0 && total_rounds <= kPatchRounds;
+
+    // pads first, pairs over them
+    if (into_patch) {
+        pad_rounds(patch, total_rounds, lane);
+    } else {
+        for (int panel = 0; panel < job.num_panels; ++panel)
+            pad_rounds(records + panel * job.group_rounds * ROUND_RECORDS,
+                       shared.panel_rounds[panel], lane);
+    }
+    __syncwarp();
+    if (state.staged_at >= 0) {
+        const Entries window = on_stage(shared, state.staged_at);
+        place_entries<ONE_PANEL>(job, shared, group, q, lane, window, state.num_entries,
+                                 into_patch);
+    } else {
+        bool unfit;
+        int share = count_tiles(job, group, lane, unfit);
+        if (state.heavy_lanes >> lane & 1) share = 0;
+        const int end = scan_warp(share, lane);
+        const Entries window = in_patch(shared);
+        for (int start = 0; start < state.num_entries; start += kWindow) {
+            const int stop = min(start + kWindow, state.num_entries);
+            locate_entries(job, group, lane, end - share, share, start, stop, window.words);
+            __syncwarp();
+            fetch_entries<ONE_PANEL>(job, group, lane, window, stop - start,
+                                     [](unsigned, unsigned, unsigned) {});
+            __syncwarp();
+            place_entries<ONE_PANEL>(job, shared, group, q, lane, window, stop - start, false);
+            __syncwarp();
+        }
+    }
+    __syncwarp();
+
+    // from the patch, whole records
+    if (into_patch) {
+        for (int panel = 0; panel < job.num_panels; ++panel) {
+            const uint4* from = patch + shared.panel_patch[panel] * ROUND_RECORDS;
+            uint4* to = records + panel * job.group_rounds * ROUND_RECORDS;
+            const int num_records = shared.panel_rounds[panel] * ROUND_RECORDS;
+            for (int i = lane; i < num_records; i += 32) to[i] = from[i];
+        }
+        __syncwarp();
+    }
+}
+
+template <bool ONE_PANEL>
+__device__ __forceinline__ void plan_tile(const Job& job, const Shared& shared, int warp, int lane,
+                                          int* pair_start) {
+    prefetch_counts(job);
+    clear(job, shared);
+    __syncthreads();
+    for (int group = warp; group < job.num_groups(); group += kWarps)
+        count_group<ONE_PANEL>(job, shared, group, lane);
+    __syncthreads();
+    start_neuron_groups(job, shared, warp, lane, pair_start);
+    __syncthreads();
+    for (int group = warp; group < job.num_groups(); group += kWarps)
+        place_group<ONE_PANEL>(job, shared, group, lane);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    plan(const int* counts, const int* entries, int M, int N, int S, int cap, int tile_tokens,
+         int panel_rows, int num_panels, int group_rounds, int* num_rounds, uint4* rounds,
+         int* pair_start, uint2* pairs, int* heavy_rows, int* heavy_count) {
+    extern __shared__ uint4 dynamic_memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = blockIdx.x, first_token = tile * tile_tokens;
+    const int num_tiles = (N + TILE - 1) / TILE;
+    const long long first_cell = static_cast<long long>(first_token) * num_tiles;
+    const Job job{counts + first_cell,
+                  entries + first_cell * S,
+                  first_token,
+                  min(tile_tokens, M - first_token),
+                  N,
+                  num_tiles,
+                  S,
+                  cap,
+                  panel_rows,
+                  num_panels,
+                  group_rounds,
+                  num_rounds,
+                  rounds,
+                  pairs + static_cast<long long>(tile) * tile_tokens * cap,
+                  heavy_rows,
+                  heavy_count};
+    const Shared shared =
+        lay_out_shared(reinterpret_cast<unsigned char*>(dynamic_memory), job.num_neuron_groups(),
+                       tile_tokens / GROUP, num_panels, warp);
+    int* tile_start = pair_start + static_cast<long long>(tile) * (job.num_neuron_groups() + 1);
+    if (num_panels == 1)
+        plan_tile<true>(job, shared, warp, lane, tile_start);
+    else
+        plan_tile<false>(job, shared, warp, lane, tile_start);
+}
