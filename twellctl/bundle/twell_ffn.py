@@ -183,7 +183,7 @@ def _why_not(
 ) -> str | None:
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if said := why_unfit(K, N, tile):
+    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
         return f"the kernels take {said}"
     for weight in weights:
         if (weight.dtype, weight.device) != (rows.dtype, rows.device):

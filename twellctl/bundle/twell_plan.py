@@ -55,6 +55,7 @@ class Plan:
     neuron_ranges: int
     panel_rows: int
     down_splits: int
+    plan_smem: int  # dynamic shared memory of `plan`
 
     @property
     def num_gate_tiles(self) -> int:
@@ -97,11 +98,6 @@ class Plan:
         return rounds_for(min(self.cap, self.panel_rows))
 
     @property
-    def plan_smem(self) -> int:
-        """Dynamic shared memory of `plan`."""
-        return 4 * (2 * self.num_neuron_groups + 2 * MAX_TILE_TOKENS)
-
-    @property
     def up_smem(self) -> int:
         """Dynamic shared memory of `up`: two slabs of the tile's x."""
         return 2 * self.tile_tokens * 128
@@ -142,27 +138,42 @@ def hopper_cap(N: int) -> int:
     return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 24)), GROUP))
 
 
-def why_unfit(K: int, N: int, tile: int) -> str | None:
-    """None if the kernels take these sizes, else why not."""
+def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
+    """None if the kernels take these sizes on a device, else what they would take."""
     if tile != TILE:
         return f"tiles of {TILE} columns, not {tile}"
     if K % 64:
         return f"a hidden size that is a multiple of 64, not {K}"
     if N % 8 or N > MAX_COLUMNS:
         return f"an intermediate size that is a multiple of 8 up to {MAX_COLUMNS}, not {N}"
+    if max_tile_tokens(N, smem_bytes) < GROUP:
+        return f"a smaller intermediate size on this GPU than {N}: it has too little shared memory"
     return None
 
 
 def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> Plan:
     """The plan for a chunk of `M` >= 1 tokens."""
-    tile_tokens, slabs_per_range, neuron_ranges = _lay_up(
-        M, N, K, cap, limits.num_sms, limits.smem_bytes
-    )
+    laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes)
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     splits = _split_down(M, N, K, panel_rows, limits.num_sms)
-    return Plan(
-        M, N, K, slots, cap, tile_tokens, slabs_per_range, neuron_ranges, panel_rows, splits
-    )
+    least = least_plan_smem(N, laid[0], ceil_div(N, panel_rows))
+    stage = _plan_stage(laid[0] * cap, least, ceil_div(M, laid[0]), limits)
+    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, least + stage)
+
+
+def least_plan_smem(N: int, tile_tokens: int, num_panels: int) -> int:
+    """Dynamic shared memory that `plan` needs; more is a stage for pairs (plan.cu)."""
+    lists = 12 * ceil_div(N, GROUP) + (640 + 2 * tile_tokens) * num_panels
+    return lists + tile_tokens * 3 // 2 + 24576 + 256
+
+
+def _plan_stage(pairs: int, least: int, num_tiles: int, limits: Limits) -> int:
+    """All there is; where two blocks can share a multiprocessor and would, half of it."""
+    most = limits.smem_bytes - _STATIC_SMEM
+    half = (limits.smem_bytes + 1024) // 2 - 1024 - _STATIC_SMEM
+    if num_tiles > limits.num_sms and least + 16384 <= half:
+        most = half
+    return min(5 * pairs, most - least) // 16 * 16
 
 
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
@@ -172,10 +183,13 @@ def choose_panel_rows(N: int, smem_bytes: int) -> int:
     return round_up(ceil_div(N, num_panels), GROUP)
 
 
-def max_tile_tokens(smem_bytes: int) -> int:
-    """Tokens whose two slabs of x fit in shared memory."""
-    room = (smem_bytes - 8 * _STATIC_SMEM) // 256 // GROUP * GROUP
-    return min(room, MAX_TILE_TOKENS)
+def max_tile_tokens(N: int, smem_bytes: int) -> int:
+    """Tokens whose two slabs of x fit in shared memory, and whose lists do in that of `plan`."""
+    slabs = (smem_bytes - 8 * _STATIC_SMEM) // 256
+    num_panels = ceil_div(N, choose_panel_rows(N, smem_bytes))
+    left = smem_bytes - _STATIC_SMEM - least_plan_smem(N, 0, num_panels)
+    lists = 2 * left // (3 + 4 * num_panels)
+    return min(slabs, lists, MAX_TILE_TOKENS) // GROUP * GROUP
 
 
 def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
@@ -211,7 +225,7 @@ def _lay_up(
     Each token tile reads all of W_up, so tiles are large; blocks are a little fewer than a multiple
     of the multiprocessors; every range of K beyond the first costs a partial sum a pair.
     """
-    slabs, most_tokens = ceil_div(K, 64), max_tile_tokens(smem_bytes)
+    slabs, most_tokens = ceil_div(K, 64), max_tile_tokens(N, smem_bytes)
     fewest_tiles = ceil_div(M, most_tokens)
     best = None
     for slabs_per_range in sorted({ceil_div(slabs, q) for q in range(1, slabs + 1)}):
