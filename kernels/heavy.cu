@@ -11,8 +11,8 @@
 // `heavy_rows` null: row i of the list is row i.
 //
 // Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
-// multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps of
-// x_rows [window, K] and hidden [window, N] in boxes of 64 rows x 64 columns, of w_gate [N, K],
+// multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
+// of x_rows [window, K] and hidden [window, N] in boxes of 64 rows x 64 columns, of w_gate [N, K],
 // w_up [N, K] and w_down [K, N] in boxes of 128 x 64. N must be a multiple of 8.
 #include "product.cuh"
 
@@ -183,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
-    heavy_hidden(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap gate_map,
+    heavy_hidden(const __grid_constant__ TensorMap x_map,
+                 const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
                  const unsigned short* b_up, float threshold, const int* heavy_count,
                  int window_start, int window, int num_columns, int num_inner,
