@@ -25,7 +25,7 @@ PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
 _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
-_STATIC_SMEM = 1024  # what kernels declare beside their dynamic shared memory, and the driver's
+STATIC_SMEM = 1024  # kernels declare no more beside their dynamic shared memory
 
 # rough costs of `up` in clocks of one multiprocessor; only their ratios matter
 _L2_BYTES_A_CLOCK = 24
@@ -169,8 +169,8 @@ def least_plan_smem(N: int, tile_tokens: int, num_panels: int) -> int:
 
 def _plan_stage(pairs: int, least: int, num_tiles: int, limits: Limits) -> int:
     """All there is; where two blocks can share a multiprocessor and would, half of it."""
-    most = limits.smem_bytes - _STATIC_SMEM
-    half = (limits.smem_bytes + 1024) // 2 - 1024 - _STATIC_SMEM
+    most = limits.smem_bytes - STATIC_SMEM
+    half = (limits.smem_bytes + 1024) // 2 - 1024 - STATIC_SMEM
     if num_tiles > limits.num_sms and least + 16384 <= half:
         most = half
     return min(5 * pairs, most - least) // 16 * 16
@@ -178,16 +178,16 @@ def _plan_stage(pairs: int, least: int, num_tiles: int, limits: Limits) -> int:
 
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
-    room = (smem_bytes - (DOWN_BLOCK // 32) * 512 - _STATIC_SMEM) // 32 // GROUP * GROUP
+    room = (smem_bytes - (DOWN_BLOCK // 32) * 512 - STATIC_SMEM) // 32 // GROUP * GROUP
     num_panels = ceil_div(N, min(room, MAX_PANEL_ROWS))
     return round_up(ceil_div(N, num_panels), GROUP)
 
 
 def max_tile_tokens(N: int, smem_bytes: int) -> int:
     """Tokens whose two slabs of x fit in shared memory, and whose lists do in that of `plan`."""
-    slabs = (smem_bytes - 8 * _STATIC_SMEM) // 256
+    slabs = (smem_bytes - 8 * STATIC_SMEM) // 256
     num_panels = ceil_div(N, choose_panel_rows(N, smem_bytes))
-    left = smem_bytes - _STATIC_SMEM - least_plan_smem(N, 0, num_panels)
+    left = smem_bytes - STATIC_SMEM - least_plan_smem(N, 0, num_panels)
     lists = 2 * left // (3 + 4 * num_panels)
     return min(slabs, lists, MAX_TILE_TOKENS) // GROUP * GROUP
 

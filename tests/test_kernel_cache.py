@@ -1,0 +1,120 @@
+"""The cache of cubins, by a stand-in for NVRTC: what is kept, found again, and survived."""
+
+import threading
+
+import pytest
+
+from twellctl.bundle import twell_nvrtc
+from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin
+
+SOURCES = {"one.cu": b"one", "two.cu": b"two", "head.cuh": b"head"}
+
+
+class Compiler:
+    """Counts what it is asked to compile."""
+
+    def __init__(self):
+        self.version, self.compiled = (13, 0), []
+
+    def compile(self, name, sources, arch):
+        self.compiled.append((name, arch))
+        return Cubin(
+            b"code of " + sources[name] + sources["head.cuh"], f"log of {name}, {arch} \u2264"
+        )
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: made)
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    return made
+
+
+def test_a_second_load_compiles_nothing(compiler, tmp_path):
+    first = load_cubin("one.cu", SOURCES, "sm_80")
+    assert first == Cubin(b"code of onehead", "log of one.cu, sm_80 \u2264")
+    assert load_cubin("one.cu", SOURCES, "sm_80") == first
+    assert compiler.compiled == [("one.cu", "sm_80")]
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert kept.suffix == ".cubin"
+
+
+def test_the_key_is_all_that_counts(compiler):
+    load_cubin("one.cu", SOURCES, "sm_80")
+    load_cubin("one.cu", SOURCES, "sm_90a")
+    load_cubin("two.cu", SOURCES, "sm_80")
+    load_cubin("one.cu", SOURCES | {"one.cu": b"other"}, "sm_80")
+    load_cubin("one.cu", SOURCES | {"head.cuh": b"other"}, "sm_80")
+    compiler.version = (13, 1)
+    load_cubin("one.cu", SOURCES, "sm_80")
+    assert len(compiler.compiled) == 6
+    load_cubin("one.cu", SOURCES | {"two.cu": b"other"}, "sm_80")  # another kernel does not
+    assert len(compiler.compiled) == 6
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder"])
+def test_a_damaged_file_is_made_again(compiler, tmp_path, damage):
+    wanted = load_cubin("one.cu", SOURCES, "sm_80")
+    (kept,) = (tmp_path / "cache").iterdir()
+    content = bytearray(kept.read_bytes())
+    if damage == "folder":
+        kept.unlink()
+        kept.mkdir()
+    else:
+        content[-1] ^= 1
+        kept.write_bytes({"cut": content[:50], "flipped": content, "empty": b""}[damage])
+    assert load_cubin("one.cu", SOURCES, "sm_80") == wanted
+    assert len(compiler.compiled) == 2
+    load_cubin("one.cu", SOURCES, "sm_80")
+    assert len(compiler.compiled) == (3 if damage == "folder" else 2)
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(compiler, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    for _ in range(2):
+        assert load_cubin("one.cu", SOURCES, "sm_80").code == b"code of onehead"
+    assert len(compiler.compiled) == 2
+
+
+def test_nothing_is_left_beside_the_cubins(compiler, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(twell_nvrtc.os, "replace", full)
+    load_cubin("one.cu", SOURCES, "sm_80")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_threads_meet_in_the_cache(compiler, tmp_path):
+    found, start = [], threading.Barrier(8)
+
+    def load():
+        start.wait()
+        found.append(load_cubin("one.cu", SOURCES, "sm_80"))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".cubin"]
+
+
+def test_the_default_folder(monkeypatch):
+    monkeypatch.delenv("TWELL_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert str(twell_nvrtc.cache_dir()) == "/somewhere/.cache/twellctl"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "extra"), [("12.8", "cuda12x"), ("13.0", "cuda13x"), (None, "cuda13x")]
+)
+def test_what_to_install_is_told(monkeypatch, cuda, extra):
+    monkeypatch.setattr(twell_nvrtc.torch.version, "cuda", cuda)
+    monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
+    advice = rf"pip install 'twellctl\[{extra}\]'"
+    with pytest.raises(KernelError, match=f"is not installed: {advice}"):
+        load_cubin("one.cu", SOURCES, "sm_80")

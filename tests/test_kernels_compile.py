@@ -1,0 +1,90 @@
+"""Every kernel compiles, for Ampere and for Hopper, with NVRTC 12 and 13, and spills nothing."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from twellctl.bundle.twell_launch import ENTRY_FILES
+from twellctl.bundle.twell_nvrtc import KernelError, Nvrtc, nvrtc_paths
+from twellctl.bundle.twell_plan import STATIC_SMEM
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from twellctl.resources import resource_dir
+
+SOURCES = {
+    path.name: path.read_bytes()
+    for path in sorted(resource_dir("kernels").iterdir())
+    if path.suffix in (".cu", ".cuh")
+}
+HOPPER_ONLY = {"gate_pack.cu", "heavy.cu"}
+COMPILED = [
+    (name, arch)
+    for name in SOURCES
+    for arch in ("sm_80", "sm_90a")
+    if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
+]
+
+
+@functools.cache
+def nvrtc(major: int) -> Nvrtc:
+    """The NVRTC of a CUDA version; skips the test if it is not here."""
+    for path in nvrtc_paths():
+        if path.endswith(f".{major}"):
+            try:
+                return Nvrtc(path)
+            except (OSError, KernelError):
+                continue
+    pytest.skip(f"no NVRTC of CUDA {major}: pip install 'twellctl[test]' on Linux")
+
+
+@pytest.mark.parametrize("major", [12, 13])
+@pytest.mark.parametrize(("name", "arch"), COMPILED)
+def test_compiles_without_spills(name, arch, major):
+    cubin = nvrtc(major).compile(name, SOURCES, arch)
+    assert cubin.code.startswith(b"\x7fELF")
+    used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", cubin.log)
+    assert used, cubin.log
+    assert all(size == "0" for size, _ in used), cubin.log
+    assert "warning" not in cubin.log.lower(), cubin.log
+    static = [int(size) for size in re.findall(r"(\d+) bytes smem", cubin.log)]
+    assert all(size <= STATIC_SMEM for size in static), cubin.log
+    entries = set(re.findall(r"Compiling entry function '(\w+)'", cubin.log))
+    wanted = {
+        e for e in (*HOPPER_KERNELS, *PORTABLE_KERNELS) if ENTRY_FILES.get(e, f"{e}.cu") == name
+    }
+    assert wanted <= entries
+
+
+def test_every_entry_has_its_source():
+    files = {
+        ENTRY_FILES.get(entry, f"{entry}.cu") for entry in (*HOPPER_KERNELS, *PORTABLE_KERNELS)
+    }
+    assert files <= set(SOURCES)
+
+
+def test_no_source_includes_what_does_not_travel_with_it():
+    for name, text in SOURCES.items():
+        included = re.findall(rb"^\s*#\s*include\s*(\S+)", text, re.MULTILINE)
+        assert {header.strip(b'"').decode() for header in included} <= set(SOURCES), name
+
+
+def test_the_first_error_is_told():
+    sources = {"broken.cu": b"\nvoid f() { g(); }"}
+    found = [nvrtc(major) for major in (12, 13)]
+    for library in found:
+        said = r'NVRTC \d+\.\d+ does not compile broken.cu for sm_80: broken.cu\(2\): error: .*"g"'
+        with pytest.raises(KernelError, match=said):
+            library.compile("broken.cu", sources, "sm_80")
+        with pytest.raises(KernelError, match=r"for sm_1: .*gpu-architecture"):
+            library.compile("broken.cu", {"broken.cu": b""}, "sm_1")
+
+
+def test_a_header_comes_from_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("two.cuh").write_text("#error from the working folder")
+    sources = {
+        "one.cu": b'#include "two.cuh"\nextern "C" __global__ void k(int* x) { *x = two(); }',
+        "two.cuh": b"inline int two() { return 2; }",
+    }
+    assert b"k" in nvrtc(13).compile("one.cu", sources, "sm_90a").code

@@ -1,0 +1,128 @@
+"""Grids and sizes: on any device, for any shape, all is covered and nothing is too large."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from twellctl.bundle import twell_plan as planning
+from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
+from twellctl.bundle.twell_plan import ceil_div, chunk_tokens, hopper_cap, make_plan, why_unfit
+
+
+@dataclass(frozen=True)
+class Device:
+    num_sms: int
+    smem_bytes: int
+
+
+DEVICES = {
+    "H200": Device(132, 232448),
+    "A100": Device(108, 166912),
+    "L4": Device(58, 101376),
+    "H100 PCIe": Device(114, 232448),
+}
+TOKENS = [1, 2, 7, 8, 9, 63, 64, 100, 255, 1000, 4096, 8191, 16384, 65536, 131072]
+SIZES = [
+    (64, 8), (64, 96), (576, 1536), (1024, 4096), (2048, 5632), (4096, 14336), (8192, 28672),
+    (64, 65536), (8192, 65536), (16384, 65528),
+]  # fmt: skip
+
+
+def plans(device: Device):
+    draw = random.Random(0)
+    shapes = [(M, K, N) for M in TOKENS for K, N in SIZES]
+    shapes += [
+        (draw.randint(1, 40000), 64 * draw.randint(1, 128), 8 * draw.randint(1, 3000))
+        for _ in range(300)
+    ]
+    for M, K, N in shapes:
+        if why_unfit(K, N, TILE, device.smem_bytes):
+            continue
+        for portable in (False, True):
+            cap = N if portable else hopper_cap(N)
+            slots = TILE if portable else draw.choice([8, 64, 256])
+            size = chunk_tokens(M, N, K, slots, cap, portable)
+            for tokens in {size, M % size or size}:
+                yield make_plan(tokens, N, K, slots, cap, device), M, size
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_plan_is_sound(name):
+    device = DEVICES[name]
+    seen = 0
+    for plan, M, size in plans(device):
+        told = f"{plan} of {M} tokens"
+        assert 1 <= size <= M, told
+        # up: tiles cover the tokens, ranges the slabs
+        assert plan.tile_tokens % 8 == 0, told
+        assert plan.tile_tokens <= 1024, told
+        assert (plan.num_tiles - 1) * plan.tile_tokens < plan.M, told
+        assert plan.num_tiles * plan.tile_tokens >= plan.M, told
+        slabs = ceil_div(plan.K, 64)
+        assert (plan.num_ranges - 1) * plan.slabs_per_range < slabs, told
+        assert slabs <= plan.num_ranges * plan.slabs_per_range, told
+        assert 1 <= plan.neuron_ranges <= plan.num_neuron_groups, told
+        assert plan.up_smem + 4096 <= device.smem_bytes, told
+        # plan
+        P = plan.num_panels
+        assert plan.plan_smem <= device.smem_bytes - 1024, told
+        least = 12 * plan.num_neuron_groups + plan.tile_tokens * 3 / 2
+        assert plan.plan_smem >= least + (2 * plan.tile_tokens + 640) * P + 24832, told
+        # down: panels cover the neurons, shares the groups
+        assert plan.panel_rows % 8 == 0, told
+        assert plan.panel_rows <= planning.MAX_PANEL_ROWS, told
+        assert (P - 1) * plan.panel_rows < plan.N <= P * plan.panel_rows, told
+        assert plan.down_smem + 1024 <= device.smem_bytes, told
+        assert 1 <= plan.down_splits <= max(1, plan.num_groups), told
+        assert plan.cap % 8 == 0, told
+        # buffers
+        assert plan.num_pairs < 2**31, told
+        assert plan.num_groups * P * plan.group_rounds * 32 < 2**32, told  # dest is 32 bits
+        assert 4 * plan.num_ranges * plan.num_pairs <= 2 << 30, told
+        seen += 1
+    assert seen > 500
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_all_pairs_of_a_group_have_rounds(name):
+    for plan, _, _ in plans(DEVICES[name]):
+        pairs = 8 * min(plan.cap, plan.panel_rows)
+        assert plan.group_rounds >= (5 * ceil_div(pairs, 16) + 3) // 4 + 1
+
+
+def test_large_problems_fill_the_device():
+    H200 = DEVICES["H200"]
+    for M in (4096, 8192, 16384, 65536, 131072):
+        for K, N in ((2048, 5632), (4096, 14336), (1024, 4096)):
+            plan = make_plan(M, N, K, 64, hopper_cap(N), H200)
+            blocks = plan.num_tiles * plan.num_ranges * plan.neuron_ranges
+            assert blocks / (ceil_div(blocks, 132) * 132) > 0.9, plan
+            assert 4 * plan.num_ranges * plan.num_pairs <= 512 << 20
+
+
+def test_few_tokens_spread_over_the_device():
+    for M in (1, 8, 64):
+        plan = make_plan(M, 5632, 2048, 64, hopper_cap(5632), DEVICES["H200"])
+        assert plan.num_tiles == 1
+        assert 100 <= plan.num_ranges * plan.neuron_ranges <= 132
+
+
+def test_grids_of_products_are_whole_clusters():
+    for num_sms in (58, 108, 114, 132, 133):
+        for M in TOKENS:
+            for N in (8, 96, 5632, 65536):
+                for grid in (planning.gate_pack_grid, planning.heavy_hidden_grid):
+                    assert grid(M, N, num_sms) % 2 == 0
+                    assert 2 <= grid(M, N, num_sms) <= num_sms
+
+
+def test_what_the_kernels_do_not_take():
+    smem = DEVICES["H200"].smem_bytes
+    assert why_unfit(2048, 5632, TILE, smem) is None
+    assert why_unfit(64, MAX_COLUMNS, TILE, smem) is None
+    assert "multiple of 64, not 100" in why_unfit(100, 5632, TILE, smem)
+    assert "multiple of 8 up to 65536, not 300" in why_unfit(64, 300, TILE, smem)
+    assert "not 65544" in why_unfit(64, 65544, TILE, smem)
+    assert "tiles of 256 columns, not 128" in why_unfit(64, 96, 128, smem)
+    assert "too little shared memory" in why_unfit(64, 65536, TILE, DEVICES["L4"].smem_bytes)
