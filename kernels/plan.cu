@@ -58,6 +58,12 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// The same pointer, as one sum: else its parts are added up again at each load.
+__device__ __forceinline__ const int* settle(const int* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
 // Inclusive prefix sum over the warp.
 __device__ __forceinline__ int scan_warp(int value, int lane) {
 #pragma unroll
@@ -134,6 +140,7 @@ struct Job {
     int first_token, num_tokens;  // of the tile; fewer in the last one
     int num_columns, num_tiles, num_slots, cap;
     int panel_rows, num_panels, group_rounds;
+    unsigned panel_factor;  // column * factor >> 32 is the panel: exact below 65536
     int* num_rounds;
     uint4* rounds;
     uint2* pairs;  // of the tile
@@ -161,11 +168,17 @@ __device__ __forceinline__ int count_tiles(const Job& job, int group, int lane, 
     int sum = 0;
     if (group * GROUP + lane / 4 < job.num_tokens) {
         const int* counts = row_counts(job, group, lane);
-#pragma unroll 8
-        for (int tile = lane % 4; tile < job.num_tiles; tile += 4) {
-            const int count = counts[tile];
-            unfit |= count > job.num_slots;
-            sum += count & (NOT_FINITE - 1);
+#pragma unroll 1
+        for (int tile = lane % 4; tile < job.num_tiles; tile += 4 * kBatch) {
+            int count[kBatch];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b)
+                count[b] = tile + 4 * b < job.num_tiles ? counts[tile + 4 * b] : 0;
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                unfit |= count[b] > job.num_slots;
+                sum += count[b] & (NOT_FINITE - 1);
+            }
         }
     }
     return sum;
@@ -178,12 +191,14 @@ __device__ __forceinline__ void locate_entries(const Job& job, int group, int la
     const int* counts = row_counts(job, group, lane);
     const unsigned row = lane / 4;
     int next = counts[lane % 4];
+#pragma unroll 1
     for (int tile = lane % 4; tile < job.num_tiles && first < stop; tile += 4) {
         const int count = next;
         if (tile + 4 < job.num_tiles) next = counts[tile + 4];
         const int from = max(first, start), to = min(first + count, stop);
         const int cell = static_cast<int>(row) * job.num_tiles + tile;
         unsigned at = row << kRowShift | static_cast<unsigned>(cell * job.num_slots + from - first);
+#pragma unroll 1
         for (int i = from; i < to; ++i) where[i - start] = at++;
         first += count;
     }
@@ -193,25 +208,23 @@ __device__ __forceinline__ void locate_entries(const Job& job, int group, int la
 template <bool ONE_PANEL, class See>
 __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lane, Entries window,
                                               int num_entries, See see) {
-    const int* entries = job.group_entries(group);
-    for (int first = lane; first - lane < num_entries; first += kBatch * 32) {
-        unsigned where[kBatch], entry[kBatch];
+    const int* entries = settle(job.group_entries(group));
+#pragma unroll 1
+    for (int first = lane; first < num_entries; first += kBatch * 32) {
+        unsigned entry[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + 32 * b;
-            if (i < num_entries) {
-                where[b] = window.words[i];
-                entry[b] = entries[where[b] & kIndexMask];
-            }
+            entry[b] = entries[window.words[i < num_entries ? i : first] & kIndexMask];
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + 32 * b;
             if (i < num_entries) {
-                const unsigned column = entry[b] & 0xffff, row = where[b] >> kRowShift;
+                const unsigned column = entry[b] & 0xffff, row = window.words[i] >> kRowShift;
                 unsigned panel = 0, in_panel = column;
                 if (!ONE_PANEL) {
-                    panel = column / static_cast<unsigned>(job.panel_rows);
+                    panel = __umulhi(column, job.panel_factor);
                     in_panel = column - panel * job.panel_rows;
                     window.panels[i] = panel;
                 }
@@ -227,10 +240,12 @@ __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lan
 __device__ __forceinline__ void prefetch_counts(const Job& job) {
     const char* counts = reinterpret_cast<const char*>(job.counts);
     const int num_bytes = job.num_tokens * job.num_tiles * 4;
+#pragma unroll 1
     for (int at = threadIdx.x * 128; at < num_bytes; at += kThreads * 128) prefetch(counts + at);
 }
 
 __device__ __forceinline__ void clear(const Job& job, const Shared& shared) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < job.num_neuron_groups(); i += kThreads) shared.unplaced[i] = 0;
     if (threadIdx.x == 0) *shared.num_staged = 0;
 }
@@ -282,11 +297,13 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
     const int staged_at = reserve_stage(shared, num_entries, lane);
     if (lane == 0) shared.groups[group] = {num_entries, staged_at, heavy_lanes};
     const int classes = job.num_panels * CLASSES;
+#pragma unroll 1
     for (int i = lane; i < classes; i += 32) shared.class_ranks[i] = 0;
 
     // pairs of each neuron group and of each class
     const Entries window = staged_at >= 0 ? on_stage(shared, staged_at) : in_patch(shared);
     const int size = staged_at >= 0 ? num_entries : kWindow;
+#pragma unroll 1
     for (int start = 0; start < num_entries; start += size) {
         const int stop = min(start + size, num_entries);
         locate_entries(job, group, lane, end - share, share, start, stop, window.words);
@@ -300,6 +317,7 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
         __syncwarp();
     }
     __syncwarp();
+#pragma unroll 1
     for (int i = lane; i < classes; i += 32)
         shared.class_counts[group * classes + i] = shared.class_ranks[i];
     __syncwarp();
@@ -314,6 +332,7 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
     const int run = (num + kThreads - 1) / kThreads * 32;
     const int stop = min((warp + 1) * run, num);
     int sum = 0;
+#pragma unroll 1
     for (int i = warp * run + lane; i < stop; i += 32) {
         const unsigned pairs = shared.unplaced[i];
         sum += (pairs & 0xffff) + (pairs >> 16);
@@ -324,6 +343,7 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
 
     const int below = scan_warp(lane < warp ? shared.warp_sums[lane] : 0, lane);
     int first = __shfl_sync(~0u, below, 31);
+#pragma unroll 1
     for (int start = warp * run; start < stop; start += 32) {
         const int i = start + lane;
         const unsigned pairs = i < stop ? shared.unplaced[i] : 0;
@@ -357,6 +377,7 @@ __device__ __forceinline__ int rounds_for(const unsigned short* class_counts) {
 __device__ __forceinline__ int lay_rounds(const Job& job, const Shared& shared, int group, int q,
                                           int lane) {
     int total = 0;
+#pragma unroll 1
     for (int first = 0; first < job.num_panels; first += 32) {
         const int panel = first + lane;
         int rounds = 0;
@@ -381,6 +402,7 @@ __device__ __forceinline__ void pad_rounds(uint4* records, int num_rounds, int l
     const unsigned first_class = lane % ROUND_RECORDS * 2;
     const unsigned codes = first_class | (first_class + 1) << 16;
     const uint4 pads = make_uint4(values, values, codes, codes);
+#pragma unroll 1
     for (int i = lane; i < num_rounds * ROUND_RECORDS; i += 32) records[i] = pads;
 }
 
@@ -395,6 +417,7 @@ __device__ __forceinline__ unsigned lanes_alike(bool filled, unsigned bank_class
         alike &= bank_class & bit ? set : ~set;
     }
     if (!ONE_PANEL) {
+#pragma unroll 1
         for (int bit = 1; bit < num_panels; bit *= 2) {
             const unsigned set = __ballot_sync(~0u, (panel & bit) != 0);
             alike &= panel & bit ? set : ~set;
@@ -438,6 +461,7 @@ __device__ __forceinline__ void place_entries(const Job& job, const Shared& shar
     unsigned short* patch = reinterpret_cast<unsigned short*>(shared.patch);
     unsigned short* slots =
         reinterpret_cast<unsigned short*>(job.rounds) + static_cast<long long>(q) * slice;
+#pragma unroll 1
     for (int first = 0; first < num_entries; first += 32) {
         const bool filled = first + lane < num_entries;
         unsigned word = 0, panel = 0;
@@ -484,6 +508,7 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
     const GroupState state = shared.groups[group];
     const int q = (job.first_token / GROUP + group) * job.num_panels;
     const int total_rounds = lay_rounds(job, shared, group, q, lane);
+#pragma unroll 1
     for (int i = lane; i < job.num_panels * CLASSES; i += 32) shared.class_ranks[i] = 0;
     __syncwarp();
     uint4* records = job.rounds + static_cast<long long>(q) * job.group_rounds * ROUND_RECORDS;
@@ -494,40 +519,44 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
     if (into_patch) {
         pad_rounds(patch, total_rounds, lane);
     } else {
+#pragma unroll 1
         for (int panel = 0; panel < job.num_panels; ++panel)
             pad_rounds(records + panel * job.group_rounds * ROUND_RECORDS,
                        shared.panel_rounds[panel], lane);
     }
     __syncwarp();
-    if (state.staged_at >= 0) {
-        const Entries window = on_stage(shared, state.staged_at);
-        place_entries<ONE_PANEL>(job, shared, group, q, lane, window, state.num_entries,
-                                 into_patch);
-    } else {
+    const bool staged = state.staged_at >= 0;
+    const Entries window = staged ? on_stage(shared, state.staged_at) : in_patch(shared);
+    int share = 0, end = 0;
+    if (!staged) {
         bool unfit;
-        int share = count_tiles(job, group, lane, unfit);
+        share = count_tiles(job, group, lane, unfit);
         if (state.heavy_lanes >> lane & 1) share = 0;
-        const int end = scan_warp(share, lane);
-        const Entries window = in_patch(shared);
-        for (int start = 0; start < state.num_entries; start += kWindow) {
-            const int stop = min(start + kWindow, state.num_entries);
+        end = scan_warp(share, lane);
+    }
+    const int size = staged ? state.num_entries : kWindow;
+#pragma unroll 1
+    for (int start = 0; start < state.num_entries; start += size) {
+        const int stop = min(start + size, state.num_entries);
+        if (!staged) {
             locate_entries(job, group, lane, end - share, share, start, stop, window.words);
             __syncwarp();
             fetch_entries<ONE_PANEL>(job, group, lane, window, stop - start,
                                      [](unsigned, unsigned, unsigned) {});
             __syncwarp();
-            place_entries<ONE_PANEL>(job, shared, group, q, lane, window, stop - start, false);
-            __syncwarp();
         }
+        place_entries<ONE_PANEL>(job, shared, group, q, lane, window, stop - start, into_patch);
+        __syncwarp();
     }
-    __syncwarp();
 
     // from the patch, whole records
     if (into_patch) {
+#pragma unroll 1
         for (int panel = 0; panel < job.num_panels; ++panel) {
             const uint4* from = patch + shared.panel_patch[panel] * ROUND_RECORDS;
             uint4* to = records + panel * job.group_rounds * ROUND_RECORDS;
             const int num_records = shared.panel_rounds[panel] * ROUND_RECORDS;
+#pragma unroll 1
             for (int i = lane; i < num_records; i += 32) to[i] = from[i];
         }
         __syncwarp();
@@ -540,11 +569,13 @@ __device__ __forceinline__ void plan_tile(const Job& job, const Shared& shared, 
     prefetch_counts(job);
     clear(job, shared);
     __syncthreads();
+#pragma unroll 1
     for (int group = warp; group < job.num_groups(); group += kWarps)
         count_group<ONE_PANEL>(job, shared, group, lane);
     __syncthreads();
     start_neuron_groups(job, shared, warp, lane, pair_start);
     __syncthreads();
+#pragma unroll 1
     for (int group = warp; group < job.num_groups(); group += kWarps)
         place_group<ONE_PANEL>(job, shared, group, lane);
 }
@@ -571,6 +602,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                   panel_rows,
                   num_panels,
                   group_rounds,
+                  0xffffffffu / panel_rows + 1,
                   num_rounds,
                   rounds,
                   pairs + static_cast<long long>(tile) * tile_tokens * cap,
