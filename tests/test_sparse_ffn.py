@@ -1,0 +1,300 @@
+"""The operator where no kernel runs: plain torch's result, in any mode, and what it says of it."""
+
+import importlib.util
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_route
+from twellctl.bundle.twell_ffn import gate_pack, register_sources, sparse_ffn
+from twellctl.bundle.twell_format import gated_ffn
+from twellctl.bundle.twell_launch import KernelError, kernels_for
+from twellctl.bundle.twell_route import Choice, Kind, choose
+from twellctl.bundle.twell_sequence import FFN, dense_ffn, portable_ffn
+from twellctl.convert import convert
+from twellctl.export import export
+
+SOURCES = register_sources({"pack.cu": b"no kernel"})
+
+
+def problem(dtype=torch.bfloat16, biases: bool = False) -> tuple[Tensor | None, ...]:
+    torch.manual_seed(0)
+    x, w_down = torch.randn(2, 5, 64), torch.randn(64, 96) / 10
+    w_gate, w_up = torch.randn(96, 64) / 8, torch.randn(96, 64) / 8
+    rest = [torch.randn(n) if biases else None for n in (96, 96, 64)]
+    return tuple(t if t is None else t.to(dtype) for t in (x, w_gate, w_up, w_down, *rest))
+
+
+@pytest.mark.parametrize("route", twell_route.ROUTES)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
+    tensors = problem(dtype, biases)
+    wanted = gated_ffn(*tensors, threshold=0.25, slots=3)
+    found = sparse_ffn(*tensors, threshold=0.25, slots=3, sources=SOURCES, route=route)
+    assert torch.equal(found, wanted)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
+    x, *weights = problem(dtype, biases)
+    threshold = 0.30078125
+    x[0, 0] = torch.nan
+    x[0, 1] = torch.inf
+    rows = x.reshape(-1, 64)
+    found = dense_ffn(rows, FFN(*weights, threshold))
+    wanted = gated_ffn(rows, *weights, threshold=threshold)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_are_those_of_the_plain_form():
+    tensors = [t.requires_grad_() for t in problem(torch.float32, biases=True)]
+    found = sparse_ffn(*tensors, sources=SOURCES)
+    wanted = gated_ffn(*tensors)
+    grads = (torch.autograd.grad(y.square().sum(), tensors) for y in (found, wanted))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_computes_in_its_dtype():
+    tensors = problem(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, found = gated_ffn(*tensors), sparse_ffn(*tensors, sources=SOURCES)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (3, 64), (2, 0, 64), (2, 3, 4, 64)])
+def test_any_leading_shape(shape):
+    _, *weights = problem()
+    x = torch.randn(shape).bfloat16()
+    assert sparse_ffn(x, *weights, sources=SOURCES).shape == shape
+
+
+def test_the_operator_holds_to_torch_rules():
+    tensors = problem(torch.float32, biases=True)
+    torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, 0.25, 256, 64, -1.0, SOURCES, "auto"))
+    meta = [t.to("meta") for t in tensors]
+    assert sparse_ffn(*meta, sources=SOURCES).shape == (2, 5, 64)
+    counts, entries = gate_pack(meta[0].view(10, 64), meta[1], slots=8, sources=SOURCES)
+    assert (counts.shape, entries.shape) == ((10, 1), (10, 1, 8))
+
+
+def test_no_graph_break_in_a_compiled_model(make_model, tmp_path):
+    from twellctl.bundle.twell_model import twell_class
+
+    convert(make_model("llama", hidden_size=64), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    model = twell_class("LlamaForCausalLM").from_pretrained(tmp_path / "out")
+    ids = (torch.arange(34).view(2, 17) * 37) % 512
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend=keep)
+        found = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    (graph,) = graphs
+    assert sum("twell.gated_ffn" in str(node.target) for node in graph.nodes) == 2
+
+
+def test_gate_pack_says_where_it_runs():
+    x, w_gate, *_ = problem()
+    with pytest.raises(KernelError, match="needs a Hopper GPU"):
+        gate_pack(x[0], w_gate, sources=SOURCES)
+    with pytest.raises(ValueError, match="not exact in bf16"):
+        gate_pack(x[0], w_gate, threshold=0.3, sources=SOURCES)
+
+
+def test_unknown_sources_are_refused():
+    with pytest.raises(KernelError, match="no kernel sources are registered under 'nothing'"):
+        kernels_for("nothing", 0)
+    assert kernels_for(SOURCES, 0) is kernels_for(SOURCES, 0)
+    assert register_sources({"pack.cu": b"no kernel"}) == SOURCES
+    assert register_sources({"pack.cu": b"another"}) != SOURCES
+
+
+def test_a_reason_is_said_once(caplog):
+    twell_ffn._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            twell_ffn._say_once("CuPy is not installed")
+            twell_ffn._say_once("another reason")
+    assert [record.getMessage() for record in caplog.records] == [
+        "TwELL kernels are not used, plain PyTorch is: CuPy is not installed",
+        "TwELL kernels are not used, plain PyTorch is: another reason",
+    ]
+
+
+def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # import cupy raises ModuleNotFoundError
+    assert twell_nvrtc.what_is_missing().startswith("CuPy, which launches the kernels, ")
+    assert twell_nvrtc.what_is_missing().endswith("x]'")
+
+
+def test_what_is_not_taken(monkeypatch):
+    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    x, *weights = problem()
+    rows, ffn = x.view(-1, 64), FFN(*weights, 0.0)
+    assert twell_ffn._why_not_ffn(rows, ffn, 256) is None
+    assert "bf16, not float32" in twell_ffn._why_not_ffn(rows.float(), ffn, 256)
+    assert "tiles of 256" in twell_ffn._why_not_ffn(rows, ffn, 128)
+    w_gate, w_up, w_down, *_ = weights
+    strided = FFN(w_gate, w_up, w_up.t(), None, None, None, 0.0)
+    assert "contiguous weights" in twell_ffn._why_not_ffn(rows, strided, 256)
+    mixed = FFN(w_gate, w_up.float(), w_down, None, None, None, 0.0)
+    assert "dtype and device" in twell_ffn._why_not_ffn(rows, mixed, 256)
+    wrong = FFN(w_gate, w_up[:8], w_down, None, None, None, 0.0)
+    assert "[K, N]" in twell_ffn._why_not_ffn(rows, wrong, 256)
+
+
+class Launches:
+    """Stands in for a KernelSet: keeps what is launched."""
+
+    def __init__(self):
+        self.made = []
+
+    def launch(self, name, grid, block, args, smem_bytes=0):
+        self.made.append((name, grid, block, tuple(args), smem_bytes))
+
+
+def test_the_portable_sequence_launches_what_the_design_says():
+    x, *weights = problem(biases=True)
+    kernels = Launches()
+    limits = twell_launch.Limits(108, 166912, 40 << 20, (8, 0))
+    y = portable_ffn(kernels, limits, x.view(10, 64), FFN(*weights, 0.25))
+    assert y.shape == (10, 64)
+    assert [made[0] for made in kernels.made] == ["pack", "plan", "up", "hidden", "down"]
+    (pack, plan, up, _, down) = kernels.made
+    assert pack[1:3] == ((10,), 256)
+    assert pack[3][1:4] == (0.25, 10, 96)
+    assert plan[3][2:6] == (10, 96, 256, 96)
+    assert up[1] == (2, 1, 1)
+    assert down[1] == (4, 1)
+    assert down[3][-1] is y or down[3][-1].data_ptr() == y.data_ptr()
+
+
+# ---- copies of the code ----
+
+
+def imported_copy(folder: Path, package: str):
+    """twell_ffn of the files in `folder`, as transformers imports an export's."""
+    for name in ("", ".twell_ffn"):
+        file = folder / ("__init__.py" if not name else f"{name[1:]}.py")
+        spec = importlib.util.spec_from_file_location(
+            package + name, file, submodule_search_locations=None if name else [str(folder)]
+        )
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[package + name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_copies_of_the_code_share_what_is_equal(tmp_path):
+    ours = Path(twell_ffn.__file__).parent
+    for name in ("same", "changed"):
+        shutil.copytree(ours, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "changed" / "twell_plan.py").open("a") as file:
+        file.write("\n# of another version\n")
+    tensors = problem()
+    wanted = sparse_ffn(*tensors, sources=SOURCES)
+    same = imported_copy(tmp_path / "same", "copy_of_the_same")
+    changed = imported_copy(tmp_path / "changed", "copy_of_another")
+    assert same.sparse_ffn is sparse_ffn
+    assert same.register_sources({"x.cu": b""}) == register_sources({"x.cu": b""})
+    assert changed.sparse_ffn is not sparse_ffn
+    assert changed._gated_ffn_op is not twell_ffn._gated_ffn_op
+    assert torch.equal(changed.sparse_ffn(*tensors, sources=SOURCES), wanted)
+
+
+# ---- routes ----
+
+
+KIND = Kind("a GPU", 2048, 5632, False, 64, -10, "hopper")
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path) -> list:
+    """Measurements that were made; dense wins launched one by one, TwELL in a graph."""
+    made = []
+
+    def measure(runs):
+        made.append(sorted(runs))
+        return Choice("dense", "twell"), {"eager dense": 1.0}
+
+    monkeypatch.setattr(twell_route, "measure", measure)
+    monkeypatch.setattr(twell_route, "_choices", {})
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    return made
+
+
+def chosen(kind: Kind = KIND, density: float | None = 0.01, capturing: bool = False) -> str:
+    return choose(kind, density, capturing, {"dense": None, "twell": None}, lambda: 0.005)
+
+
+def test_a_choice_is_measured_once_and_kept(timed, monkeypatch):
+    assert [chosen(), chosen(), chosen(capturing=True)] == ["dense", "dense", "twell"]
+    assert timed == [["dense", "twell"]]
+    monkeypatch.setattr(twell_route, "_choices", {})  # another process
+    assert chosen() == "dense"
+    assert len(timed) == 1
+    chosen(Kind("a GPU", 2048, 5632, False, 128, -10, "hopper"))
+    assert len(timed) == 2
+    assert len(twell_route._read_kept()) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"'])
+def test_a_spoilt_file_of_choices_is_written_anew(timed, tmp_path, content):
+    (tmp_path / "routes.json").write_text(content)
+    assert chosen() == "dense"
+    assert KIND.key in twell_route._read_kept()
+
+
+def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path):
+    (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": "best"}}}}')
+    assert chosen() == "dense"
+    assert len(timed) == 1
+
+
+def test_nothing_is_measured_during_a_capture(timed):
+    assert chosen(capturing=True) == "twell"
+    assert chosen(density=None, capturing=True) == "twell"
+    assert chosen(density=0.03, capturing=True) == "dense"
+    assert timed == []
+
+
+def test_an_unknown_density_is_counted(timed):
+    kind = Kind("a GPU", 2048, 5632, False, 64, None, "hopper")
+    assert chosen(kind, None) == "dense"
+    assert list(twell_route._read_kept()) == [kind.key + " counted=-20"]
+
+
+def test_who_decides(monkeypatch):
+    monkeypatch.delenv("TWELL_ROUTE", raising=False)
+    assert twell_route.requested("auto") == "auto"
+    monkeypatch.setenv("TWELL_ROUTE", "dense")
+    assert twell_route.requested("auto") == "dense"
+    assert twell_route.requested("twell") == "twell"
+    monkeypatch.setenv("TWELL_ROUTE", "fast")
+    with pytest.raises(ValueError, match=r"must be one of auto, .*, got 'fast'"):
+        twell_route.requested("auto")
+
+
+def test_buckets():
+    assert [twell_route.token_bucket(M) for M in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+    assert twell_route.density_bucket(1.0) == 0
+    assert twell_route.density_bucket(0.0) == twell_route.density_bucket(1e-4)
+    assert twell_route.density_bucket(0.01) - twell_route.density_bucket(0.0077) == 1
