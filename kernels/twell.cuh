@@ -1,0 +1,105 @@
+// What the sparse products are built of, for any GPU from sm_80 on: bf16 by its bits, copies into
+// shared memory behind the threads' back, and the warp's 16 x 8 x 16 product on tensor cores. One
+// instruction a function, no CUDA header. Of a warp, lane = 4 g + t in what follows: g = 0 .. 7 is
+// called the quad, t = 0 .. 3 the thread in it.
+#pragma once
+
+// ---- bf16
+
+__device__ __forceinline__ float bf16_value(unsigned bits) { return __uint_as_float(bits << 16); }
+
+// Two values rounded to nearest even, the first in the low half.
+__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned bf16_bits(float value) { return bf16_pair(value, 0.f) & 0xffff; }
+
+// ---- bytes
+
+// Bytes of {high, low}, one for each of the selector's nibbles; a nibble's top bit asks for the
+// byte's sign eight times over instead.
+__device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
+    unsigned bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}
+
+// ---- memory
+
+__device__ __forceinline__ unsigned dynamic_smem_bytes() {
+    unsigned bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
+
+__device__ __forceinline__ unsigned smem_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Of what nobody writes meanwhile and no other warp here will want: not kept in L1.
+__device__ __forceinline__ uint4 load_streamed(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+__device__ __forceinline__ void prefetch_into_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ __forceinline__ void add_to(float* to, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+
+// ---- copies of 16 bytes that run on while the thread does something else
+
+__device__ __forceinline__ void copy_async(unsigned smem_to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until all but the newest PENDING groups of this thread's copies are there.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- tensor cores
+
+// Four 8 x 8 matrices of 16 bits, transposed: lane i gives the address of row i & 7 of matrix i >> 3
+// and gets of each matrix column g, rows 2t and 2t + 1.
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsigned smem_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(smem_row)
+                 : "memory");
+}
+
+// A matrix of 8 x 8 of 16 bits, each lane with row g, columns 2t and 2t + 1: transposed.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
+    unsigned column_pair;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                 : "=r"(column_pair)
+                 : "r"(row_pair));
+    return column_pair;
+}
+
+// sums [16, 8] += a [16, 16] b [16, 8], bf16 in and fp32 out. A lane holds, two to a register:
+//   a   (row g, columns 2t ..), (row g + 8, 2t ..), (row g, 2t + 8 ..), (row g + 8, 2t + 8 ..)
+//   b   (rows 2t .., column g), (rows 2t + 8 .., column g)
+//   sums (row g, column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+__device__ __forceinline__ void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2,
+                                             unsigned a3, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}

@@ -1,0 +1,269 @@
+// up: for each pair (token, neuron that fired) the dot product of the token's x and the neuron's row
+// of W_up, in parts over ranges of K. hidden: from those parts h = gate * up, into the lists of `down`.
+//
+// x stays and the weights pass by. A block has a tile of tokens and a range of K, cut into slabs of
+// 64 columns: the tile's slab of x lies in shared memory, [tile_tokens][64], and each warp takes
+// every 16th group of 8 neurons. Of a group it fetches the 8 x 64 weights straight into the layout
+// of the mma's b, and for 16 pairs at a time the pairs' rows of x as its a:
+//
+//     sums [16 pairs, 8 neurons] = x [16 pairs, 64] W_up[8 neurons, 64]^T
+//
+// Of a pair's 8 sums one is wanted. Tensor cores have that to spare; shared memory has not, and it
+// is read 128 bytes a pair and slab, nothing twice. Weights cost N K 2 / tile_tokens bytes of L2 a
+// token, records and sums 16 bytes a pair and slab: tiles as large as shared memory allows.
+//
+// A slab's row is 128 bytes, its 16-byte chunk c at place c ^ (row & 7). Thread t of a quad reads
+// chunks t and t + 4, so that its columns of K are not those the mma names; a and b agree, and the
+// order of a sum's terms is free. Eight lanes read two rows at once, without conflict if bit 2 of the
+// rows differs: that is why `plan` alternates tokens 0-3 and 4-7 of their groups.
+//
+// pair_start, pairs: see plan.cu. partial float32 [Q, partial_stride], in the order of pairs; only
+// the warp that owns a neuron group touches its sums, slab after slab, so they do not depend on time.
+//
+// Launch of up: blocks of 512 threads, grid (tiles, Q, neuron ranges), Q = ceil(K / 64 /
+// slabs_per_range). Dynamic shared memory: 2 * tile_tokens * 128 bytes; with tile_tokens * 128 only, a
+// slab is fetched between two others instead of behind the one before. K a multiple of 64,
+// tile_tokens of 8, cap * tile_tokens below 2^31.
+// Launch of hidden: blocks of 256 threads, grid (tiles, any).
+#include "twell_lists.cuh"
+#include "twell.cuh"
+
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kSlab = 64;       // columns of K
+constexpr int kRowBytes = 128;  // of a slab
+constexpr int kBlock = 32;      // pairs that a warp computes at a time, 8 for each of 4 places
+
+// Pairs of one neuron group, to be computed in one slab.
+struct Work {
+    int slab, neuron_group;
+    int first, last;  // pairs of the tile
+};
+
+// The work of a warp: its neuron groups that have pairs, slab after slab. Each lane looks at one of
+// the next 32 groups, and has the bounds of the 32 behind under way.
+struct Walk {
+    const int* pair_start;
+    int begin, end, slab_end, lane;
+    int slab, base, first, last;  // of the 32 groups at hand
+    unsigned left;                // lanes whose group is still to come
+    int ahead_slab, ahead_base, ahead_first, ahead_last;
+
+    __device__ __forceinline__ Walk(const int* pair_start, int begin, int end, int slab,
+                                    int slab_end, int lane)
+        : pair_start(pair_start), begin(begin), end(end), slab_end(slab_end), lane(lane),
+          slab(slab), base(begin), first(0), last(0), left(0), ahead_slab(slab),
+          ahead_base(begin) {
+        if (begin >= end) ahead_slab = slab_end;
+        look_ahead();
+    }
+
+    __device__ __forceinline__ void look_ahead() {
+        const int group = ahead_base + kWarps * lane;
+        const bool any = group < end && ahead_slab < slab_end;
+        ahead_first = any ? __ldg(pair_start + group) : 0;
+        ahead_last = any ? __ldg(pair_start + group + 1) : 0;
+    }
+
+    __device__ __forceinline__ Work next() {
+        while (left == 0) {
+            slab = ahead_slab, base = ahead_base, first = ahead_first, last = ahead_last;
+            if (slab == slab_end) return {slab, 0, 0, 0};
+            left = __ballot_sync(~0u, last > first);
+            ahead_base += kWarps * 32;
+            if (ahead_base >= end) ahead_base = begin, ++ahead_slab;
+            look_ahead();
+        }
+        const int from = __ffs(left) - 1;
+        left &= left - 1;
+        return {slab, base + kWarps * from, __shfl_sync(~0u, first, from),
+                __shfl_sync(~0u, last, from)};
+    }
+};
+
+// Starts copying a slab of the tile's x.
+__device__ __forceinline__ void fetch_slab(unsigned to, const unsigned short* x, int num_tokens,
+                                           int K, int slab) {
+    const int chunk = threadIdx.x & 7, first = threadIdx.x >> 3;
+    to += first * kRowBytes + ((chunk ^ (first & 7)) << 4);
+    const unsigned short* from = x + static_cast<long long>(first) * K + slab * kSlab + chunk * 8;
+    for (int row = first; row < num_tokens; row += kThreads / 8) {
+        copy_async(to, from);
+        to += kThreads / 8 * kRowBytes;
+        from += static_cast<long long>(kThreads / 8) * K;
+    }
+}
+
+__device__ __forceinline__ void prefetch_slab(const unsigned short* x, int num_tokens, int K,
+                                              int slab) {
+    for (int row = threadIdx.x; row < num_tokens; row += kThreads)
+        prefetch_into_l2(x + static_cast<long long>(row) * K + slab * kSlab);
+}
+
+// Of the lane's neuron, columns of the lane's two chunks.
+struct Weights {
+    uint4 low, high;
+};
+
+__device__ __forceinline__ Weights load_weights(const unsigned short* w_up, int N, int K,
+                                                const Work& work, int quad, int t) {
+    const int neuron = min(work.neuron_group * NEURONS + quad, N - 1);
+    const uint4* from = reinterpret_cast<const uint4*>(
+        w_up + static_cast<long long>(neuron) * K + work.slab * kSlab + t * 8);
+    return {load_streamed(from), load_streamed(from + 4)};
+}
+
+// Token and column of the quad's pairs: 8 apart, if there are so many.
+__device__ __forceinline__ void load_codes(unsigned (&codes)[4], const uint2* quad_pairs, int first,
+                                           int num, int quad) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (8 * i + quad < num) codes[i] = __ldg(&quad_pairs[first + 8 * i].x);
+}
+
+// Sixteen pairs, of which the lane has a row in each half, against eight neurons.
+__device__ __forceinline__ void multiply_rows(float (&sums)[4], const uint4& low, const uint4& low8,
+                                              const uint4& high, const uint4& high8,
+                                              const Weights& w) {
+    multiply_add(sums, low.x, low8.x, low.y, low8.y, w.low.x, w.low.y);
+    multiply_add(sums, low.z, low8.z, low.w, low8.w, w.low.z, w.low.w);
+    multiply_add(sums, high.x, high8.x, high.y, high8.y, w.high.x, w.high.y);
+    multiply_add(sums, high.z, high8.z, high.w, high8.w, w.high.z, w.high.w);
+}
+
+// Up to 32 pairs of one neuron group: their rows out of the slab, their sums into partial.
+template <bool ADD>
+__device__ __forceinline__ void compute_pairs(const unsigned char* slab, const unsigned (&codes)[4],
+                                              const Weights& weights, int num, float* quad_sums,
+                                              int quad, int t) {
+    // rows of x
+    uint4 low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (8 * i + quad < num) {
+            const unsigned token = codes[i] & 0xffff;
+            const unsigned at = token * kRowBytes + ((t ^ (token & 7)) << 4);
+            low[i] = *reinterpret_cast<const uint4*>(slab + at);
+            high[i] = *reinterpret_cast<const uint4*>(slab + (at ^ 64));
+        }
+    }
+    float sums[2][4] = {};
+    multiply_rows(sums[0], low[0], low[1], high[0], high[1], weights);
+    if (num > 16) multiply_rows(sums[1], low[2], low[3], high[2], high[3], weights);
+
+    // of a pair's sums, the one of its neuron
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const unsigned column = codes[i] >> 16;
+        if (8 * i + quad < num && static_cast<int>(column >> 1 & 3) == t) {
+            const float sum = column & 1 ? sums[i / 2][i % 2 * 2 + 1] : sums[i / 2][i % 2 * 2];
+            if (ADD)
+                add_to(quad_sums + 8 * i, sum);
+            else
+                quad_sums[8 * i] = sum;
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    up(const unsigned short* x, const unsigned short* w_up, int M, int N, int K, int tile_tokens,
+       int cap, int slabs_per_range, const int* pair_start, const uint2* pairs, float* partial,
+       long long partial_stride) {
+    extern __shared__ uint4 slabs[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int quad = lane >> 2, t = lane & 3;
+
+    // the block's tokens, slabs and neurons
+    const int tile = blockIdx.x, first_token = tile * tile_tokens;
+    const int num_tokens = min(tile_tokens, M - first_token);
+    const int slab_begin = blockIdx.y * slabs_per_range;
+    const int slab_end = min(slab_begin + slabs_per_range, K / kSlab);
+    const int num_neuron_groups = (N + NEURONS - 1) / NEURONS;
+    const int range = (num_neuron_groups + gridDim.z - 1) / gridDim.z;
+    const int range_begin = blockIdx.z * range;
+    const int range_end = min(range_begin + range, num_neuron_groups);
+    const long long first_pair = static_cast<long long>(tile) * tile_tokens * cap;
+    x += static_cast<long long>(first_token) * K;
+    pair_start += static_cast<long long>(tile) * (num_neuron_groups + 1);
+    const uint2* quad_pairs = pairs + first_pair + quad;
+    float* quad_sums = partial + blockIdx.y * partial_stride + first_pair + quad;
+
+    // the first slab, and what the first work needs
+    const int slab_bytes = tile_tokens * kRowBytes;
+    const bool two_slabs = dynamic_smem_bytes() >= 2 * slab_bytes;
+    fetch_slab(smem_address(slabs), x, num_tokens, K, slab_begin);
+    commit_copies();
+    Walk walk(pair_start, range_begin + warp, range_end, slab_begin, slab_end, lane);
+    Work work = walk.next();
+    Weights weights = {};
+    unsigned codes[4] = {};
+    if (work.last > 0) weights = load_weights(w_up, N, K, work, quad, t);
+    load_codes(codes, quad_pairs, work.first, work.last - work.first, quad);
+
+    for (int slab = slab_begin; slab < slab_end; ++slab) {
+        // this slab, and the next one on its way
+        const int place = two_slabs ? (slab - slab_begin) & 1 : 0;
+        wait_for_copies<0>();
+        __syncthreads();
+        if (slab + 1 < slab_end) {
+            if (two_slabs)
+                fetch_slab(smem_address(slabs) + (place ^ 1) * slab_bytes, x, num_tokens, K,
+                           slab + 1);
+            else
+                prefetch_slab(x, num_tokens, K, slab + 1);
+        }
+        commit_copies();
+        const unsigned char* rows = reinterpret_cast<unsigned char*>(slabs) + place * slab_bytes;
+
+        while (work.slab == slab) {
+            const Work next = walk.next();
+            Weights next_weights = {};
+            if (next.last > 0) next_weights = load_weights(w_up, N, K, next, quad, t);
+            for (int first = work.first; first < work.last; first += kBlock) {
+                // codes of the pairs behind
+                const bool more = first + kBlock < work.last;
+                const int behind = more ? first + kBlock : next.first;
+                unsigned next_codes[4] = {};
+                load_codes(next_codes, quad_pairs, behind, (more ? work.last : next.last) - behind,
+                           quad);
+                if (slab == slab_begin)
+                    compute_pairs<false>(rows, codes, weights, work.last - first,
+                                         quad_sums + first, quad, t);
+                else
+                    compute_pairs<true>(rows, codes, weights, work.last - first, quad_sums + first,
+                                        quad, t);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) codes[i] = next_codes[i];
+            }
+            work = next, weights = next_weights;
+        }
+        if (!two_slabs && slab + 1 < slab_end) {
+            __syncthreads();
+            fetch_slab(smem_address(slabs), x, num_tokens, K, slab + 1);
+            commit_copies();
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    hidden(const float* partial, long long partial_stride, int Q, const int* pair_start,
+           const uint2* pairs, int tile_tokens, int cap, int N, const unsigned short* b_up,
+           unsigned short* rounds) {
+    const int tile = blockIdx.x, num_neuron_groups = (N + NEURONS - 1) / NEURONS;
+    const int num_pairs =
+        pair_start[static_cast<long long>(tile) * (num_neuron_groups + 1) + num_neuron_groups];
+    const long long first_pair = static_cast<long long>(tile) * tile_tokens * cap;
+    pairs += first_pair, partial += first_pair;
+    for (int i = blockIdx.y * 256 + threadIdx.x; i < num_pairs; i += gridDim.y * 256) {
+        const uint2 pair = __ldg(pairs + i);
+        const unsigned gate = rounds[pair.y];
+        float sum = 0;
+#pragma unroll 4
+        for (int q = 0; q < Q; ++q) sum += partial[q * partial_stride + i];
+        if (b_up) sum += bf16_value(b_up[pair.x >> 16]);
+        rounds[pair.y] = bf16_bits(bf16_value(gate) * bf16_value(bf16_bits(sum)));
+    }
+}
