@@ -58,9 +58,11 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// The same pointer, as one sum: else its parts are added up again at each load.
-__device__ __forceinline__ const int* settle(const int* pointer) {
+// The same pointer to global memory, added up here: else its parts are at each use.
+template <class T>
+__device__ __forceinline__ T* settle(T* pointer) {
     asm volatile("" : "+l"(pointer));
+    __builtin_assume(__isGlobal(pointer));
     return pointer;
 }
 
@@ -220,7 +222,7 @@ __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lan
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + 32 * b;
-            if (i < num_entries) {
+            if (b == 0 || i < num_entries) {
                 const unsigned column = entry[b] & 0xffff, row = window.words[i] >> kRowShift;
                 unsigned panel = 0, in_panel = column;
                 if (!ONE_PANEL) {
@@ -442,25 +444,34 @@ __device__ __forceinline__ int spill_place(const unsigned short* class_counts, i
     return 0;
 }
 
-__device__ __forceinline__ void place_pair(const Job& job, const Shared& shared, int token,
+__device__ __forceinline__ void place_pair(const Shared& shared, uint2* pairs, int token,
                                            int column, unsigned dest) {
     const int neuron_group = column / NEURONS, half = token >> 2 & 1;
     const unsigned before = atomicSub(&shared.unplaced[neuron_group], 1u << (16 * half));
     const int rank = static_cast<int>(before >> (16 * half) & 0xffff) - 1;
     const int2 start = shared.neuron_start[neuron_group];
     const int at = start.x + rank + (rank < start.y ? rank + half : start.y);
-    job.pairs[at] = make_uint2(token | column << 16, dest);
+    pairs[at] = make_uint2(token | column << 16, dest);
 }
 
-// Places entries of a group into both lists, in order. The rounds go to the patch or to their place.
+// A group on its way into the lists.
+struct Placing {
+    int group;
+    unsigned first_half;    // of the group's rounds, in 16-bit units
+    int total_rounds;       // of all panels
+    unsigned short* slots;  // of the group's rounds
+    uint2* pairs;           // of the tile
+    bool into_patch;        // rounds are laid out in the patch, not in their place
+};
+
+// Places entries of a group into both lists, in order.
 template <bool ONE_PANEL>
-__device__ __forceinline__ void place_entries(const Job& job, const Shared& shared, int group,
-                                              int q, int lane, Entries window, int num_entries,
-                                              bool into_patch) {
+__device__ __forceinline__ void place_entries(const Job& job, const Shared& shared,
+                                              const Placing& to, int lane, Entries window,
+                                              int num_entries) {
     const int slice = job.group_rounds * ROUND_HALVES;  // from panel to panel
     unsigned short* patch = reinterpret_cast<unsigned short*>(shared.patch);
-    unsigned short* slots =
-        reinterpret_cast<unsigned short*>(job.rounds) + static_cast<long long>(q) * slice;
+    const unsigned lanes_below = (1u << lane) - 1;
 #pragma unroll 1
     for (int first = 0; first < num_entries; first += 32) {
         const bool filled = first + lane < num_entries;
@@ -472,33 +483,31 @@ __device__ __forceinline__ void place_entries(const Job& job, const Shared& shar
 
         // rank in its class and panel
         const unsigned bank_class = word % CLASSES;
-        const unsigned alike =
-            lanes_alike<ONE_PANEL>(filled, bank_class, panel, job.num_panels);
+        const unsigned alike = lanes_alike<ONE_PANEL>(filled, bank_class, panel, job.num_panels);
         int* ranks = shared.class_ranks + panel * CLASSES + bank_class;
-        const int rank = *ranks + __popc(alike & ((1u << lane) - 1));
+        const int rank = *ranks + __popc(alike & lanes_below);
         __syncwarp();
         if (filled && alike >> lane == 1) *ranks = rank + 1;  // the last lane of its kind
         __syncwarp();
+        if (!filled) continue;
 
         // its slot, and its pair
-        if (filled) {
-            const int places = 2 * shared.panel_rounds[panel];
-            const int counts = (group * job.num_panels + panel) * CLASSES;
-            const int place =
-                rank < places
-                    ? place_in_rounds(bank_class, rank)
-                    : spill_place(shared.class_counts + counts, places, bank_class, rank);
-            if (into_patch) {
-                unsigned short* slot = patch + shared.panel_patch[panel] * ROUND_HALVES + place;
-                slot[0] = word >> 16, slot[CODE_HALVES] = word;
-            } else {
-                unsigned short* slot = slots + panel * slice + place;
-                slot[0] = word >> 16, slot[CODE_HALVES] = word;
-            }
-            place_pair(job, shared, group * GROUP + (word >> COLUMN_BITS & 7),
-                       panel * job.panel_rows + (word & COLUMN_MASK),
-                       (static_cast<unsigned>(q) + panel) * slice + place);
+        const int places = 2 * (ONE_PANEL ? to.total_rounds : shared.panel_rounds[panel]);
+        const unsigned short* counts =
+            shared.class_counts + (to.group * job.num_panels + panel) * CLASSES;
+        const int place = rank < places ? place_in_rounds(bank_class, rank)
+                                        : spill_place(counts, places, bank_class, rank);
+        if (to.into_patch) {
+            const int start = ONE_PANEL ? 0 : shared.panel_patch[panel] * ROUND_HALVES;
+            patch[start + place] = word >> 16;
+            patch[start + place + CODE_HALVES] = word;
+        } else {
+            unsigned short* slot = to.slots + (panel * slice + place);
+            slot[0] = word >> 16, slot[CODE_HALVES] = word;
         }
+        place_pair(shared, to.pairs, to.group * GROUP + (word >> COLUMN_BITS & 7),
+                   panel * job.panel_rows + (word & COLUMN_MASK),
+                   to.first_half + panel * slice + place);
     }
 }
 
@@ -511,7 +520,8 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
 #pragma unroll 1
     for (int i = lane; i < job.num_panels * CLASSES; i += 32) shared.class_ranks[i] = 0;
     __syncwarp();
-    uint4* records = job.rounds + static_cast<long long>(q) * job.group_rounds * ROUND_RECORDS;
+    uint4* records =
+        settle(job.rounds + static_cast<long long>(q) * job.group_rounds * ROUND_RECORDS);
     uint4* patch = reinterpret_cast<uint4*>(shared.patch);
     const bool into_patch = state.staged_at >= 0 && total_rounds <= kPatchRounds;
 
@@ -525,6 +535,12 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
                        shared.panel_rounds[panel], lane);
     }
     __syncwarp();
+    const Placing to{group,
+                     static_cast<unsigned>(q) * job.group_rounds * ROUND_HALVES,
+                     total_rounds,
+                     reinterpret_cast<unsigned short*>(records),
+                     settle(job.pairs),
+                     into_patch};
     const bool staged = state.staged_at >= 0;
     const Entries window = staged ? on_stage(shared, state.staged_at) : in_patch(shared);
     int share = 0, end = 0;
@@ -545,7 +561,7 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
                                      [](unsigned, unsigned, unsigned) {});
             __syncwarp();
         }
-        place_entries<ONE_PANEL>(job, shared, group, q, lane, window, stop - start, into_patch);
+        place_entries<ONE_PANEL>(job, shared, to, lane, window, stop - start);
         __syncwarp();
     }
 
@@ -564,8 +580,12 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
 }
 
 template <bool ONE_PANEL>
-__device__ __forceinline__ void plan_tile(const Job& job, const Shared& shared, int warp, int lane,
+__device__ __forceinline__ void plan_tile(Job job, unsigned char* memory, int tile_tokens,
                                           int* pair_start) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (ONE_PANEL) job.num_panels = 1;
+    const Shared shared = lay_out_shared(memory, job.num_neuron_groups(), tile_tokens / GROUP,
+                                         job.num_panels, warp);
     prefetch_counts(job);
     clear(job, shared);
     __syncthreads();
@@ -587,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
          int panel_rows, int num_panels, int group_rounds, int* num_rounds, uint4* rounds,
          int* pair_start, uint2* pairs, int* heavy_rows, int* heavy_count) {
     extern __shared__ uint4 dynamic_memory[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned char* memory = reinterpret_cast<unsigned char*>(dynamic_memory);
     const int tile = blockIdx.x, first_token = tile * tile_tokens;
     const int num_tiles = (N + TILE - 1) / TILE;
     const long long first_cell = static_cast<long long>(first_token) * num_tiles;
@@ -608,12 +628,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                   pairs + static_cast<long long>(tile) * tile_tokens * cap,
                   heavy_rows,
                   heavy_count};
-    const Shared shared =
-        lay_out_shared(reinterpret_cast<unsigned char*>(dynamic_memory), job.num_neuron_groups(),
-                       tile_tokens / GROUP, num_panels, warp);
     int* tile_start = pair_start + static_cast<long long>(tile) * (job.num_neuron_groups() + 1);
     if (num_panels == 1)
-        plan_tile<true>(job, shared, warp, lane, tile_start);
+        plan_tile<true>(job, memory, tile_tokens, tile_start);
     else
-        plan_tile<false>(job, shared, warp, lane, tile_start);
+        plan_tile<false>(job, memory, tile_tokens, tile_start);
 }
