@@ -12,6 +12,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.machine import CUPY_WHEELS, version_of
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TWELL_ROUTE", "TWELL_PORTABLE")
 LIBRARIES = ("transformers", "triton", *CUPY_WHEELS, *NVRTC_WHEELS)
 
 
@@ -47,13 +48,13 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     versions |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
     versions |= {name: version for name in LIBRARIES if (version := version_of(name))}
     facts: dict[str, Any] = {"device": device_name(device), "versions": versions}
+    facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         count = torch.cuda.device_count()
         facts |= {
             "device_index": device.index,
             "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "uuid": str(gpu.uuid),
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "sms": gpu.multi_processor_count,

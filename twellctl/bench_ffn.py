@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bench_device import bench_device, device_facts
-from twellctl.bench_results import DENSE, TWELL, Bench, Candidate, Point
+from twellctl.bench_results import DENSE, TWELL, Bench, Point
 from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
-from twellctl.dense_ffn import MODES, DenseFfn, dense_ffns, fresh_compiler
-from twellctl.energy import Counter, energy_by_turns, open_counter
-from twellctl.errors import TwellError, UsageError
+from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
+from twellctl.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler
+from twellctl.errors import UsageError
 from twellctl.firing import LayerCount, UnionCount
-from twellctl.machine import line
 from twellctl.synthetic import (
     EVEN,
     FfnWeights,
@@ -31,17 +30,19 @@ from twellctl.synthetic import (
     make_rows,
     make_weights,
 )
-from twellctl.timing import GRAPHS_BELOW, Timer, by_turns
-from twellctl.twell_side import check_routes, failed, twell_ffn, twell_name
+from twellctl.twell_side import (
+    check_routes,
+    ffn_over_twell,
+    require_kernels,
+    routes_taken,
+    twell_name,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512
 COUNTED_ROWS = 8192  # at once; a multiple of 128
 CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
 MAX_COPIES = 64
-
-Note = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -80,35 +81,26 @@ class FfnSettings:
         check_routes(self.routes)
         if self.slots is not None and not 1 <= self.slots <= TILE:
             raise UsageError(f"slots must be 1 to {TILE}, got {self.slots}")
-        check_run(self.rounds, self.energy_seconds)
-
-
-def check_run(rounds: int, energy_seconds: float) -> None:
-    """`UsageError` for numbers that no run can have."""
-    if rounds < 1:
-        raise UsageError(f"rounds must be >= 1, got {rounds}")
-    if not 0.5 <= energy_seconds <= 600:
-        raise UsageError(f"energy-seconds must be 0.5 to 600, got {energy_seconds:g}")
+        check_course(self.rounds, self.energy_seconds)
 
 
 def bench_ffn(
     settings: FfnSettings,
-    note: Note = lambda text: None,
-    progress: Progress = lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Bench:
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     device = bench_device(settings.device)
-    counter = open_counter(device) if settings.energy else None
+    energy_seconds = settings.energy_seconds if settings.energy else None
+    course = open_course(device, settings.rounds, energy_seconds, note, progress)
     found: dict[float, list[Point]] = {density: [] for density in settings.densities}
     with torch.no_grad():
         for tokens in settings.tokens:
             with fresh_compiler():
                 dense = dense_ffns(dense_modes(device, settings.max_autotune))
                 for density, points in found.items():
-                    points.append(
-                        _point(settings, tokens, density, dense, device, counter, note, progress)
-                    )
+                    points.append(_point(settings, tokens, density, dense, course))
     return Bench(
         command="bench ffn",
         facts=device_facts(device),
@@ -117,74 +109,47 @@ def bench_ffn(
     )
 
 
-def dense_modes(device: torch.device, max_autotune: bool) -> list[str]:
-    """The dense candidates of a device; on the CPU nothing is compiled."""
-    if device.type != "cuda":
-        return ["eager"]
-    return [name for name in MODES if max_autotune or name != "max-autotune"]
-
-
 def _point(
-    settings: FfnSettings,
-    tokens: int,
-    density: float,
-    dense: dict[str, DenseFfn],
-    device: torch.device,
-    counter: Counter | None,
-    note: Note,
-    progress: Progress,
+    settings: FfnSettings, tokens: int, density: float, dense: dict[str, Ffn], course: Course
 ) -> Point:
-    dtype = DTYPES[settings.dtype]
+    device, dtype = course.device, DTYPES[settings.dtype]
     K, N = settings.hidden_size, settings.intermediate_size
     generator = torch.Generator(device).manual_seed(settings.seed)
     weights = make_weights(K, N, density, bias=settings.bias, dtype=dtype, generator=generator)
     x = make_rows(tokens, K, density, settings.spread, dtype=dtype, generator=generator)
     about = measure_firing(x, weights)
     slots = settings.slots or about["slots"]
-    about |= {"density_asked": density, "slots": slots}
     rotated = rotated_weights(weights, device)
-    about["weight_copies"] = len(rotated)
+    about |= {"density_asked": density, "slots": slots, "weight_copies": len(rotated)}
 
-    ffns = {name: (DENSE, ffn) for name, ffn in dense.items()}
-    for route in settings.routes:
-        ffns[twell_name(route, device)] = (TWELL, twell_ffn(route, slots, device))
+    if said := require_kernels(
+        settings.routes,
+        lambda route: ffn_over_twell(route, slots, about["density"])(x[:8], weights),
+        device,
+    ):
+        course.note(said)
+
+    def contender(name: str, kind: str, ffn: Ffn) -> Contender:
+        return Contender(name, kind, lambda number: ffn(x, rotated[number]))
+
+    twell = {
+        twell_name(route, device): ffn_over_twell(route, slots, about["density"])
+        for route in settings.routes
+    }
+    contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
+    contenders += [contender(name, TWELL, ffn) for name, ffn in twell.items()]
     rows = torch.randperm(tokens, generator=generator, device=device)[:REFERENCE_ROWS]
     expected = reference(x[rows], weights)
-
-    timers: dict[str, Timer] = {}
-    errors: dict[str, tuple[float, float]] = {}
-    skipped: dict[str, str] = {}
-    for name, (kind, ffn) in ffns.items():
-        note(f"{tokens} tokens, density {density:g}: {name}")
-        try:
-            errors[name] = relative_errors(ffn(x, weights)[rows], expected)
-            timers[name] = Timer(
-                lambda i, ffn=ffn: ffn(x, rotated[i]),
-                len(rotated),
-                device,
-                graphed=tokens < GRAPHS_BELOW,
-            )
-        except Exception as error:  # whatever a compiler may say
-            if kind == TWELL or name == "dense eager":
-                raise failed(f"{name} at {tokens} tokens", error) from error
-            skipped[name] = line(error)
-            note(f"{name} is left out: {skipped[name]}")
-    samples = by_turns(timers, settings.rounds, progress)
-    joules: dict[str, Any] = {}
-    if counter is not None:
-        note(f"{tokens} tokens, density {density:g}: energy")
-        joules = energy_by_turns(timers, counter, settings.energy_seconds, progress)
-    return Point(
+    outcome = hold(
+        course,
+        contenders,
+        lambda y: relative_errors(y[rows], expected),
+        what=f"{tokens} tokens, density {density:g}",
         tokens=tokens,
-        timed_by=timers["dense eager"].how,
-        about=about,
-        reference="float64",
-        candidates=tuple(
-            Candidate(name, ffns[name][0], tuple(taken), *errors[name], joules.get(name))
-            for name, taken in samples.items()
-        ),
-        skipped=skipped,
+        num_inputs=len(rotated),
     )
+    about["auto_took"] = routes_taken(K, N, tokens, [(slots, about["density"])])
+    return Point(tokens, about, "float64", tuple(twell)[:1], outcome)
 
 
 def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
@@ -223,17 +188,6 @@ def reference(x: Tensor, weights: FfnWeights) -> Tensor:
     x = x.double()
     hidden = F.relu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
     return F.linear(hidden, w_down, b_down)
-
-
-def relative_errors(y: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Of `y` `[R, K]`: over all rows, and in the worst of those that are not zero."""
-    wide = expected.dtype
-    if not expected.numel():
-        raise TwellError("no rows to compare")
-    difference, size = (y.to(wide) - expected).norm(dim=-1), expected.norm(dim=-1)
-    overall = float(difference.norm() / size.norm().clamp_min(1e-300))
-    by_row = difference[size > 0] / size[size > 0]
-    return overall, float(by_row.max()) if len(by_row) else overall
 
 
 def _called(settings: FfnSettings, density: float) -> str:

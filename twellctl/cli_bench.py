@@ -1,6 +1,9 @@
 """twellctl bench ...: the two commands that measure speed, and their options. No torch here."""
 
+import contextlib
 import json as json_text
+import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -10,10 +13,6 @@ from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense form, on this GPU.")
 
-Density = Annotated[
-    list[float] | None,
-    typer.Option(help="Share of the neurons that fire, like 0.005; 1: all. Repeatable."),
-]
 Route = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,7 +43,13 @@ def ffn(
         list[int] | None,
         typer.Option(help="M, rows at once. Repeatable. [default: 131072, 2048, 256]"),
     ] = None,
-    density: Density = None,
+    density: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Share of the neurons that fire; 1 is all. Repeatable. "
+            "[default: 0.005, 0.01, 0.02]"
+        ),
+    ] = None,
     spread: Annotated[
         str, typer.Option(help="How density is spread over tokens: even, lognormal or heavy.")
     ] = "even",
@@ -90,9 +95,9 @@ def ffn(
 
     heavy = {"heavy_rows": heavy_rows, "heavy_density": heavy_density}
     given = {
-        "tokens": tokens and tuple(tokens),
-        "densities": density and tuple(density),
-        "routes": route and tuple(route),
+        "tokens": tuple(tokens or ()),
+        "densities": tuple(density or ()),
+        "routes": tuple(route or ()),
     }
     settings = FfnSettings(
         hidden_size=hidden_size,
@@ -109,9 +114,92 @@ def ffn(
         device=device,
         **{name: values for name, values in given.items() if values},
     )
-    with ui.progress("samples") as progress:
-        found = bench_ffn(settings, note=ui.note, progress=progress)
-    _show(found, json)
+    _show(_measured(bench_ffn, settings), json)
+
+
+@app.command("model")
+def model(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A ReLU model folder, like an export; with --data."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text for MODEL: jsonl, txt or parquet files, or folders. Repeatable."),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of one prefill. Repeatable. [default: 131072, 256]"),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="In place of --tokens: so many times --seq-len.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence, at most.")] = 2048,
+    layers: Annotated[int, typer.Option(help="Of the random model, as all below it.")] = 38,
+    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
+    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = 32,
+    vocabulary: Annotated[int, typer.Option(help="Tokens it knows.")] = 49152,
+    density: Annotated[
+        float, typer.Option(help="Share of the neurons that fire in the first layer.")
+    ] = 0.005,
+    route: Route = None,
+    rounds: Rounds = 5,
+    max_autotune: Annotated[
+        bool,
+        typer.Option(
+            "--max-autotune/--no-max-autotune",
+            help="Both sides under torch.compile's max-autotune, too; that takes minutes.",
+        ),
+    ] = False,
+    energy: Energy = False,
+    energy_seconds: EnergySeconds = 6.0,
+    seed: Seed = 0,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """A whole model over TwELL against the dense one.
+
+    The prefill of its body, without the LM head: eager and under torch.compile, all by turns in one
+    run. The ratio is that of the fastest form of either side. Without MODEL it is a random Llama.
+    Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA graphs are
+    replayed, else plain calls are timed.
+    """
+    if batch is not None and tokens:
+        raise UsageError("batch is in place of --tokens: give one of them")
+    from twellctl.bench_model import ModelSettings, bench_model
+
+    given = {
+        "data": tuple(data or ()),
+        "tokens": (batch * seq_len,) if batch is not None else tuple(tokens or ()),
+        "routes": tuple(route or ()),
+    }
+    settings = ModelSettings(
+        model=model,
+        text_column=text_column,
+        seq_len=seq_len,
+        layers=layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        heads=heads,
+        vocabulary=vocabulary,
+        density=density,
+        rounds=rounds,
+        max_autotune=max_autotune,
+        energy=energy,
+        energy_seconds=energy_seconds,
+        seed=seed,
+        device=device,
+        **{name: values for name, values in given.items() if values},
+    )
+    _show(_measured(bench_model, settings), json)
+
+
+def _measured(bench: Callable[..., Any], settings: Any) -> Any:
+    # what a compiler prints is no result
+    with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
+        return bench(settings, note=ui.note, progress=progress)
 
 
 def _show(found: Any, json: bool) -> None:

@@ -16,7 +16,7 @@ from twellctl.synthetic import FfnWeights
 
 MODES = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
-DenseFfn = Callable[[Tensor, FfnWeights], Tensor]
+Ffn = Callable[[Tensor, FfnWeights], Tensor]
 
 
 def split_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> Tensor:
@@ -31,9 +31,9 @@ def fused_ffn(x, w_gate_up, w_down, b_gate_up, b_down) -> Tensor:
     return F.linear(F.relu(gate) * up, w_down, b_down)
 
 
-def dense_ffns(modes: list[str]) -> dict[str, DenseFfn]:
+def dense_ffns(modes: list[str]) -> dict[str, Ffn]:
     """{name: FFN} of the dense candidates; those to be compiled are, on their first call."""
-    made: dict[str, DenseFfn] = {}
+    made: dict[str, Ffn] = {}
     for name in modes:
         split, fused = compiled(split_ffn, name), compiled(fused_ffn, name)
         made[f"dense {name}"] = lambda x, w, run=split: run(x, *w.split)
@@ -41,6 +41,13 @@ def dense_ffns(modes: list[str]) -> dict[str, DenseFfn]:
             x, w.gate_up, w.down, w.gate_up_bias, w.down_bias
         )
     return made
+
+
+def dense_modes(device: torch.device, max_autotune: bool) -> list[str]:
+    """The names of `MODES` that a device is measured under; on the CPU nothing is compiled."""
+    if device.type != "cuda":
+        return ["eager"]
+    return [name for name in MODES if max_autotune or name != "max-autotune"]
 
 
 def compiled(function: Callable, name: str) -> Callable:

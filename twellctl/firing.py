@@ -115,11 +115,13 @@ class UnionCount:
         self._tokens = UNION_TOKENS
 
     def add(self, active: Tensor) -> None:
-        """Count whole windows of the rows `[M, N]`; fewer rows than 128 are one window."""
+        """Count whole windows of the rows `[M, N]`; if the first are fewer, those are a window."""
         fired = active != 0
-        self._tokens = min(self._tokens, len(fired))
+        if not self._unions:
+            self._tokens = min(self._tokens, len(fired))
         windows = fired[: len(fired) // self._tokens * self._tokens]
-        self._unions.append(windows.unflatten(0, (-1, self._tokens)).any(1).float().mean(-1))
+        if len(windows):
+            self._unions.append(windows.unflatten(0, (-1, self._tokens)).any(1).float().mean(-1))
 
     def summary(self, density: float) -> Union:
         """The mean union, beside what independent firing at `density` would give."""

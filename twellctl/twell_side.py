@@ -1,18 +1,23 @@
 """The TwELL side of a bench: this installation's kernels, on one FFN or in a whole model."""
 
+import collections
 import copy
 import functools
 import itertools
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_format
+from twellctl.bundle import twell_ffn, twell_route
+from twellctl.bundle.twell_model import TwellFFN, gated_ffns, kernel_sources, set_thresholds
 from twellctl.errors import TwellError, UsageError
-from twellctl.machine import line
 from twellctl.resources import bundle_files
 from twellctl.synthetic import FfnWeights
+from twellctl.timing import GRAPHS_BELOW
 
 ROUTES = ("auto", "twell", "dense", "portable")
 
@@ -25,11 +30,10 @@ def check_routes(routes: tuple[str, ...]) -> None:
         raise UsageError(f"route must be given once or not at all, got {', '.join(routes)}")
 
 
-def kernel_sources() -> dict[str, bytes]:
-    """{"pack.cu": source} and so on, of this installation."""
-    files = bundle_files().items()
-    kernels = {name: path for name, path in files if name.endswith((".cu", ".cuh"))}
-    return {name.split("/")[-1]: path.read_bytes() for name, path in kernels.items()}
+@functools.cache
+def own_kernels() -> str:
+    """The kernels of this installation, registered."""
+    return kernel_sources({name: path.read_bytes() for name, path in bundle_files().items()})
 
 
 def twell_name(route: str, device: torch.device) -> str:
@@ -39,30 +43,92 @@ def twell_name(route: str, device: torch.device) -> str:
     return "twell" if route == "auto" else f"twell {route}"
 
 
-def twell_ffn(
-    route: str, slots: int, device: torch.device
-) -> Callable[[Tensor, FfnWeights], Tensor]:
-    """The FFN over TwELL: by kernels on CUDA; on the CPU plain torch, where no route is."""
-    if device.type != "cuda":
-        return lambda x, w: twell_format.gated_ffn(x, *w.split, slots=slots)
-    from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
+def require_kernels(
+    routes: tuple[str, ...], run: Callable[[str], Any], device: torch.device
+) -> str | None:
+    """Try `run(route)` where it asks for kernels: None if they ran, else why not.
 
+    `TwellError` if a route that is nothing without them was asked for.
+    """
+    if device.type != "cuda":
+        return None
+    reasons = {}
+    for route in routes:
+        asked = {"auto": "twell"}.get(route, route)
+        if asked != "dense" and (reason := _why_no_kernels(lambda asked=asked: run(asked))):
+            reasons[route] = reason
+    if unmet := [route for route in reasons if route != "auto"]:
+        raise TwellError(f"--route {unmet[0]} cannot run here: {reasons[unmet[0]]}")
+    return reasons.get("auto")
+
+
+def _why_no_kernels(run: Callable[[], Any]) -> str | None:
+    """What the operator logs when `run` goes without the kernels."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger(twell_ffn.__name__)
+    twell_ffn._say_once.cache_clear()
+    log.addHandler(handler)
+    propagate, log.propagate = log.propagate, False
+    try:
+        run()
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+    return said[0] if said else None
+
+
+def routes_taken(
+    K: int, N: int, tokens: int, layers: list[tuple[int, float | None]]
+) -> dict[str, int]:
+    """How many of `layers` (slots, density) "auto" sends which way at so many tokens."""
+    taken: collections.Counter[str] = collections.Counter()
+    for slots, density in layers:
+        bucket = None if density is None else twell_route.density_bucket(density)
+        for kind, choice in twell_route._choices.items():
+            sizes = (kind.K, kind.N, kind.tokens, kind.density)
+            wanted = (K, N, twell_route.token_bucket(tokens), bucket)
+            if sizes == wanted and f" slots={slots} " in kind.sparse:
+                taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
+    return dict(taken)
+
+
+def ffn_over_twell(
+    route: str, slots: int, density: float
+) -> Callable[[Tensor, FfnWeights], Tensor]:
+    """The FFN over TwELL, with `slots` and `density` as a profile would tell them."""
     run = functools.partial(
-        sparse_ffn,
+        twell_ffn.sparse_ffn,
         threshold=0.0,
         slots=slots,
-        sources=register_sources(kernel_sources()),
+        density=density,
+        sources=own_kernels(),
         route=route,
     )
     return lambda x, w: run(x, *w.split)
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """Another model over the same weights."""
+@dataclass(frozen=True)
+class TwellNumbers:
+    """What an export's config.json says of its layers; `densities` None without a profile."""
+
+    tile: int
+    thresholds: tuple[float, ...]
+    slots: tuple[int, ...]
+    densities: tuple[float, ...] | None
+
+
+def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module:
+    """`model` over TwELL as its export is: a copy that shares its weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def failed(what: str, error: Exception) -> TwellError:
-    """The one line of a candidate that must run and did not."""
-    return TwellError(f"{what} failed: {line(error)}")
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    set_thresholds(twin, numbers.thresholds)
+    ffns = gated_ffns(twin)
+    densities = numbers.densities or (None,) * len(ffns)
+    for ffn, slots, density in zip(ffns, numbers.slots, densities, strict=True):
+        stock = type(ffn)
+        ffn.__class__ = type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
+        ffn.twell_tile, ffn.twell_slots, ffn.twell_density = numbers.tile, slots, density
+        ffn.twell_sources, ffn.twell_route = own_kernels(), route
+    return twin

@@ -29,9 +29,13 @@ def _table(point: Any) -> None:
         rows.append([c.name, *figures])
     if energy:
         columns.append("mJ/token")
-    ui.table(f"{point.tokens} tokens, {_firing(point.about)}; {point.timed_by}", columns, rows)
-    for name, reason in point.skipped.items():
+    ui.table(
+        f"{point.tokens} tokens, {_firing(point.about)}; {point.outcome.timed_by}", columns, rows
+    )
+    for name, reason in point.outcome.skipped.items():
         ui.note(f"{name} was left out: {reason}")
+    if took := point.about["auto_took"]:
+        ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
     ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
 
 

@@ -1,0 +1,339 @@
+"""twellctl bench model: the body of a whole model over TwELL against the stock class.
+
+The model is one of the user's with real text, or a random ReLU Llama made here
+(`twellctl.synthetic`). Both sides share their weights and differ in their FFNs only. What is timed
+is a prefill: token ids in, last hidden states out, no LM head and no cache.
+
+Attention is PyTorch's SDPA with `is_causal` on every side. The stock code would make a whole mask
+when it is compiled, which slows the compiled dense side most, so the mask is left out for all.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bench_device import bench_device, device_facts
+from twellctl.bench_results import DENSE, TWELL, Bench, Point
+from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
+from twellctl.data import read_texts, spread_windows, token_stream
+from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
+from twellctl.errors import TwellError, UsageError
+from twellctl.firing import FiredMeter, LayerCount, Union, UnionCount
+from twellctl.model import load_model, load_tokenizer
+from twellctl.profiled import LayerProfile
+from twellctl.synthetic import EVEN, check_union, make_body
+from twellctl.twell_side import (
+    TwellNumbers,
+    check_routes,
+    require_kernels,
+    routes_taken,
+    twell_name,
+    twell_twin,
+)
+
+REFERENCE_TOKENS = 512
+COUNTED_TOKENS = 32768  # about so many, in whole sequences
+BATCH_TOKENS = 8192
+MASKLESS = "twell_bench_causal"  # how SDPA without a mask is registered with transformers
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What to measure: `model` on the text of `data`, or without them a random Llama.
+
+    `tokens` are those of one prefill, in sequences of `seq_len`, or in one shorter sequence.
+    """
+
+    model: str | None = None
+    data: tuple[str, ...] = ()
+    text_column: str = "text"
+    tokens: tuple[int, ...] = (131072, 256)
+    seq_len: int = 2048
+    layers: int = 38
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    heads: int = 32
+    vocabulary: int = 49152
+    density: float = 0.005
+    routes: tuple[str, ...] = ("auto",)
+    rounds: int = 5
+    max_autotune: bool = False
+    energy: bool = False
+    energy_seconds: float = 6.0
+    seed: int = 0
+    device: str | None = None
+
+    def check(self) -> None:
+        """`UsageError` for what makes no sense, before any work."""
+        if (self.model is None) != (not self.data):
+            raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
+        if self.seq_len < 1:
+            raise UsageError(f"seq-len must be >= 1, got {self.seq_len}")
+        for count in self.tokens:
+            if count < 1 or count % min(count, self.seq_len):
+                raise UsageError(
+                    f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
+                )
+        for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', '-')} must be >= 1")
+        if self.hidden_size % (2 * self.heads):
+            raise UsageError(
+                f"hidden-size must be a multiple of twice the heads, got {self.hidden_size} "
+                f"for {self.heads}"
+            )
+        EVEN.check(self.density)
+        check_routes(self.routes)
+        check_course(self.rounds, self.energy_seconds)
+
+    def shape(self, tokens: int) -> tuple[int, int]:
+        """(sequences, tokens of each)."""
+        return tokens // min(tokens, self.seq_len), min(tokens, self.seq_len)
+
+
+def bench_model(
+    settings: ModelSettings,
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Bench:
+    """Measure each token count; `note` is told what comes. Raises `TwellError`."""
+    settings.check()
+    device = bench_device(settings.device)
+    energy_seconds = settings.energy_seconds if settings.energy else None
+    course = open_course(device, settings.rounds, energy_seconds, note, progress)
+    with torch.no_grad():
+        subject = _open(settings, device, note)
+        without_mask(subject.body, settings.seq_len)
+        note("counting what fires")
+        measured, unions = count_fired(subject)
+        if settings.model is None:
+            for union in unions:
+                check_union(union)
+        numbers = subject.numbers or TwellNumbers(
+            tile=TILE,
+            thresholds=tuple(layer.threshold for layer in measured),
+            slots=tuple(layer.slots for layer in measured),
+            densities=tuple(layer.density for layer in measured),
+        )
+        if said := require_kernels(
+            settings.routes,
+            lambda route: last_hidden(
+                twell_twin(subject.body, numbers, route), subject.counted[:1, :8]
+            ),
+            device,
+        ):
+            note(said)
+        about = _about(measured, numbers, unions)
+        points = tuple(
+            _point(settings, subject, numbers, about, tokens, course) for tokens in settings.tokens
+        )
+    what = "this model" if settings.model else f"this model (random, {settings.layers} layers)"
+    return Bench(
+        command="bench model",
+        facts=device_facts(device) | {"model": subject.described},
+        settings=asdict(settings),
+        groups=((what, points),),
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A dense body, ids `[B, S]` for it by token count, and those to count by what fires.
+
+    `numbers` are those of its config.json, None where they are to be measured first.
+    """
+
+    body: nn.Module
+    ids: dict[int, Tensor]
+    counted: Tensor
+    numbers: TwellNumbers | None
+    described: dict[str, Any]
+
+
+def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
+    """By layer: what a profile would hold, and the union over neighbouring tokens."""
+    ids = subject.counted
+    num_layers, size = len(gated_ffns(subject.body)), subject.described["intermediate_size"]
+    tile = subject.numbers.tile if subject.numbers else TILE
+    thresholds = subject.numbers.thresholds if subject.numbers else (0.0,) * num_layers
+    counts = [LayerCount(size, tile, ids.device) for _ in thresholds]
+    unions = [UnionCount() for _ in thresholds]
+
+    def count(layer: int, gate: Tensor, active: Tensor) -> None:
+        counts[layer].add(gate, active)
+        unions[layer].add(active)
+
+    per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+    with FiredMeter(subject.body, count):
+        for batch in ids.split(per_batch):
+            last_hidden(subject.body, batch)
+    found = [c.summary(t) for c, t in zip(counts, thresholds, strict=True)]
+    return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]
+
+
+def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:
+    """`[B, S]` to `[B, S, K]`."""
+    return body(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def without_mask(body: nn.Module, seq_len: int) -> None:
+    """Let `body` attend by SDPA's `is_causal`, unless a sliding window needs its mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = getattr(body.config, "sliding_window", None)
+    if body.config._attn_implementation == "sdpa" and (window is None or seq_len <= window):
+        # transformers makes a mask only for the names of attention that it knows
+        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+        body.set_attn_implementation(MASKLESS)
+
+
+def _point(
+    settings: ModelSettings,
+    subject: Subject,
+    numbers: TwellNumbers,
+    about: dict[str, Any],
+    tokens: int,
+    course: Course,
+) -> Point:
+    ids = subject.ids[tokens]
+    modes = dense_modes(course.device, settings.max_autotune)
+    course.note(f"{tokens} tokens: reference in float32")
+    expected = _reference(subject.body, ids)
+
+    def contender(name: str, kind: str, body: nn.Module, mode: str) -> Contender:
+        run = compiled(lambda tokens: last_hidden(body, tokens), mode)
+        return Contender(name, kind, lambda number: run(ids))
+
+    with fresh_compiler():
+        contenders = [contender(f"dense {mode}", DENSE, subject.body, mode) for mode in modes]
+        for route in settings.routes:
+            twin = twell_twin(subject.body, numbers, route)
+            name = twell_name(route, course.device)
+            contenders += [contender(f"{name} {mode}", TWELL, twin, mode) for mode in modes]
+        headline = [c.name for c in contenders if c.kind == TWELL][: len(modes)]
+        outcome = hold(
+            course,
+            contenders,
+            lambda y: relative_errors(y[0, : len(expected)], expected),
+            what=f"{tokens} tokens",
+            tokens=tokens,
+        )
+    shape = dict(zip(("batch", "seq_len"), settings.shape(tokens), strict=True))
+    K, N = (subject.described[size] for size in ("hidden_size", "intermediate_size"))
+    told = list(zip(numbers.slots, numbers.densities or [None] * len(numbers.slots), strict=True))
+    shape["auto_took"] = routes_taken(K, N, tokens, told)
+    return Point(tokens, shape | about, "float32", tuple(headline), outcome)
+
+
+def _reference(body: nn.Module, ids: Tensor) -> Tensor:
+    """Last hidden states `[T, K]` of the first tokens, all computed in float32."""
+    wide = copy.deepcopy(body).float()
+    return last_hidden(wide, ids[:1, :REFERENCE_TOKENS])[0]
+
+
+def _about(
+    measured: list[LayerProfile], numbers: TwellNumbers, unions: list[Union]
+) -> dict[str, Any]:
+    keys = ("density", "nnz_mean", "nnz_p99", "nnz_max", "dead")
+    rows = [
+        {key: getattr(layer, key) for key in keys} | {"slots": slots, "union": asdict(union)}
+        for layer, slots, union in zip(measured, numbers.slots, unions, strict=True)
+    ]
+    smallest = min(unions, key=lambda union: union.fired / (union.expected or 1))
+    return {
+        "density": sum(layer.density for layer in measured) / len(measured),
+        "density_first_layer": measured[0].density,
+        "density_last_layer": measured[-1].density,
+        "union": asdict(smallest),
+        "layers": rows,
+    }
+
+
+def _open(settings: ModelSettings, device: torch.device, note: Callable[[str], None]) -> Subject:
+    dtype = torch.bfloat16
+    if settings.model is not None:
+        return _open_model(settings, open_checkpoint(settings.model), device, note)
+    note(f"making a random Llama of {settings.layers} layers")
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    body = make_body(
+        K=settings.hidden_size,
+        N=settings.intermediate_size,
+        layers=settings.layers,
+        heads=settings.heads,
+        vocabulary=settings.vocabulary,
+        context=settings.seq_len,
+        density=settings.density,
+        dtype=dtype,
+        generator=generator,
+    )
+
+    def random_ids(sequences: int, length: int) -> Tensor:
+        size = (sequences, length)
+        return torch.randint(settings.vocabulary, size, generator=generator, device=device)
+
+    ids = {tokens: random_ids(*settings.shape(tokens)) for tokens in settings.tokens}
+    # whole sequences: the first tokens of each attend to so few that they become alike
+    counted = random_ids(max(1, COUNTED_TOKENS // settings.seq_len), settings.seq_len)
+    return Subject(body, ids, counted, None, _described("random Llama", body))
+
+
+def _open_model(
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> Subject:
+    checkpoint.require_relu()
+    context = checkpoint.config.get("max_position_embeddings") or settings.seq_len
+    if settings.seq_len > context:
+        raise UsageError(f"seq-len must be 1 to {context}, the context, got {settings.seq_len}")
+    tokenizer = load_tokenizer(checkpoint)
+    texts = read_texts(list(settings.data), settings.text_column, tokenizer)
+    stream = list(token_stream(texts, tokenizer, checkpoint.config.get("vocab_size")))
+    ids = {}
+    for tokens in settings.tokens:
+        count, seq_len = settings.shape(tokens)
+        windows = spread_windows(stream, count, seq_len)
+        if len(windows) < count:
+            raise TwellError(
+                f"the text holds {len(windows)} windows of {seq_len} tokens, not {count}: give "
+                "more text, or fewer --tokens"
+            )
+        ids[tokens] = windows.to(device)
+    note(f"loading {checkpoint.name}")
+    body = load_model(checkpoint, dtype=torch.bfloat16, device=device).base_model
+    twell = checkpoint.twell
+    numbers = TwellNumbers(
+        tile=twell["tile"],
+        thresholds=tuple(twell["thresholds"]),
+        slots=tuple(twell["slots"]),
+        densities=tuple(twell["densities"]) if twell.get("densities") else None,
+    )
+    most = ids[max(ids)]
+    return Subject(
+        body=body.requires_grad_(False),
+        ids=ids,
+        counted=most[: max(1, COUNTED_TOKENS // most.shape[1])],
+        numbers=numbers,
+        described=_described(checkpoint.name, body),
+    )
+
+
+def _described(name: str, body: nn.Module) -> dict[str, Any]:
+    config = body.config
+    return {
+        "name": name,
+        "type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layers": config.num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in body.parameters()),
+    }

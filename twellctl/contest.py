@@ -1,0 +1,111 @@
+"""Candidates for the same work, warmed up, compared with a reference, timed by turns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twellctl.bench_results import TWELL, Candidate, Outcome
+from twellctl.energy import Counter, energy_by_turns, open_counter
+from twellctl.errors import TwellError, UsageError
+from twellctl.machine import line
+from twellctl.timing import GRAPHS_BELOW, Call, Timer, by_turns
+
+MUST_RUN = "dense eager"
+SMALL_ROW = 0.1  # of the median norm
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute. `call(i)` does so with the inputs of number i and returns the result."""
+
+    name: str
+    kind: str
+    call: Call
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a contest is held; `note` is told what comes, `progress(done, total)` of samples."""
+
+    device: torch.device
+    rounds: int
+    counter: Counter | None
+    energy_seconds: float
+    note: Callable[[str], None]
+    progress: Callable[[int, int], None]
+
+
+def check_course(rounds: int, energy_seconds: float) -> None:
+    """`UsageError` for numbers that no contest can have."""
+    if rounds < 1:
+        raise UsageError(f"rounds must be >= 1, got {rounds}")
+    if not 0.5 <= energy_seconds <= 600:
+        raise UsageError(f"energy-seconds must be 0.5 to 600, got {energy_seconds:g}")
+
+
+def open_course(
+    device: torch.device,
+    rounds: int,
+    energy_seconds: float | None,
+    note: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Course:
+    """A course on `device`; `energy_seconds` None leaves energy out. Raises `TwellError`."""
+    counter = None if energy_seconds is None else open_counter(device)
+    return Course(device, rounds, counter, energy_seconds or 0.0, note, progress)
+
+
+def hold(
+    course: Course,
+    contenders: list[Contender],
+    errors_of: Callable[[Tensor], tuple[float, float]],
+    *,
+    what: str,
+    tokens: int,
+    num_inputs: int = 1,
+) -> Outcome:
+    """Measure all contenders on `tokens` rows a call; `errors_of(result)` judges inputs 0.
+
+    Of the dense ones all but eager may fail, and are left out then. Raises `TwellError`.
+    """
+    timers: dict[str, Timer] = {}
+    errors: dict[str, tuple[float, float]] = {}
+    skipped: dict[str, str] = {}
+    for contender in contenders:
+        name = contender.name
+        course.note(f"{what}: {name}")
+        try:
+            errors[name] = errors_of(contender.call(0))
+            graphed = tokens < GRAPHS_BELOW
+            timers[name] = Timer(contender.call, num_inputs, course.device, graphed=graphed)
+        except TwellError:
+            raise
+        except Exception as error:  # whatever a compiler may say
+            if contender.kind == TWELL or name == MUST_RUN:
+                raise TwellError(f"{name} failed ({what}): {line(error)}") from error
+            skipped[name] = line(error)
+            course.note(f"{name} is left out: {skipped[name]}")
+    samples = by_turns(timers, course.rounds, course.progress)
+    joules: dict[str, float] = {}
+    if course.counter is not None:
+        course.note(f"{what}: energy")
+        joules = energy_by_turns(timers, course.counter, course.energy_seconds, course.progress)
+    kinds = {contender.name: contender.kind for contender in contenders}
+    candidates = tuple(
+        Candidate(name, kinds[name], tuple(taken), *errors[name], joules.get(name))
+        for name, taken in samples.items()
+    )
+    return Outcome(timers[MUST_RUN].how, candidates, skipped)
+
+
+def relative_errors(y: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Of `y` `[R, K]`: over all rows, and in the worst row that is not next to nothing."""
+    difference = (y.to(expected.dtype) - expected).norm(dim=-1)
+    size = expected.norm(dim=-1)
+    overall = float(difference.norm() / size.norm().clamp_min(1e-30))
+    # a row in which one neuron just fires is all rounding, on every side
+    compared = size > SMALL_ROW * size.median()
+    by_row = difference[compared] / size[compared]
+    return overall, float(by_row.max()) if len(by_row) else overall
