@@ -75,12 +75,12 @@ __device__ __forceinline__ void wait_for_copies() {
 // ---- tensor cores
 
 // Four 8 x 8 matrices of 16 bits, transposed: lane i gives the address of row i & 7 of matrix i >> 3
-// and gets of each matrix column g, rows 2t and 2t + 1.
+// and gets of each matrix column g, rows 2t and 2t + 1. For memory that does not change any more: the
+// compiler may move this.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsigned smem_row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(smem_row)
-                 : "memory");
+    asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+        : "r"(smem_row));
 }
 
 // A matrix of 8 x 8 of 16 bits, each lane with row g, columns 2t and 2t + 1: transposed.
