@@ -15,7 +15,7 @@ from twellctl.bundle.twell_ffn import gate_pack, register_sources, sparse_ffn
 from twellctl.bundle.twell_format import gated_ffn
 from twellctl.bundle.twell_launch import KernelError, kernels_for
 from twellctl.bundle.twell_route import Choice, Kind, choose
-from twellctl.bundle.twell_sequence import FFN, dense_ffn, portable_ffn
+from twellctl.bundle.twell_sequence import FFN, dense_ffn
 from twellctl.convert import convert
 from twellctl.export import export
 
@@ -81,9 +81,10 @@ def test_any_leading_shape(shape):
 
 def test_the_operator_holds_to_torch_rules():
     tensors = problem(torch.float32, biases=True)
-    torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, 0.25, 256, 64, -1.0, SOURCES, "auto"))
+    numbers = (0.25, 256, 64, -1.0, SOURCES, "auto")
+    torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, *numbers))
     meta = [t.to("meta") for t in tensors]
-    assert sparse_ffn(*meta, sources=SOURCES).shape == (2, 5, 64)
+    assert twell_ffn._gated_ffn_op(*meta, *numbers).shape == (2, 5, 64)
     counts, entries = gate_pack(meta[0].view(10, 64), meta[1], slots=8, sources=SOURCES)
     assert (counts.shape, entries.shape) == ((10, 1), (10, 1, 8))
 
@@ -159,32 +160,6 @@ def test_what_is_not_taken(monkeypatch):
     assert "dtype and device" in twell_ffn._why_not_ffn(rows, mixed, 256)
     wrong = FFN(w_gate, w_up[:8], w_down, None, None, None, 0.0)
     assert "[K, N]" in twell_ffn._why_not_ffn(rows, wrong, 256)
-
-
-class Launches:
-    """Stands in for a KernelSet: keeps what is launched."""
-
-    def __init__(self):
-        self.made = []
-
-    def launch(self, name, grid, block, args, smem_bytes=0):
-        self.made.append((name, grid, block, tuple(args), smem_bytes))
-
-
-def test_the_portable_sequence_launches_what_the_design_says():
-    x, *weights = problem(biases=True)
-    kernels = Launches()
-    limits = twell_launch.Limits(108, 166912, 40 << 20, (8, 0))
-    y = portable_ffn(kernels, limits, x.view(10, 64), FFN(*weights, 0.25))
-    assert y.shape == (10, 64)
-    assert [made[0] for made in kernels.made] == ["pack", "plan", "up", "hidden", "down"]
-    (pack, plan, up, _, down) = kernels.made
-    assert pack[1:3] == ((10,), 256)
-    assert pack[3][1:4] == (0.25, 10, 96)
-    assert plan[3][2:6] == (10, 96, 256, 96)
-    assert up[1] == (2, 1, 1)
-    assert down[1] == (4, 1)
-    assert down[3][-1] is y or down[3][-1].data_ptr() == y.data_ptr()
 
 
 # ---- copies of the code ----

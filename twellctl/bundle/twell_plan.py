@@ -17,10 +17,11 @@ MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
 MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
 UP_BLOCK = PLAN_BLOCK = DOWN_BLOCK = 512
 PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
-PRODUCT_BLOCK = 384
+PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
-BOX_ROWS = 128  # of every tensor map
+DOWN_STAGES = 24576  # bytes of shared memory of `down` beside its panel
+INPUT_BOX_ROWS, WEIGHT_BOX_ROWS = 64, 128  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
 _CHUNK_BYTES = 2 << 30
@@ -32,6 +33,7 @@ _L2_BYTES_A_CLOCK = 24
 _PAIR_CLOCKS = 1.25
 _START_CLOCKS = 3000
 _USUAL_DENSITY = 0.01
+_SHORT_TILE_TIME = 0.6  # of a tile with half as many rows
 
 
 class Limits(Protocol):
@@ -104,8 +106,8 @@ class Plan:
 
     @property
     def down_smem(self) -> int:
-        """Dynamic shared memory of `down`: the panel, and a patch a warp."""
-        return self.panel_rows * 32 + (DOWN_BLOCK // 32) * 512
+        """Dynamic shared memory of `down`: the panel, and the stages of its warps."""
+        return self.panel_rows * 32 + DOWN_STAGES
 
     @property
     def up_grid(self) -> tuple[int, int, int]:
@@ -178,7 +180,7 @@ def _plan_stage(pairs: int, least: int, num_tiles: int, limits: Limits) -> int:
 
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
-    room = (smem_bytes - (DOWN_BLOCK // 32) * 512 - STATIC_SMEM) // 32 // GROUP * GROUP
+    room = (smem_bytes - DOWN_STAGES - STATIC_SMEM) // 32 // GROUP * GROUP
     num_panels = ceil_div(N, min(room, MAX_PANEL_ROWS))
     return round_up(ceil_div(N, num_panels), GROUP)
 
@@ -206,14 +208,19 @@ def heavy_window(M: int, N: int) -> int:
     return min(M, max(256, _WINDOW_BYTES // (2 * N) // 256 * 256))
 
 
-def gate_pack_grid(M: int, N: int, num_sms: int) -> int:
-    """Blocks of a persistent product of `M` rows and `N` columns: pairs, at most one an SM."""
-    return 2 * max(1, min(num_sms // 2, ceil_div(M, 2 * BOX_ROWS) * ceil_div(N, 2 * BOX_ROWS)))
+def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:
+    """Blocks of a persistent product (product.cuh): pairs, at most one block an SM."""
+    return 2 * max(1, min(num_sms // 2, _product_tiles(rows, columns, groups)))
 
 
-def heavy_hidden_grid(rows: int, N: int, num_sms: int) -> int:
-    """The same for `heavy_hidden`, whose tiles hold 128 columns of gate and of up."""
-    return 2 * max(1, min(num_sms // 2, ceil_div(rows, 2 * BOX_ROWS) * ceil_div(N, BOX_ROWS)))
+def gate_pack_is_short(M: int, N: int, num_sms: int) -> bool:
+    """Whether tiles of half as many rows finish earlier: they fill the device with fewer tokens."""
+    usual, short = (ceil_div(_product_tiles(M, N, groups), num_sms // 2) for groups in (2, 1))
+    return _SHORT_TILE_TIME * short < usual
+
+
+def _product_tiles(rows: int, columns: int, groups: int) -> int:
+    return ceil_div(rows, 2 * groups * INPUT_BOX_ROWS) * ceil_div(columns, 256)
 
 
 @functools.lru_cache(maxsize=4096)

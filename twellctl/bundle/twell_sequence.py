@@ -20,29 +20,38 @@ from .twell_config import TILE
 from .twell_format import keep_fired
 from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import (
-    BOX_ROWS,
     DOWN_BLOCK,
     GATE_PACK_SMEM,
     GATHER_BLOCK,
     HEAVY_SMEM,
     HIDDEN_BLOCK,
+    INPUT_BOX_ROWS,
     PACK_BLOCK,
     PLAN_BLOCK,
     PRODUCT_BLOCK,
     ROUND_BYTES,
+    SHORT_PRODUCT_BLOCK,
     UP_BLOCK,
+    WEIGHT_BOX_ROWS,
     Plan,
     ceil_div,
     chunk_tokens,
-    gate_pack_grid,
-    heavy_hidden_grid,
+    gate_pack_is_short,
     heavy_window,
     hopper_cap,
     make_plan,
+    product_grid,
 )
 
 _SPARSE = ("plan", "up", "hidden", "down")
-HOPPER_KERNELS = ("gate_pack", *_SPARSE, "heavy_gather", "heavy_hidden", "heavy_down")
+HOPPER_KERNELS = (
+    "gate_pack",
+    "gate_pack_short",
+    *_SPARSE,
+    "heavy_gather",
+    "heavy_hidden",
+    "heavy_down",
+)
 PORTABLE_KERNELS = ("pack", *_SPARSE)
 
 
@@ -130,14 +139,15 @@ def launch_gate_pack(
     heavy_count: Tensor,
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`."""
-    M, (N, K), box = x.shape[0], w_gate.shape, BOX_ROWS
+    M, (N, K) = x.shape[0], w_gate.shape
+    short = gate_pack_is_short(M, N, limits.num_sms)
     kernels.launch(
-        "gate_pack",
-        (gate_pack_grid(M, N, limits.num_sms),),
-        PRODUCT_BLOCK,
+        "gate_pack_short" if short else "gate_pack",
+        (product_grid(M, N, limits.num_sms, groups=1 if short else 2),),
+        SHORT_PRODUCT_BLOCK if short else PRODUCT_BLOCK,
         (
-            *(tensor_map(x, box), tensor_map(w_gate, box), b_gate, float(threshold)),
-            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
+            *(tensor_map(x, INPUT_BOX_ROWS), tensor_map(w_gate, WEIGHT_BOX_ROWS), b_gate),
+            *(float(threshold), M, N, K, entries.shape[2], counts, entries, heavy_count),
         ),
         GATE_PACK_SMEM,
     )
@@ -242,8 +252,9 @@ def _heavy_products(
     M, N, K = x.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
-    box, num_sms = BOX_ROWS, limits.num_sms
-    maps = [tensor_map(t, box) for t in (x_rows, ffn.w_gate, ffn.w_up, hidden, ffn.w_down)]
+    num_sms = limits.num_sms
+    x_map, hidden_map = (tensor_map(t, INPUT_BOX_ROWS) for t in (x_rows, hidden))
+    weight_maps = [tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up, ffn.w_down)]
     for start in range(0, M, window):
         kernels.launch(
             "heavy_gather",
@@ -253,10 +264,10 @@ def _heavy_products(
         )
         kernels.launch(
             "heavy_hidden",
-            (heavy_hidden_grid(window, N, num_sms),),
+            (product_grid(window, 2 * N, num_sms),),
             PRODUCT_BLOCK,
             (
-                *maps[:3],
+                *(x_map, *weight_maps[:2]),
                 *(ffn.b_gate, ffn.b_up, float(ffn.threshold), heavy_count, start, window, N, K),
                 hidden,
             ),
@@ -264,8 +275,11 @@ def _heavy_products(
         )
         kernels.launch(
             "heavy_down",
-            (gate_pack_grid(window, K, num_sms),),
+            (product_grid(window, K, num_sms),),
             PRODUCT_BLOCK,
-            (*maps[3:], ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
+            (
+                *(hidden_map, weight_maps[2], ffn.b_down),
+                *(heavy_rows, heavy_count, start, window, N, K, y),
+            ),
             HEAVY_SMEM,
         )

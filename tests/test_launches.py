@@ -1,0 +1,145 @@
+"""What is launched, without a GPU: the kernels' signatures, grids, and buffers large enough."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle import twell_sequence
+from twellctl.bundle.twell_launch import ENTRY_FILES, Limits, _argument
+from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
+from twellctl.bundle.twell_sequence import (
+    FFN,
+    HOPPER_KERNELS,
+    PORTABLE_KERNELS,
+    hopper_ffn,
+    portable_ffn,
+)
+from twellctl.resources import resource_dir
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+A100 = Limits(108, 166912, 40 << 20, (8, 0))
+SHAPES = [(1, 64, 8), (10, 64, 96), (257, 128, 520), (300, 64, 16384)]
+
+
+class Map:
+    """Stands for a tensor map."""
+
+    def __init__(self, tensor, box_rows):
+        self.tensor, self.box_rows = tensor, box_rows
+
+
+class Launches:
+    """Stands for a KernelSet: keeps what is launched."""
+
+    def __init__(self):
+        self.made = []
+
+    def launch(self, name, grid, block, args, smem_bytes=0):
+        self.made.append((name, grid, block, tuple(args), smem_bytes))
+
+
+def problem(M: int, K: int, N: int, biases: bool) -> tuple[Tensor, FFN]:
+    shapes = [(N, K), (N, K), (K, N)]
+    weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
+    return torch.zeros(M, K, dtype=torch.bfloat16), FFN(*weights, *rest, 0.25)
+
+
+def launches(M: int, K: int, N: int, *, portable: bool, biases: bool = True) -> list[tuple]:
+    x, ffn = problem(M, K, N, biases)
+    kernels = Launches()
+    run = functools.partial(portable_ffn, kernels, A100, x, ffn)
+    y = run() if portable else hopper_ffn(kernels, H200, x, ffn, 64)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    return kernels.made
+
+
+@pytest.fixture(autouse=True)
+def maps(monkeypatch):
+    monkeypatch.setattr(twell_sequence, "tensor_map", Map)
+
+
+def parameters(entry: str) -> list[str]:
+    """The types of a kernel's parameters, as its source has them."""
+    file = resource_dir("kernels") / ENTRY_FILES.get(entry, f"{entry}.cu")
+    if not file.exists():
+        pytest.skip(f"{file.name} is not written yet")
+    text = file.read_text().replace("\\\n", "\n")
+    called = "name" if file.name == "gate_pack.cu" else entry
+    (found, *_) = re.findall(rf'extern "C" __global__[^;{{]*?\b{called}\(([^)]*)\)', text)
+    kinds = {"TensorMap": "map", "long long": "int64", "float": "float", "int": "int"}
+    return [
+        "pointer" if "*" in parameter else next(k for name, k in kinds.items() if name in parameter)
+        for parameter in found.split(",")
+    ]
+
+
+def kind_of(argument: object) -> str:
+    if isinstance(argument, Map):
+        return "map"
+    if argument is None or isinstance(argument, Tensor):
+        return "pointer"
+    return {np.int32: "int", np.float32: "float", np.int64: "int64"}[type(_argument(argument))]
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("entry", sorted({*HOPPER_KERNELS, *PORTABLE_KERNELS}))
+def test_arguments_are_the_parameters_of_the_kernel(entry, biases):
+    wanted = parameters(entry)
+    made = [
+        launch
+        for M in (10, 10000)
+        for portable in (False, True)
+        for launch in launches(M, 64, 520, portable=portable, biases=biases)
+        if launch[0] == entry
+    ]
+    assert made
+    for _, _, _, args, _ in made:
+        assert [kind_of(argument) for argument in args] == wanted
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["Hopper", "portable"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_launches_fit_the_device(shape, portable):
+    limits = A100 if portable else H200
+    for name, grid, block, args, smem_bytes in launches(*shape, portable=portable):
+        assert all(1 <= size < 2**31 for size in grid), name
+        assert all(size < 65536 for size in grid[1:]), name
+        assert block in (256, 384, 512), name
+        assert smem_bytes <= limits.smem_bytes, name
+        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
+
+
+def test_the_order():
+    names = [launch[0] for launch in launches(10, 64, 96, portable=False)]
+    sparse = ["plan", "up", "hidden", "down"]
+    heavy = ["heavy_gather", "heavy_hidden", "heavy_down"]
+    assert names == ["gate_pack_short", *sparse, *heavy]
+    names = [launch[0] for launch in launches(10, 64, 96, portable=True)]
+    assert names == ["pack", *sparse]
+    assert launches(10000, 64, 520, portable=False)[0][0] == "gate_pack"
+
+
+def test_many_neurons_take_several_panels():
+    downs = [x for x in launches(10, 64, 16384, portable=True) if x[0] == "down"]
+    plan = make_plan(10, 16384, 64, 256, 16384, A100)
+    assert len(downs) == plan.num_panels > 1
+    assert [args[7] for _, _, _, args, _ in downs] == list(range(plan.num_panels))
+    assert len({args[-2].data_ptr() for _, _, _, args, _ in downs}) == 1  # fp32 sums
+    (down,) = (x for x in launches(10, 64, 96, portable=True) if x[0] == "down")
+    assert down[3][-2] is None
+
+
+def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
+    monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
+    monkeypatch.setattr(twell_sequence, "heavy_window", lambda M, N: 50)
+    made = launches(300, 64, 96, portable=False)
+    tokens = [args[2] for name, _, _, args, _ in made if name == "plan"]
+    assert tokens == [128, 128, 44]
+    starts = [args[3] for name, _, _, args, _ in made if name == "heavy_gather"]
+    assert starts == [0, 50, 100, 0, 50, 100, 0]
+    assert chunk_tokens(131072, 5632, 2048, 64, hopper_cap(5632), False) == 131072
