@@ -138,9 +138,13 @@ class Bench:
 
     @property
     def sentences(self) -> list[str]:
-        """What a user wants to know, one sentence a group."""
+        """What a user wants to know: speed, a sentence a group; energy, where it was measured."""
         place = "CPU" if self.facts["device"] == "CPU" else "GPU"
-        return [sentence(what, points, place) for what, points in self.groups]
+        found = []
+        for what, points in self.groups:
+            found.append(sentence(what, points, place))
+            found += [energy_sentence(point) for point in points if point.twell.joules is not None]
+        return found
 
     @property
     def wrong(self) -> list[str]:
@@ -165,6 +169,22 @@ def sentence(what: str, points: tuple[Point, ...], place: str = "GPU") -> str:
     parts = [f"{first[0]:.2f}x {faster} {_called(points)} at {first[1]} tokens"]
     parts += [f"{ratio:.2f}x at {tokens}" for ratio, tokens in others]
     return f"on this {place} {what} is {', '.join(parts)}"
+
+
+def energy_sentence(point: Point) -> str:
+    """Like "at 131072 tokens it takes 6.62 mJ a token, dense eager 7.53 (-12.1 %)..."."""
+
+    def millijoules(candidate: Candidate) -> float:
+        return 1000 * candidate.joules / point.tokens
+
+    ours, others = millijoules(point.twell), [point.eager]
+    if point.fastest_dense is not point.eager:
+        others.append(point.fastest_dense)
+    compared = (
+        f"{c.name} {millijoules(c):.3g} ({100 * (ours / millijoules(c) - 1):+.1f} %)"
+        for c in others
+    )
+    return f"at {point.tokens} tokens it takes {ours:.3g} mJ a token, {', '.join(compared)}"
 
 
 def _called(points: tuple[Point, ...]) -> str:

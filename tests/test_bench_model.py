@@ -1,0 +1,159 @@
+"""bench model on the CPU: a random body and a real folder, both tiny."""
+
+import json
+
+import pytest
+import torch
+
+from twellctl import bench_model as module
+from twellctl.bench_model import ModelSettings, bench_model, last_hidden, without_mask
+from twellctl.bundle.twell_model import TwellFFN, gated_ffns
+from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
+from twellctl.model import load_model
+from twellctl.profile import profile
+from twellctl.synthetic import make_body
+from twellctl.twell_side import TwellNumbers, twell_twin
+
+TINY = {
+    "tokens": (256, 16), "seq_len": 256, "layers": 2, "hidden_size": 512, "heads": 4,
+    "intermediate_size": 768, "vocabulary": 500, "density": 0.02, "rounds": 1, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _count_less(monkeypatch):
+    monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
+
+
+@pytest.fixture(scope="module")
+def body():
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"K": 256, "N": 512, "layers": 3, "heads": 4, "vocabulary": 300, "context": 64}
+    return make_body(**sizes, density=0.1, dtype=torch.float32, generator=generator)
+
+
+def test_the_random_body_keeps_channel_0(body):
+    ids = torch.randint(300, (2, 64))
+    with torch.no_grad():
+        before = body(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    assert all(bool((state[..., 0] == 1).all()) for state in before[:-1])
+
+
+def test_the_twin_shares_all_weights_and_gives_the_same(body):
+    numbers = TwellNumbers(256, (0.0,) * 3, (64,) * 3, (0.1,) * 3)
+    twin = twell_twin(body, numbers, "auto")
+    assert all(isinstance(ffn, TwellFFN) for ffn in gated_ffns(twin))
+    assert not any(isinstance(ffn, TwellFFN) for ffn in gated_ffns(body))
+    for ours, theirs in zip(twin.parameters(), body.parameters(), strict=True):
+        assert ours is theirs
+    ids = torch.randint(300, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(last_hidden(twin, ids), last_hidden(body, ids))
+
+
+def test_leaving_the_mask_out_changes_nothing(body):
+    ids = torch.randint(300, (2, 32))
+    with torch.no_grad():
+        body.set_attn_implementation("sdpa")
+        masked = last_hidden(body, ids)
+        without_mask(body, 32)
+        assert body.config._attn_implementation == module.MASKLESS
+        torch.testing.assert_close(last_hidden(body, ids), masked)
+
+
+def test_a_sliding_window_keeps_its_mask(make_model):
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(make_model("mistral", sliding_window=8))
+    without_mask(model, 16)
+    assert model.config._attn_implementation == "sdpa"
+    without_mask(model, 8)
+    assert model.config._attn_implementation == module.MASKLESS
+
+
+def test_a_random_model_is_measured():
+    found = bench_model(ModelSettings(**TINY)).to_json()
+    assert found["model"]["layers"] == 2
+    assert [(p["tokens"], p["batch"], p["seq_len"]) for p in found["points"]] == [
+        (256, 1, 256),
+        (16, 1, 16),
+    ]
+    for point in found["points"]:
+        assert list(point["candidates"]) == ["dense eager", "twell plain eager"]
+        assert point["density_first_layer"] == pytest.approx(0.02, rel=0.1)
+        assert [layer["slots"] % 8 for layer in point["layers"]] == [0, 0]
+        assert point["reference"] == "float32"
+        assert all(0 < c["error"] < 0.02 for c in point["candidates"].values())
+    (said,) = found["sentences"]
+    assert said.startswith("on this CPU this model (random, 2 layers) is ")
+
+
+def test_a_random_model_whose_tokens_are_alike_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        torch, "randint", lambda high, size, **k: torch.zeros(size, dtype=torch.int64)
+    )
+    with pytest.raises(TwellError, match="another --seed or --density, or a real model"):
+        bench_model(ModelSettings(**TINY))
+
+
+def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, tmp_path):
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32, threshold=0.1)
+    export(relu_llama, tmp_path / "export", profile=measured)
+    words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
+    words += ("--device", "cpu")
+    code, out, err = cli("bench", "model", tmp_path / "export", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    (point,) = found["points"]
+    assert [layer["slots"] for layer in point["layers"]] == [s.slots for s in measured.layers]
+    assert point["density"] == pytest.approx(measured.density, rel=0.3)
+    assert (point["batch"], point["seq_len"]) == (2, 32)
+    assert found["sentences"][0].startswith("on this CPU this model is ")
+    code, out, _ = cli("bench", "model", tmp_path / "export", *words)
+    assert code == 0
+    assert "first layer" in out
+    with torch.no_grad():
+        assert (
+            last_hidden(load_model_body(tmp_path / "export"), torch.zeros(1, 4, dtype=torch.int64))
+            .isfinite()
+            .all()
+        )
+
+
+def load_model_body(folder):
+    from twellctl.checkpoint import open_checkpoint
+
+    return load_model(open_checkpoint(folder), device=torch.device("cpu")).base_model
+
+
+def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("def f(): pass")
+    for settings, sentence in [
+        ({"model": str(relu_llama)}, "give --data FILE with it, or neither"),
+        ({"data": (str(text_file),)}, "give --data FILE with it, or neither"),
+        ({"tokens": (300,)}, r"tokens must be a multiple of seq-len \(256\), or less: got 300"),
+        ({"seq_len": 0}, "seq-len must be >= 1, got 0"),
+        ({"heads": 3}, "hidden-size must be a multiple of twice the heads, got 512 for 3"),
+        ({"layers": 0}, "layers must be >= 1"),
+        ({"density": 0.0}, "density must lie above 0"),
+        ({"routes": ("fast",)}, "route must be one of"),
+        ({"rounds": 0}, "rounds must be >= 1"),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            bench_model(ModelSettings(**TINY | settings))
+    real = TINY | {"data": (str(text_file),), "tokens": (64,), "seq_len": 32}
+    with pytest.raises(TwellError, match="is a SiLU model"):
+        bench_model(ModelSettings(**real | {"model": str(silu_llama)}))
+    with pytest.raises(UsageError, match="seq-len must be 1 to 256, the context, got 512"):
+        bench_model(ModelSettings(**real | {"model": str(relu_llama), "seq_len": 512}))
+    texts = {"data": (str(short),), "model": str(relu_llama)}
+    with pytest.raises(TwellError, match="less than one window of 32"):
+        bench_model(ModelSettings(**real | texts))
+    short.write_text("def f(): pass\n" * 6)
+    with pytest.raises(TwellError, match=r"windows of 32 tokens, not 16384: give more text"):
+        bench_model(ModelSettings(**real | texts | {"tokens": (2**19,)}))
+    code, _, err = cli("bench", "model", "--batch", "2", "--tokens", "64")
+    assert (code, len(err)) == (2, 1)
+    assert "batch is in place of --tokens: give one of them" in err[0]

@@ -1,0 +1,112 @@
+"""What a bench says: ratios over the fastest, the sentences, the JSON."""
+
+import json
+
+import pytest
+
+from twellctl.bench_results import DENSE, TWELL, Bench, Candidate, Outcome, Point, sentence
+
+
+def point(tokens: int, joules: dict | None = None, skipped: dict | None = None, **ms: float):
+    """A point whose candidates took so many milliseconds; names with "_" for the blank."""
+    names = {name.replace("_", " "): value for name, value in ms.items()}
+    candidates = tuple(
+        Candidate(
+            name=name,
+            kind=DENSE if name.startswith("dense") else TWELL,
+            samples=(value / 1000, value / 1000, 1.0),
+            error=0.003,
+            worst_row_error=0.004,
+            joules=(joules or {}).get(name),
+        )
+        for name, value in names.items()
+    )
+    headline = tuple(name for name in names if name in ("twell", "twell compile"))
+    about = {"density": 0.01, "auto_took": {}}
+    outcome = Outcome("plain calls", candidates, skipped or {})
+    return Point(tokens, about, "float64", headline, outcome)
+
+
+def bench(*points: Point, device: str = "NVIDIA H200") -> Bench:
+    return Bench("bench ffn", {"device": device}, {}, (("this FFN", points),))
+
+
+def test_ratios_are_over_the_fastest_of_all_dense_candidates():
+    found = point(100, dense_eager=3, dense_compile=2, dense_max_autotune=2.5, twell=1)
+    assert found.fastest_dense.name == "dense compile"
+    assert found.over_dense(found.twell) == 2
+    assert found.to_json()["over_fastest_dense"] == 2
+    ratios = {n: c["over_fastest_dense"] for n, c in found.to_json()["candidates"].items()}
+    assert ratios["dense eager"] == pytest.approx(2 / 3)
+    assert ratios["dense compile"] == 1
+
+
+def test_a_slower_sample_does_not_move_the_median():
+    assert point(100, dense_eager=3, twell=1).twell.seconds == 0.001
+
+
+def test_the_fastest_form_of_the_first_route_speaks_for_twell():
+    found = point(8, dense_eager=4, twell=2, twell_compile=1, twell_portable=0.5)
+    assert found.twell.name == "twell compile"
+
+
+@pytest.mark.parametrize(
+    ("dense", "called"),
+    [
+        ({"dense_eager": 2, "dense_compile": 1.31}, "faster than compiled dense"),
+        ({"dense_eager": 1.31, "dense_compile": 2}, "faster than the fastest dense"),
+        ({"dense_eager": 1.31}, "faster than eager dense"),
+    ],
+)
+def test_the_sentence_names_what_is_compared(dense, called):
+    found = [point(256, **dict.fromkeys(dense, 0.99), twell=1), point(131072, **dense, twell=1)]
+    if called == "faster than compiled dense":
+        found[0] = point(256, dense_eager=3, dense_compile=0.99, twell=1)
+    said = sentence("this model", tuple(found))
+    assert said == f"on this GPU this model is 1.31x {called} at 131072 tokens, 0.99x at 256"
+
+
+def test_a_loss_is_no_speed_up():
+    said = sentence("this model", (point(64, dense_eager=1, dense_compile=0.5, twell=1),), "CPU")
+    assert said == "on this CPU this model is 0.50x as fast as compiled dense at 64 tokens"
+
+
+def test_energy_is_told_against_eager_and_the_fastest():
+    joules = {"dense eager": 0.2, "dense compile": 0.16, "twell": 0.12}
+    found = point(100, joules, dense_eager=3, dense_compile=2, twell=1)
+    assert bench(found).sentences[1] == (
+        "at 100 tokens it takes 1.2 mJ a token, dense eager 2 (-40.0 %), dense compile 1.6 "
+        "(-25.0 %)"
+    )
+    saved = found.to_json()["candidates"]["twell"]
+    assert saved["mj_per_token"] == pytest.approx(1.2)
+    assert saved["energy_over_dense_eager"] == pytest.approx(0.6)
+    assert len(bench(point(100, dense_eager=3, twell=1)).sentences) == 1
+
+
+@pytest.mark.parametrize("name", ["error", "worst_row_error"])
+@pytest.mark.parametrize("value", [0.7, float("nan"), float("inf")])
+def test_wrong_results_are_told_and_never_break_the_json(name, value):
+    right = point(100, dense_eager=3, twell=1)
+    assert bench(right).wrong == []
+    eager, twell = right.candidates
+    spoilt = Candidate(**vars(twell) | {name: value})
+    found = Point(100, right.about, "float64", ("twell",), Outcome("", (eager, spoilt), {}))
+    assert "twell has a relative error of" in bench(found).wrong[0]
+    json.dumps(bench(found).to_json(), allow_nan=False)
+
+
+def test_json_holds_everything():
+    found = point(100, skipped={"dense compile": "no compiler"}, dense_eager=3, twell=1)
+    saved = bench(found, device="CPU").to_json()
+    assert saved["schema_version"] == 1
+    assert saved["sentences"] == bench(found, device="CPU").sentences
+    assert set(saved["points"][0]) == {
+        "tokens", "density", "auto_took", "timed_by", "reference", "fastest_dense", "twell",
+        "over_fastest_dense", "candidates", "skipped",
+    }  # fmt: skip
+    assert set(saved["points"][0]["candidates"]["twell"]) == {
+        "kind", "ms", "ms_samples", "tokens_per_ms", "over_fastest_dense", "error",
+        "worst_row_error",
+    }  # fmt: skip
+    assert saved["points"][0]["candidates"]["twell"]["tokens_per_ms"] == 100
