@@ -1,0 +1,135 @@
+"""bench on a GPU, with small shapes: it runs, graphs and plain calls agree, the JSON is whole."""
+
+import json
+
+import pytest
+import torch
+
+from twellctl import bench_model as bench_model_module
+from twellctl.bench_ffn import rotated_weights
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.energy import open_counter
+from twellctl.errors import TwellError
+from twellctl.synthetic import make_weights
+from twellctl.timing import GRAPHS, PLAIN, Timer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+FFN = ("--hidden-size", "1024", "--intermediate-size", "2048", "--density", "0.02")
+MODEL = ("--layers", "2", "--hidden-size", "1024", "--intermediate-size", "2048", "--heads", "16")
+DENSE = ["dense eager", "dense eager, fused", "dense compile", "dense compile, fused"]
+
+
+@pytest.fixture
+def has_kernels():
+    if said := what_is_missing():
+        pytest.skip(said)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+
+
+@pytest.fixture
+def has_energy():
+    try:
+        open_counter(torch.device("cuda", 0))
+    except TwellError as error:
+        pytest.skip(str(error))
+
+
+def test_every_side_is_timed_the_same_way(cli, has_kernels):
+    words = ("--tokens", "8192", "--tokens", "256", "--no-max-autotune", "--rounds", "3")
+    routes = ("--route", "auto", "--route", "twell", "--route", "portable", "--route", "dense")
+    code, out, err = cli("bench", "ffn", *FFN, *words, *routes, "--bias", "--json")
+    assert code == 0, err[-1]
+    found = json.loads(out)
+    assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
+    twell = ["twell", "twell twell", "twell portable", "twell dense"]
+    for point in found["points"]:
+        assert list(point["candidates"]) == DENSE + twell
+        assert point["skipped"] == {}
+        assert sum(point["auto_took"].values()) == 1
+        for name, candidate in point["candidates"].items():
+            assert 0 < candidate["ms"] < 50, name
+            assert candidate["error"] < 0.01, name
+    assert found["versions"]["nvrtc"]
+    assert found["gpus"][found["device_index"]] == found["device"]
+    assert found["sentences"][0].startswith("on this GPU this FFN of 1024 x 2048 at 2.00% density")
+
+
+def test_max_autotune_takes_part(cli):
+    words = ("--tokens", "256", "--rounds", "1", "--route", "dense", "--json")
+    code, out, err = cli("bench", "ffn", *FFN, *words)
+    assert code == 0, err[-1]
+    (point,) = json.loads(out)["points"]
+    assert {"dense max-autotune", "dense max-autotune, fused"} <= set(point["candidates"])
+
+
+def test_energy_is_of_a_sane_size(cli, has_energy):
+    words = ("--tokens", "8192", "--no-max-autotune", "--rounds", "1", "--route", "dense")
+    code, out, err = cli(
+        "bench", "ffn", *FFN, *words, "--energy", "--energy-seconds", "1", "--json"
+    )
+    assert code == 0, err[-1]
+    (point,) = json.loads(out)["points"]
+    for name, candidate in point["candidates"].items():
+        watts = candidate["mj_per_token"] * candidate["tokens_per_ms"]
+        assert 20 < watts < 1500, f"{name}: {watts:.0f} W"
+    assert point["candidates"]["dense eager"]["energy_over_dense_eager"] == 1
+
+
+def test_graphs_and_plain_calls_agree():
+    device = torch.device("cuda", torch.cuda.current_device())
+    a, b = (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = {
+        graphed: sorted(timer.seconds() for _ in range(5))[2]
+        for graphed in (True, False)
+        for timer in [Timer(lambda number: a @ b, 2, device, graphed=graphed)]
+    }
+    assert seconds[True] == pytest.approx(seconds[False], rel=0.2)
+
+
+def test_the_weights_outgrow_the_cache():
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = {"bias": False, "dtype": torch.bfloat16, "generator": generator}
+    weights = make_weights(1024, 2048, 0.02, **numbers)
+    copies = rotated_weights(weights, device)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    assert len(copies) == 64 or len(copies) * weights.gate_bytes > 3 * cache
+    assert len({copy.gate_up.data_ptr() for copy in copies}) == len(copies)
+
+
+def test_a_dtype_without_kernels_is_told_or_refused(cli, has_kernels):
+    words = ("--tokens", "256", "--rounds", "1", "--no-max-autotune", "--dtype", "fp16")
+    code, _, err = cli("bench", "ffn", *FFN, *words)
+    assert code == 0
+    assert any("the kernels take bf16, not float16" in line for line in err)
+    code, _, err = cli("bench", "ffn", *FFN, *words, "--route", "twell")
+    assert code == 1
+    assert "--route twell cannot run here" in err[-1]
+
+
+def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch):
+    monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
+    words = ("--tokens", "8192", "--tokens", "256", "--seq-len", "1024", "--density", "0.02")
+    code, out, err = cli("bench", "model", *MODEL, *words, "--rounds", "2", "--json")
+    assert code == 0, err[-1]
+    found = json.loads(out)
+    assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
+    for point in found["points"]:
+        names = ["dense eager", "dense compile", "twell eager", "twell compile"]
+        assert list(point["candidates"]) == names
+        assert point["skipped"] == {}
+        assert sum(point["auto_took"].values()) == 2
+        errors = {name: c["error"] for name, c in point["candidates"].items()}
+        assert max(errors.values()) < 0.03, errors
+    assert "this model (random, 2 layers) is " in found["sentences"][0]
+
+
+def test_an_export_is_measured_on_text(cli, relu_llama, text_file):
+    words = ("--data", text_file, "--tokens", "128", "--seq-len", "64", "--rounds", "1", "--json")
+    code, out, err = cli("bench", "model", relu_llama, *words)
+    assert code == 0, err[-1]
+    assert json.loads(out)["sentences"][0].startswith("on this GPU this model is ")
