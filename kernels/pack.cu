@@ -4,11 +4,12 @@
 //   gate [M, N] bf16, bias included  ->  counts int32 [M, T], entries int32 [M, T, TILE]
 //
 // With TILE slots nothing overflows. A row that holds a NaN or an infinity lists all its columns,
-// those that do not fire with the value +0: so 0 * Inf becomes the NaN that the dense equation gives.
+// those that do not fire with the value +0: so 0 * Inf becomes NaN, as in the dense equation.
 // Slots behind a count are left as they were. Sets heavy_count to 0 for `plan`.
 //
 // Launch: one block of 256 threads a row, no dynamic shared memory. gate is aligned to 16 bytes.
 #include "twell_lists.cuh"
+#include "warp.cuh"
 
 namespace {
 
@@ -53,15 +54,6 @@ __device__ __forceinline__ bool any_not_finite(const unsigned short* row, int N,
         for (int i = 0; i < kColumns; ++i) found |= not_finite(columns.gate[i]);
     }
     return found;
-}
-
-__device__ __forceinline__ int scan_warp(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int below = __shfl_up_sync(~0u, value, distance);
-        if (lane >= distance) value += below;
-    }
-    return value;
 }
 
 // One tile: lane l holds columns first + 8l to first + 8l + 7.

@@ -1,241 +1,44 @@
 // plan: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down` walk.
 //
-// A pair is a (token, neuron that fired). `up` wants all pairs of a neuron of many tokens, `down` all
-// pairs of few tokens: the same pairs are listed twice, and `dest` leads from the one list into the
-// other. Rows that the sparse way does not suit go to heavy_rows instead, and have no pairs: a tile
-// overflowed (count > S) or is not finite (NOT_FINITE in a count), or more than cap neurons fired.
+// A pair is a (token, neuron that fired). `up` wants all pairs of one neuron, `down` all pairs of
+// few tokens: every pair is listed twice, and `dest` leads from the one list into the other. Rows
+// that the sparse way does not suit go to heavy_rows instead, and have no pairs: a tile overflowed
+// (count > S) or is not finite (NOT_FINITE in a count), or more than cap neurons fired.
 //
 // For down, each (group of 8 tokens, panel of columns), q = group * num_panels + panel:
 //   num_rounds int32 [Q], rounds [Q, group_rounds] of 64 bytes, 16 slots each (twell_lists.cuh)
 //   Slot s prefers columns of class s & 7: then the eight rows that one ldmatrix phase reads lie in
-//   different banks. The i-th pair of a class (in the order of rows, lanes, tiles, slots: not of time)
-//   takes place i of its class. There are
+//   different banks. The i-th pair of a class (in the order of rows, lanes, tiles, slots, never of
+//   time) takes place i of its class. There are
 //       R = min(max over classes of ceil(pairs / 2), (5 * ceil(all pairs / 16) + 3) / 4 + 1)
-//   rounds; what is beyond place 2R of its class takes free places of other classes, in order. The
+//   rounds; pairs beyond place 2R of their class take free places of other classes, in order. The
 //   rest of the slots are pads: PAD, token 0, the first column of the slot's class.
 // For up, each tile of tokens:
-//   pair_start int32 [tiles, NG + 1], pairs [tiles, tile_tokens * cap] of {token in tile |
-//   column << 16, dest}. A group of 8 neurons has pairs pair_start[ng] to pair_start[ng + 1]; tokens
-//   0-3 and 4-7 of their groups alternate while there are both, else their order is free and may
+//   pair_start int32 [tiles, NG + 1]
+//   pairs uint2 [tiles, tile_tokens * cap] of {token in tile | column << 16, dest}
+//   The 8 neurons of group ng have the pairs pair_start[ng] to pair_start[ng + 1]. There, tokens
+//   0-3 and 4-7 of their groups alternate while there are both; else the order is free and may
 //   differ from run to run. dest: the slot's value, in 16-bit units from the start of rounds.
 //
-// R <= group_rounds = (10 * c + 15) / 16 + 2 for c >= min(cap, panel_rows): 8 rows have at most
+// R <= group_rounds = (10 * c + 15) / 16 + 2 for any c >= min(cap, panel_rows): 8 rows have at most
 // p = 8c pairs there, ceil(p / 16) <= (c + 1) / 2, so R <= (5 (c + 1) / 2 + 3) / 4 + 1
 // = floor(5c / 8 + 11 / 8) + 1 <= ceil(5c / 8) + 2. And 16 R >= p, as 2R >= every class or
-// R > 5/4 * ceil(p / 16): every pair has a place.
+// R > 5 / 4 * ceil(p / 16): every pair has a place.
 //
-// Three phases with a barrier between: count (each warp its groups), start (prefix sum over neuron
-// groups), place (each warp its groups). Count keeps the entries it fetched on a stage in shared
-// memory for place; groups that no longer fit there are fetched twice, window by window.
+// Three phases with barriers between: count (each warp its groups), start (prefix sum over neuron
+// groups), place (each warp its groups). Count leaves the entries that it fetched on a stage in
+// shared memory for place; groups that no longer fit there are fetched again, window by window.
 //
-// Launch: a block of 512 threads a tile of tokens. Dynamic shared memory, NG = ceil(N / 8):
-//   least  12 * NG + tile_tokens * 3 / 2 + 2 * tile_tokens * P + 640 * P + 24576 + 256 bytes
-//   stage  what there is beyond: 4 bytes a pair (5 if P > 1); best if all pairs of a tile fit, and
-//          with two blocks on a multiprocessor
-// Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to 8192
-// (above 8 columns in the last one), num_panels up to 256, tile_tokens a multiple of 8 up to 1024.
-#include "twell_lists.cuh"
+// Launch: a block a tile of tokens, of 512 threads, or of 1024 where a multiprocessor would have
+// only one block. Dynamic shared memory, NG = ceil(N / 8), P panels:
+//   least  12 * NG + (3 / 2 + 2 * P) * tile_tokens + (40 * P + 1536) * warps + 256 bytes
+//   stage  what there is beyond: 4 bytes a pair, 5 if P > 1; best if the pairs of a tile fit
+// Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to
+// 8192, P up to 256, tile_tokens a multiple of 8 up to 1024. counts, entries and heavy_count (0) are
+// those of `gate_pack` or `pack`; the order of entries within a tile does not matter.
+#include "plan_tile.cuh"
 
 namespace {
-
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kBatch = 8;         // entries a lane has under way
-constexpr int kPatchRounds = 24;  // a warp's: rounds are laid out here if they fit
-constexpr int kPatchBytes = kPatchRounds * ROUND_HALVES * 2;
-constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
-constexpr int kRowShift = 20;  // of where an entry lies: row in group << 20 | index from the group's
-constexpr unsigned kIndexMask = (1u << kRowShift) - 1;  // first entry, below 8 * 256 * 256
-
-static_assert(kWindow * 5 <= kPatchBytes, "a window shares the patch");
-
-__device__ __forceinline__ unsigned dynamic_shared_bytes() {
-    unsigned bytes;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    return bytes;
-}
-
-__device__ __forceinline__ void prefetch(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// The same pointer to global memory, added up here: else its parts are at each use.
-template <class T>
-__device__ __forceinline__ T* settle(T* pointer) {
-    asm volatile("" : "+l"(pointer));
-    __builtin_assume(__isGlobal(pointer));
-    return pointer;
-}
-
-// Inclusive prefix sum over the warp.
-__device__ __forceinline__ int scan_warp(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int below = __shfl_up_sync(~0u, value, distance);
-        if (lane >= distance) value += below;
-    }
-    return value;
-}
-
-// Entries of a group: value << 16 | code each, and the panel if there are several.
-struct Entries {
-    unsigned* words;
-    unsigned char* panels;
-};
-
-struct GroupState {
-    int num_entries;
-    int staged_at;         // -1: not on the stage
-    unsigned heavy_lanes;  // bits of the lanes whose row is heavy
-};
-
-// Shared memory, all dynamic.
-struct Shared {
-    unsigned* unplaced;            // [NG] pairs of tokens 0-3 of their groups | of 4-7 << 16
-    int2* neuron_start;            // [NG] {first pair, pairs that alternate with the other half}
-    GroupState* groups;            // [tile_tokens / 8]
-    unsigned short* class_counts;  // [tile_tokens / 8][P][CLASSES]
-    int* class_ranks;              // of the warp, [P][CLASSES]
-    int* panel_rounds;             // of the warp, [P]
-    int* panel_patch;              // of the warp, [P]: its first round in the patch
-    unsigned char* patch;          // of the warp
-    int* warp_sums;                // [kWarps]
-    int* num_staged;
-    Entries stage;
-    int stage_size;
-};
-
-template <class T>
-__device__ __forceinline__ T* take(unsigned char*& memory, int count) {
-    T* taken = reinterpret_cast<T*>(memory);
-    memory += (count * static_cast<int>(sizeof(T)) + 15) & ~15;
-    return taken;
-}
-
-__device__ __forceinline__ Shared lay_out_shared(unsigned char* memory, int num_neuron_groups,
-                                                 int num_groups, int num_panels, int warp) {
-    Shared shared;
-    unsigned char* end = memory;
-    const int classes = num_panels * CLASSES;
-    shared.patch = take<unsigned char>(end, kWarps * kPatchBytes) + warp * kPatchBytes;
-    shared.class_counts = take<unsigned short>(end, num_groups * classes);
-    shared.class_ranks = take<int>(end, kWarps * classes) + warp * classes;
-    shared.panel_rounds = take<int>(end, kWarps * num_panels) + warp * num_panels;
-    shared.panel_patch = take<int>(end, kWarps * num_panels) + warp * num_panels;
-    shared.neuron_start = take<int2>(end, num_neuron_groups);
-    shared.unplaced = take<unsigned>(end, num_neuron_groups);
-    shared.groups = take<GroupState>(end, num_groups);
-    shared.warp_sums = take<int>(end, kWarps);
-    shared.num_staged = take<int>(end, 1);
-    // the stage takes the rest
-    const int rest = static_cast<int>(dynamic_shared_bytes()) - static_cast<int>(end - memory);
-    if (rest < 0) __trap();
-    shared.stage_size = rest / (num_panels > 1 ? 5 : 4);
-    shared.stage.words = reinterpret_cast<unsigned*>(end);
-    shared.stage.panels = end + 4 * shared.stage_size;
-    return shared;
-}
-
-// One tile of tokens: what was asked for, and where its lists go.
-struct Job {
-    const int* counts;   // of the tile's first token, as entries
-    const int* entries;
-    int first_token, num_tokens;  // of the tile; fewer in the last one
-    int num_columns, num_tiles, num_slots, cap;
-    int panel_rows, num_panels, group_rounds;
-    unsigned panel_factor;  // column * factor >> 32 is the panel: exact below 65536
-    int* num_rounds;
-    uint4* rounds;
-    uint2* pairs;  // of the tile
-    int* heavy_rows;
-    int* heavy_count;
-
-    __device__ int num_neuron_groups() const { return (num_columns + NEURONS - 1) / NEURONS; }
-    __device__ int num_groups() const { return (num_tokens + GROUP - 1) / GROUP; }
-    __device__ const int* group_entries(int group) const {
-        return entries + static_cast<long long>(group) * GROUP * num_tiles * num_slots;
-    }
-};
-
-// ---- entries of a group
-// A row lies with four lanes, row lane / 4, each with every fourth of its tiles. Entries are numbered
-// by lane, tile, slot.
-
-__device__ __forceinline__ const int* row_counts(const Job& job, int group, int lane) {
-    return job.counts + (group * GROUP + lane / 4) * job.num_tiles;
-}
-
-// What fired in the lane's tiles, and whether one of them does not fit.
-__device__ __forceinline__ int count_tiles(const Job& job, int group, int lane, bool& unfit) {
-    unfit = false;
-    int sum = 0;
-    if (group * GROUP + lane / 4 < job.num_tokens) {
-        const int* counts = row_counts(job, group, lane);
-#pragma unroll 1
-        for (int tile = lane % 4; tile < job.num_tiles; tile += 4 * kBatch) {
-            int count[kBatch];
-#pragma unroll
-            for (int b = 0; b < kBatch; ++b)
-                count[b] = tile + 4 * b < job.num_tiles ? counts[tile + 4 * b] : 0;
-#pragma unroll
-            for (int b = 0; b < kBatch; ++b) {
-                unfit |= count[b] > job.num_slots;
-                sum += count[b] & (NOT_FINITE - 1);
-            }
-        }
-    }
-    return sum;
-}
-
-// Writes where the entries numbered start to stop lie; the lane's are first to first + share.
-__device__ __forceinline__ void locate_entries(const Job& job, int group, int lane, int first,
-                                               int share, int start, int stop, unsigned* where) {
-    if (share == 0 || first >= stop || first + share <= start) return;
-    const int* counts = row_counts(job, group, lane);
-    const unsigned row = lane / 4;
-    int next = counts[lane % 4];
-#pragma unroll 1
-    for (int tile = lane % 4; tile < job.num_tiles && first < stop; tile += 4) {
-        const int count = next;
-        if (tile + 4 < job.num_tiles) next = counts[tile + 4];
-        const int from = max(first, start), to = min(first + count, stop);
-        const int cell = static_cast<int>(row) * job.num_tiles + tile;
-        unsigned at = row << kRowShift | static_cast<unsigned>(cell * job.num_slots + from - first);
-#pragma unroll 1
-        for (int i = from; i < to; ++i) where[i - start] = at++;
-        first += count;
-    }
-}
-
-// Replaces where entries lie by the entries, and shows each to `see(column, row, panel)`.
-template <bool ONE_PANEL, class See>
-__device__ __forceinline__ void fetch_entries(const Job& job, int group, int lane, Entries window,
-                                              int num_entries, See see) {
-    const int* entries = settle(job.group_entries(group));
-#pragma unroll 1
-    for (int first = lane; first < num_entries; first += kBatch * 32) {
-        unsigned entry[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-            const int i = first + 32 * b;
-            entry[b] = entries[window.words[i < num_entries ? i : first] & kIndexMask];
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-            const int i = first + 32 * b;
-            if (b == 0 || i < num_entries) {
-                const unsigned column = entry[b] & 0xffff, row = window.words[i] >> kRowShift;
-                unsigned panel = 0, in_panel = column;
-                if (!ONE_PANEL) {
-                    panel = __umulhi(column, job.panel_factor);
-                    in_panel = column - panel * job.panel_rows;
-                    window.panels[i] = panel;
-                }
-                window.words[i] = (entry[b] & 0xffff0000) | row << COLUMN_BITS | in_panel;
-                see(column, row, panel);
-            }
-        }
-    }
-}
 
 // ---- first phase: count
 
@@ -243,12 +46,13 @@ __device__ __forceinline__ void prefetch_counts(const Job& job) {
     const char* counts = reinterpret_cast<const char*>(job.counts);
     const int num_bytes = job.num_tokens * job.num_tiles * 4;
 #pragma unroll 1
-    for (int at = threadIdx.x * 128; at < num_bytes; at += kThreads * 128) prefetch(counts + at);
+    for (int at = threadIdx.x * 128; at < num_bytes; at += blockDim.x * 128)
+        prefetch_into_l2(counts + at);
 }
 
 __device__ __forceinline__ void clear(const Job& job, const Shared& shared) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < job.num_neuron_groups(); i += kThreads) shared.unplaced[i] = 0;
+    for (int i = threadIdx.x; i < job.num_neuron_groups(); i += blockDim.x) shared.unplaced[i] = 0;
     if (threadIdx.x == 0) *shared.num_staged = 0;
 }
 
@@ -262,21 +66,6 @@ __device__ __forceinline__ void list_heavy_rows(const Job& job, int group, int l
         const int rank = __popc(rows & ((1u << lane) - 1));
         job.heavy_rows[first + rank] = job.first_token + group * GROUP + lane / 4;
     }
-}
-
-__device__ __forceinline__ int reserve_stage(const Shared& shared, int num_entries, int lane) {
-    int at = 0;
-    if (lane == 0) at = atomicAdd(shared.num_staged, num_entries);
-    at = __shfl_sync(~0u, at, 0);
-    return at + num_entries <= shared.stage_size ? at : -1;
-}
-
-__device__ __forceinline__ Entries on_stage(const Shared& shared, int at) {
-    return {shared.stage.words + at, shared.stage.panels + at};
-}
-
-__device__ __forceinline__ Entries in_patch(const Shared& shared) {
-    return {reinterpret_cast<unsigned*>(shared.patch), shared.patch + 4 * kWindow};
 }
 
 template <bool ONE_PANEL>
@@ -318,11 +107,9 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
             });
         __syncwarp();
     }
-    __syncwarp();
 #pragma unroll 1
     for (int i = lane; i < classes; i += 32)
         shared.class_counts[group * classes + i] = shared.class_ranks[i];
-    __syncwarp();
 }
 
 // ---- second phase: start
@@ -331,7 +118,8 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
 __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared& shared, int warp,
                                                     int lane, int* pair_start) {
     const int num = job.num_neuron_groups();
-    const int run = (num + kThreads - 1) / kThreads * 32;
+    const int num_threads = blockDim.x;
+    const int run = (num + num_threads - 1) / num_threads * 32;
     const int stop = min((warp + 1) * run, num);
     int sum = 0;
 #pragma unroll 1
@@ -358,7 +146,7 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
         }
         first += __shfl_sync(~0u, end, 31);
     }
-    if (warp == kWarps - 1 && lane == 0) pair_start[num] = first;
+    if (warp == num_threads / 32 - 1 && lane == 0) pair_start[num] = first;
 }
 
 // ---- third phase: place
@@ -582,27 +370,27 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
 template <bool ONE_PANEL>
 __device__ __forceinline__ void plan_tile(Job job, unsigned char* memory, int tile_tokens,
                                           int* pair_start) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
     if (ONE_PANEL) job.num_panels = 1;
-    const Shared shared = lay_out_shared(memory, job.num_neuron_groups(), tile_tokens / GROUP,
-                                         job.num_panels, warp);
+    const Shared shared =
+        lay_out_shared(memory, job.num_neuron_groups(), tile_tokens / GROUP, job.num_panels);
     prefetch_counts(job);
     clear(job, shared);
     __syncthreads();
 #pragma unroll 1
-    for (int group = warp; group < job.num_groups(); group += kWarps)
+    for (int group = warp; group < job.num_groups(); group += num_warps)
         count_group<ONE_PANEL>(job, shared, group, lane);
     __syncthreads();
     start_neuron_groups(job, shared, warp, lane, pair_start);
     __syncthreads();
 #pragma unroll 1
-    for (int group = warp; group < job.num_groups(); group += kWarps)
+    for (int group = warp; group < job.num_groups(); group += num_warps)
         place_group<ONE_PANEL>(job, shared, group, lane);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
     plan(const int* counts, const int* entries, int M, int N, int S, int cap, int tile_tokens,
          int panel_rows, int num_panels, int group_rounds, int* num_rounds, uint4* rounds,
          int* pair_start, uint2* pairs, int* heavy_rows, int* heavy_count) {

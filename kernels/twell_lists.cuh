@@ -1,6 +1,6 @@
-// The lists between the packed gate and the two sparse products: sizes, and how a slot is addressed.
-// `plan` writes them, `up` and `hidden` read the pairs, `down` reads the rounds. The layout is drawn
-// in the head of plan.cu.
+// The lists between the packed gate and the two sparse products: sizes, and where a slot lies.
+// `plan` writes them, `up` and `hidden` read the pairs, `down` reads the rounds; the head of plan.cu
+// describes them.
 #pragma once
 
 constexpr int TILE = 256;   // gate columns that a cell of counts and entries spans

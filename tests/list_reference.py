@@ -4,6 +4,7 @@ Written from the head of kernels/plan.cu and not from its code. Pairs are (token
 everything here is exact.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,10 +57,11 @@ class Shape:
     def group_rounds(self) -> int:
         return (GROUP * min(self.cap, self.panel_rows) * 5 // 4 + 15) // 16 + 2
 
-    @property
-    def least_shared_bytes(self) -> int:
+    def least_shared_bytes(self, block: int) -> int:
+        """Dynamic shared memory that `plan` needs with `block` threads; more is its stage."""
         P, tokens = self.num_panels, self.tile_tokens
-        return 12 * self.num_neuron_groups + tokens * 3 // 2 + (2 * tokens + 640) * P + 24832
+        lists = 12 * self.num_neuron_groups + tokens * 3 // 2 + 2 * tokens * P
+        return lists + (40 * P + 1536) * block // 32 + 256
 
     def buffers(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """(shape, dtype) of all that `plan` writes, in the order of its arguments."""
@@ -195,7 +197,7 @@ def decode_pairs(
         owner = np.repeat(np.arange(shape.num_neuron_groups), np.diff(starts))
         assert (column // 8 == owner).all(), "a pair with other neurons"
         half = token >> 2 & 1
-        for first, stop in zip(starts, starts[1:], strict=False):
+        for first, stop in itertools.pairwise(starts):
             of_group = half[first:stop]
             mixed = 2 * min((of_group == 0).sum(), (of_group == 1).sum())
             assert (of_group[:mixed] == np.arange(mixed) % 2).all(), "halves do not alternate"
@@ -230,7 +232,7 @@ def check_lists(
     order = np.argsort(q_of_pair, kind="stable")
     bounds = np.searchsorted(q_of_pair[order], np.arange(len(num_rounds) + 1))
     codes = (token % GROUP << COLUMN_BITS | column % shape.panel_rows)[order]
-    for q, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for q, (first, stop) in enumerate(itertools.pairwise(bounds)):
         expected = expected_rounds(codes[first:stop], value[order][first:stop])
         assert num_rounds[q] == len(expected), f"rounds of (group, panel) {q}"
         assert (rounds[q, : len(expected)] == expected).all(), f"(group, panel) {q}"
