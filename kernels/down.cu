@@ -7,27 +7,25 @@
 //     y^T [16 columns, 8 tokens] += W^T [16 columns, 16 slots] H [16 slots, 8 tokens]
 //
 // W^T are the rows of the slots' neurons, gathered by one ldmatrix: 32 bytes a slot. H has one value
-// a row, at the slot's token. Shared memory moves 128 bytes a clock and is what time goes by: 4 clocks
-// a round for the weights, 4 for values, codes and their staging. Against a dense product a slot
-// costs the same whatever the density, so few pairs are cheap and all 16 columns x N x M never read.
+// a row, at its slot's token: each lane takes the values of its four slots and masks away those of
+// other tokens. Shared memory moves 128 bytes a clock, and that is what time goes by: 4 clocks a round
+// for the weights, 3 for values and codes, nearly one for bringing them. What a slot costs does not
+// depend on density, nor on how often a neuron fires.
 //
-// Shared memory: two planes of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three
-// bits differ lie in different banks: the classes of plan.cu. Row m of the mma's 16 is column
-// 4 (m / 2) + m % 2 in plane 0 and 4 (m / 2) + m % 2 + 2 in plane 1, so that after a transposition
-// a lane has four columns of a token, 8 bytes, in a row. Behind the planes, three stages of 512 bytes
-// a warp: rounds come 8 at a time by cp.async, two stages ahead.
-//
-// A lane needs to know, of 8 rounds and the 4 slots of its thread in the quad, which belong to the
-// token of its quad. Lane 4 k + t reads the codes of round k's record t; three ballots a slot give the
-// bits of all tokens, from which each lane makes its own mask, one bit for each (k, t).
+// Shared memory: two planes of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low
+// three bits differ lie in different banks: the classes of plan.cu. Row m of a plane's 8 columns is
+// column 4 (m / 2) + m % 2 of the 16, two more in plane 1, so that after a transposition a lane has
+// four neighbouring columns of a token, 8 bytes. Behind the planes lie three stages of 640 bytes a
+// warp: 8 rounds, and their masks (round_masks.cuh); cp.async brings them two stages ahead.
 //
 // With several panels the launches follow one another: sums go through y32, whose order of columns
-// within 16 is its own: 2 m and 2 m + 1 are row m of the planes.
+// within 16 is its own: 2 m and 2 m + 1 are row m of the two planes.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the groups), once for each
-// panel. Dynamic shared memory: panel_rows * 32 + 24576 bytes, 24576 = 16 * 3 * 512.
+// panel. Dynamic shared memory: panel_rows * 32 + 30720 bytes, 30720 = 16 * 3 * 640.
 // y32 float32 [M, K] if num_panels > 1.
 #include "twell_lists.cuh"
+#include "round_masks.cuh"
 #include "twell.cuh"
 
 namespace {
@@ -35,26 +33,36 @@ namespace {
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;     // of y
 constexpr int kPlaneRow = 16;    // bytes
-constexpr int kStageRounds = 8;  // as many as quads
-constexpr int kStageBytes = kStageRounds * 64;
+constexpr int kRoundBytes = 2 * ROUND_HALVES;
+constexpr int kMasksAt = BATCH * kRoundBytes;  // on a stage
+constexpr int kMaskBytes = 4 * BATCH_MASKS;  // of a batch
+constexpr int kStageBytes = kMasksAt + kMaskBytes;
 constexpr int kStages = 3;
 
 // Which column of the 16 lies in a row of a plane.
-__device__ __forceinline__ int column_of(int plane, int m) { return 4 * (m >> 1) + (m & 1) + 2 * plane; }
+__device__ __forceinline__ int column_of(int plane, int m) {
+    return 4 * (m >> 1) + (m & 1) + 2 * plane;
+}
 
 // Two neighbouring neurons of a row of W_down; zeros from `end` on.
-__device__ __forceinline__ unsigned load_neurons(const unsigned short* row, int n, int end,
-                                                 bool even) {
-    if (even && n + 1 < end) return __ldg(reinterpret_cast<const unsigned*>(row + n));
+template <bool EVEN>
+__device__ __forceinline__ unsigned load_neurons(const unsigned short* row, int n, int end) {
+    if (EVEN) return n < end ? __ldg(reinterpret_cast<const unsigned*>(row + n)) : 0;
     const unsigned low = n < end ? row[n] : 0, high = n + 1 < end ? row[n + 1] : 0;
     return low | high << 16;
 }
 
-// The panel's weights for 16 columns of y, transposed: all of the block's threads.
+// Eight low halves, or eight high ones.
+__device__ __forceinline__ uint4 join_halves(const unsigned (&w)[8], unsigned selector) {
+    return make_uint4(permute_bytes(w[0], w[1], selector), permute_bytes(w[2], w[3], selector),
+                      permute_bytes(w[4], w[5], selector), permute_bytes(w[6], w[7], selector));
+}
+
+// The panel's weights for 16 columns of y, transposed; all of the block's threads take part.
+template <bool EVEN>
 __device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* w_down, int N,
                                             int first_neuron, int panel_rows) {
     const int end = min(panel_rows, N - first_neuron);
-    const bool even = N % 2 == 0;
     w_down += first_neuron;
     for (int n = 2 * threadIdx.x; n < panel_rows; n += 2 * kThreads) {
         unsigned v[2][8];
@@ -62,46 +70,46 @@ __device__ __forceinline__ void load_planes(uint4* planes, const unsigned short*
         for (int plane = 0; plane < 2; ++plane)
 #pragma unroll
             for (int m = 0; m < 8; ++m)
-                v[plane][m] = load_neurons(
-                    w_down + static_cast<long long>(column_of(plane, m)) * N, n, end, even);
+                v[plane][m] = load_neurons<EVEN>(
+                    w_down + static_cast<long long>(column_of(plane, m)) * N, n, end);
 #pragma unroll
         for (int plane = 0; plane < 2; ++plane) {
             uint4* row = planes + plane * panel_rows + n;
             const unsigned(&w)[8] = v[plane];
-            row[0] = make_uint4(permute_bytes(w[0], w[1], 0x5410), permute_bytes(w[2], w[3], 0x5410),
-                                permute_bytes(w[4], w[5], 0x5410), permute_bytes(w[6], w[7], 0x5410));
-            row[1] = make_uint4(permute_bytes(w[0], w[1], 0x7632), permute_bytes(w[2], w[3], 0x7632),
-                                permute_bytes(w[4], w[5], 0x7632), permute_bytes(w[6], w[7], 0x7632));
+            row[0] = join_halves(w, 0x5410);
+            row[1] = join_halves(w, 0x7632);
         }
     }
 }
 
-// What lies on a stage.
-struct Batch {
-    int num;    // rounds
-    bool last;  // of their group
-    bool none;  // all groups are done
-};
+// What lies on a stage: so many rounds, the last ones of their group or not; or nothing any more.
+constexpr int kLast = 16, kNothing = -1;
 
 // Brings the rounds of a warp's groups onto its stages, batch after batch. Counts of rounds are looked
 // up for 32 groups at a time, one a lane, and for the 32 behind before they are needed.
 struct Feed {
     const int* num_rounds;    // of the first group in this panel
     const uint4* records;     // of the group at hand, from the lane's on
-    long long group_records;  // from one of the warp's groups to the next
+    const uint4* masks;       // of the group at hand, from the lane's on: for eight lanes
+    long long group_records, group_masks;  // from one of the warp's groups to the next
     int num_groups, stride, panels, lane;
     int group;                // at hand
     int looked_up;            // the lane's next group to look up
     int counts, counts_behind, from;  // the lane's; the lane with the count of the group at hand
     int num, brought;                 // rounds of the group at hand
 
-    __device__ __forceinline__ Feed(const int* num_rounds, const uint4* rounds, int num_groups,
-                                    int first, int stride, int panels, int group_rounds, int lane)
+    __device__ __forceinline__ Feed(const int* num_rounds, const uint4* rounds,
+                                    const uint4* masks, int num_groups, int first, int stride,
+                                    int panels, int group_rounds, int lane)
         : num_rounds(num_rounds), num_groups(num_groups), stride(stride), panels(panels),
           lane(lane), group(first), looked_up(first + lane * stride), from(0), brought(0) {
         const long long one = static_cast<long long>(panels) * group_rounds * ROUND_RECORDS;
         records = rounds + first * one + lane;
         group_records = stride * one;
+        const long long one_masks =
+            static_cast<long long>(panels) * batches_of(group_rounds) * (kMaskBytes / 16);
+        this->masks = masks + first * one_masks + lane;
+        group_masks = stride * one_masks;
         counts = look_up();
         counts_behind = look_up();
         num = __shfl_sync(~0u, counts, 0);
@@ -114,95 +122,80 @@ struct Feed {
     }
 
     __device__ __forceinline__ void next_group() {
-        group += stride, records += group_records, brought = 0;
+        group += stride, records += group_records, masks += group_masks, brought = 0;
         if (++from == 32) from = 0, counts = counts_behind, counts_behind = look_up();
         num = __shfl_sync(~0u, counts, from);
     }
 
-    // Starts copying a batch; each call makes one group of copies.
-    __device__ __forceinline__ Batch bring(unsigned stage) {
-        Batch batch = {0, true, group >= num_groups};
-        if (!batch.none) {
-            batch.num = min(num - brought, kStageRounds);
-            if (lane < batch.num * ROUND_RECORDS)
+    // Starts copying a batch; each call makes one group of copies. Returns what will be there.
+    __device__ __forceinline__ int bring(unsigned stage) {
+        int batch = kNothing;
+        if (group < num_groups) {
+            batch = min(num - brought, BATCH);
+            if (lane < batch * ROUND_RECORDS)
                 copy_async(stage + lane * 16, records + brought * ROUND_RECORDS);
-            brought += kStageRounds;
-            batch.last = brought >= num;
-            if (batch.last) next_group();
+            if (lane < kMaskBytes / 16 && batch > 0)
+                copy_async(stage + kMasksAt + lane * 16,
+                           masks + brought * (kMaskBytes / 16 / BATCH));
+            brought += BATCH;
+            if (brought >= num) {
+                batch |= kLast;
+                next_group();
+            }
         }
         commit_copies();
         return batch;
     }
 };
 
-// For which rounds of a stage the quad's token has the four slots of the lane: bit 4 k + 3 of odd for
-// odd rounds k, 4 k + 7 of even for even ones.
-struct Masks {
-    unsigned odd[4], even[4];
-
-    __device__ __forceinline__ Masks(const unsigned char* stage, int lane) {
-        const uint4 record = reinterpret_cast<const uint4*>(stage)[lane];
-        const int quad = lane >> 2, t = lane & 3;
+// The mmas of COUNT rounds. `lane_round`: what the lane reads of the first one, its record;
+// `code_at`: from there to the code of the row that it addresses. Of each byte of `mask`, one a slot,
+// bit i says whether the slot of round i belongs to the quad's token.
+template <int COUNT>
+__device__ __forceinline__ void add_rounds(float (&sums)[2][4], const unsigned char* lane_round,
+                                           int code_at, unsigned mask, unsigned plane) {
 #pragma unroll
-        for (int slot = 0; slot < 4; ++slot) {
-            const unsigned code = (slot < 2 ? record.z : record.w) >> (slot % 2 * 16);
-            unsigned same = ~0u;
-#pragma unroll
-            for (int bit = 0; bit < 3; ++bit) {
-                const unsigned set = __ballot_sync(~0u, (code >> (COLUMN_BITS + bit) & 1) != 0);
-                same &= set ^ (quad >> bit & 1 ? 0 : ~0u);
-            }
-            odd[slot] = same << (3 - t);
-            even[slot] = odd[slot] << 4;
-        }
+    for (int i = 0; i < COUNT; ++i) {
+        const unsigned char* round = lane_round + i * kRoundBytes;
+        const unsigned code = *reinterpret_cast<const unsigned short*>(round + code_at);
+        const uint2 values = *reinterpret_cast<const uint2*>(round);
+        unsigned w[4];
+        load_matrices_transposed(w, scale_and_add(code & COLUMN_MASK, kPlaneRow, plane));
+        const unsigned signs = mask << (7 - i);
+        const unsigned low = values.x & permute_bytes(signs, 0, 0x9988);
+        const unsigned high = values.y & permute_bytes(signs, 0, 0xbbaa);
+        multiply_add(sums[i % 2], w[0], w[1], w[2], w[3], low, high);
     }
-
-    // All bits of the halves whose slots, first and first + 1, belong to the token in round k.
-    __device__ __forceinline__ unsigned halves(int k, int first) const {
-        const unsigned byte = 8 | k / 2;
-        const unsigned selector = byte * 0x11 | (byte | 4) * 0x1100;
-        return k % 2 ? permute_bytes(odd[first], odd[first + 1], selector)
-                     : permute_bytes(even[first], even[first + 1], selector);
-    }
-};
-
-// The mma of round k on a stage. `code_at`: where in a round the code of the lane's row lies.
-__device__ __forceinline__ void add_round(float (&sums)[4], const unsigned char* stage,
-                                          const Masks& masks, int k, int code_at, int t,
-                                          unsigned plane) {
-    const unsigned char* round = stage + k * ROUND_HALVES * 2;
-    const unsigned code = *reinterpret_cast<const unsigned short*>(round + code_at);
-    const uint2 values = *reinterpret_cast<const uint2*>(round + t * 16);
-    unsigned w[4];
-    load_matrices_transposed(w, plane + (code & COLUMN_MASK) * kPlaneRow);
-    multiply_add(sums, w[0], w[1], w[2], w[3], values.x & masks.halves(k, 0),
-                 values.y & masks.halves(k, 2));
 }
 
+// The `num` rounds of a stage.
 __device__ __forceinline__ void add_batch(float (&sums)[2][4], const unsigned char* stage, int num,
                                           int lane, int code_at, unsigned plane) {
-    const Masks masks(stage, lane);
-    if (num == kStageRounds) {
-#pragma unroll
-        for (int k = 0; k < kStageRounds; ++k)
-            add_round(sums[k % 2], stage, masks, k, code_at, lane & 3, plane);
-    } else {
-#pragma unroll
-        for (int k = 0; k < kStageRounds - 1; ++k) {
-            if (k >= num) break;
-            add_round(sums[k % 2], stage, masks, k, code_at, lane & 3, plane);
-        }
+    unsigned mask = reinterpret_cast<const unsigned*>(stage + kMasksAt)[lane];
+    const unsigned char* round = stage + (lane & 3) * 16;
+    if (num == BATCH) {
+        add_rounds<BATCH>(sums, round, code_at, mask, plane);
+        return;
     }
+    if (num & 4) {
+        add_rounds<4>(sums, round, code_at, mask, plane);
+        round += 4 * kRoundBytes, mask >>= 4;
+    }
+    if (num & 2) {
+        add_rounds<2>(sums, round, code_at, mask, plane);
+        round += 2 * kRoundBytes, mask >>= 2;
+    }
+    if (num & 1) add_rounds<1>(sums, round, code_at, mask, plane);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     down(const unsigned short* w_down, const unsigned short* b_down, const int* num_rounds,
-         const uint4* rounds, int M, int N, int K, int panel, int panel_rows, int num_panels,
-         int group_rounds, float* y32, unsigned short* y) {
+         const uint4* rounds, const uint4* masks, int M, int N, int K, int panel, int panel_rows,
+         int num_panels, int group_rounds, float* y32, unsigned short* y) {
     extern __shared__ uint4 planes[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int quad = lane >> 2, t = lane & 3;
     const int first_column = blockIdx.x * kColumns, num_groups = (M + GROUP - 1) / GROUP;
     const int stride = gridDim.y * kWarps;
@@ -214,17 +207,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const unsigned stages_address = smem_address(stages);
     int group = blockIdx.y * kWarps + warp;
     Feed feed(num_rounds + panel,
-              rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS, num_groups,
-              group, stride, num_panels, group_rounds, lane);
-    Batch batch = feed.bring(stages_address);
-    Batch behind = feed.bring(stages_address + kStageBytes);
-    load_planes(planes, w_down + static_cast<long long>(first_column) * N, N, panel * panel_rows,
-                panel_rows);
+              rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS,
+              masks + static_cast<long long>(panel) * batches_of(group_rounds) * (kMaskBytes / 16),
+              num_groups, group, stride, num_panels, group_rounds, lane);
+    int batch = feed.bring(stages_address);
+    int behind = feed.bring(stages_address + kStageBytes);
+    const unsigned short* rows = w_down + static_cast<long long>(first_column) * N;
+    if (N % 2 == 0)
+        load_planes<true>(planes, rows, N, panel * panel_rows, panel_rows);
+    else
+        load_planes<false>(planes, rows, N, panel * panel_rows, panel_rows);
     __syncthreads();
 
     // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
     const int slot = (lane & 7) + (lane >> 4) * 8;
-    const int code_at = ((slot & 7) >> 1) * 16 + (slot >> 3) * 4 + (slot & 1) * 2 + CODE_HALVES * 2;
+    const int code_at = ((slot & 7) / 2 - t) * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
     const unsigned plane = smem_address(planes + (lane >> 3 & 1) * panel_rows);
     const bool is_last = panel == num_panels - 1;
     float bias[2] = {};
@@ -235,15 +232,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     float sums[2][4] = {};
     int at = 0;  // of the stage, in bytes
-    while (!batch.none) {
+    while (batch != kNothing) {
         // the stage that is free now takes the batch after the next
         __syncwarp();
         const int free = at == 0 ? (kStages - 1) * kStageBytes : at - kStageBytes;
-        const Batch later = feed.bring(stages_address + free);
+        const int later = feed.bring(stages_address + free);
         wait_for_copies<kStages - 1>();
         __syncwarp();
-        if (batch.num > 0) add_batch(sums, stages + at, batch.num, lane, code_at, plane);
-        if (batch.last) {
+        if (batch != kLast) add_batch(sums, stages + at, batch & (kLast - 1), lane, code_at, plane);
+        if (batch & kLast) {
             float out[4];  // of row quad of both planes, tokens 2t and 2t + 1
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

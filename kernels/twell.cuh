@@ -17,7 +17,14 @@ __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
 
 __device__ __forceinline__ unsigned bf16_bits(float value) { return bf16_pair(value, 0.f) & 0xffff; }
 
-// ---- bytes
+// ---- integers
+
+// a b + c, as one instruction.
+__device__ __forceinline__ unsigned scale_and_add(unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
 
 // Bytes of {high, low}, one for each of the selector's nibbles; a nibble's top bit asks for the
 // byte's sign eight times over instead.

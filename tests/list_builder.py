@@ -3,6 +3,7 @@
 For tests of those kernels by themselves: NumPy only, nothing here runs a kernel.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,8 +62,10 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
     counts, entries = packed_gate(shape, fired_at_random(shape, kind, rng), rng)
     token, column, _ = light_pairs(shape, counts, entries)
     gate = to_bf16(rng.uniform(0.1, 2.0, len(token)))
-    garbage = {n: rng.integers(0, 250, s, np.uint8).repeat(np.dtype(d).itemsize, -1).view(d)
-               for n, (s, d) in shape.buffers().items()}
+    garbage = {
+        n: rng.integers(0, 250, s, np.uint8).repeat(np.dtype(d).itemsize, -1).view(d)
+        for n, (s, d) in shape.buffers().items()
+    }
     num_rounds, rounds = garbage["num_rounds"], garbage["rounds"]
 
     # rounds of each (group, panel)
@@ -71,7 +74,7 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
     codes = token % GROUP << COLUMN_BITS | column % shape.panel_rows
     order = np.argsort(q_of_pair, kind="stable")
     bounds = np.searchsorted(q_of_pair[order], np.arange(len(num_rounds) + 1))
-    for q, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for q, (first, stop) in enumerate(itertools.pairwise(bounds)):
         of_q = order[first:stop]
         if not len(of_q):
             num_rounds[q] = 0
@@ -101,9 +104,7 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
             pairs[tile, at, 0] = token[own] % shape.tile_tokens | column[own] << 16
             pairs[tile, at, 1] = dest[own]
             place[own] = tile * pairs.shape[1] + at
-    return Lists(
-        shape, token, column, gate, dest, place, num_rounds, rounds, pair_start, pairs
-    )
+    return Lists(shape, token, column, gate, dest, place, num_rounds, rounds, pair_start, pairs)
 
 
 def _alternating(half: np.ndarray) -> np.ndarray:
@@ -111,3 +112,22 @@ def _alternating(half: np.ndarray) -> np.ndarray:
     both = min(len(low), len(high))
     mixed = np.stack((low[:both], high[:both]), 1).reshape(-1)
     return np.concatenate((mixed, low[both:], high[both:]))
+
+
+def masks_of(lists: Lists) -> np.ndarray:
+    """uint32 [(groups, panels), ceil(group_rounds / 8), 32], see kernels/round_masks.cuh.
+
+    Bits of rounds that there are not are at random.
+    """
+    shape, num = lists.shape, lists.num_rounds
+    batches = -(-shape.group_rounds // 8)
+    rng = np.random.default_rng(0)
+    masks = rng.integers(0, 2**32, (len(num), batches, 32), np.uint32)
+    lane = np.arange(32)
+    for q, r in zip(*(np.arange(shape.group_rounds) < num[:, None]).nonzero(), strict=True):
+        records = lists.rounds[q, r].reshape(4, 8)[lane % 4]
+        for slot in range(4):
+            same = (records[:, 4 + slot] >> COLUMN_BITS) == lane // 4
+            bit = np.uint32(1 << (8 * slot + r % 8))
+            masks[q, r // 8] = np.where(same, masks[q, r // 8] | bit, masks[q, r // 8] & ~bit)
+    return masks
