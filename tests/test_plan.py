@@ -67,8 +67,11 @@ def test_every_plan_is_sound(name):
         # plan
         P = plan.num_panels
         assert plan.plan_smem <= device.smem_bytes - 1024, told
-        least = 12 * plan.num_neuron_groups + plan.tile_tokens * 3 / 2
-        assert plan.plan_smem >= least + (2 * plan.tile_tokens + 640) * P + 24832, told
+        warps = {512: 16, 1024: 32}[plan.plan_block]
+        least = 12 * plan.num_neuron_groups + (1.5 + 2 * P) * plan.tile_tokens
+        assert plan.plan_smem >= least + (40 * P + 1536) * warps + 256, told
+        if plan.num_tiles > device.num_sms and plan.plan_smem < 90_000:
+            assert plan.plan_block == 512, told
         # down: panels cover the neurons, shares the groups
         assert plan.panel_rows % 8 == 0, told
         assert plan.panel_rows <= planning.MAX_PANEL_ROWS, told

@@ -13,14 +13,15 @@ from .twell_config import MAX_COLUMNS, TILE
 GROUP = 8  # tokens that one round of `down` serves; neurons that one fragment of `up` holds
 ROUND = 16  # slots of a round
 ROUND_BYTES = 64
+BATCH, BATCH_MASKS = 8, 32  # rounds that have their masks together, and how many words those are
 MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
 MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
-UP_BLOCK = PLAN_BLOCK = DOWN_BLOCK = 512
+UP_BLOCK = DOWN_BLOCK = 512
 PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
-DOWN_STAGES = 24576  # bytes of shared memory of `down` beside its panel
+DOWN_STAGES = 30720  # bytes of shared memory of `down` beside its panel
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS = 64, 128  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
@@ -28,9 +29,10 @@ _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
 STATIC_SMEM = 1024  # kernels declare no more beside their dynamic shared memory
 
-# rough costs of `up` in clocks of one multiprocessor; only their ratios matter
+# rough costs in clocks of one multiprocessor; only their ratios matter
 _L2_BYTES_A_CLOCK = 24
 _PAIR_CLOCKS = 1.25
+_PLAN_PAIR_CLOCKS = 1.0
 _START_CLOCKS = 3000
 _USUAL_DENSITY = 0.01
 _SHORT_TILE_TIME = 0.6  # of a tile with half as many rows
@@ -57,6 +59,7 @@ class Plan:
     neuron_ranges: int
     panel_rows: int
     down_splits: int
+    plan_block: int
     plan_smem: int  # dynamic shared memory of `plan`
 
     @property
@@ -98,6 +101,11 @@ class Plan:
     def group_rounds(self) -> int:
         """Rounds for which each (group, panel) has room."""
         return rounds_for(min(self.cap, self.panel_rows))
+
+    @property
+    def group_batches(self) -> int:
+        """Batches of those rounds."""
+        return ceil_div(self.group_rounds, BATCH)
 
     @property
     def up_smem(self) -> int:
@@ -158,24 +166,30 @@ def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> P
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes)
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     splits = _split_down(M, N, K, panel_rows, limits.num_sms)
-    least = least_plan_smem(N, laid[0], ceil_div(N, panel_rows))
-    stage = _plan_stage(laid[0] * cap, least, ceil_div(M, laid[0]), limits)
-    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, least + stage)
+    plan = _lay_plan(M, N, laid[0], cap, ceil_div(N, panel_rows), limits)
+    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, *plan)
 
 
-def least_plan_smem(N: int, tile_tokens: int, num_panels: int) -> int:
+def least_plan_smem(N: int, tile_tokens: int, num_panels: int, block: int = 512) -> int:
     """Dynamic shared memory that `plan` needs; more is a stage for pairs (plan.cu)."""
-    lists = 12 * ceil_div(N, GROUP) + (640 + 2 * tile_tokens) * num_panels
-    return lists + tile_tokens * 3 // 2 + 24576 + 256
+    lists = 12 * ceil_div(N, GROUP) + tile_tokens * 3 // 2 + 2 * tile_tokens * num_panels
+    return lists + (40 * num_panels + 1536) * (block // 32) + 256
 
 
-def _plan_stage(pairs: int, least: int, num_tiles: int, limits: Limits) -> int:
-    """All there is; where two blocks can share a multiprocessor and would, half of it."""
+def _lay_plan(
+    M: int, N: int, tile_tokens: int, cap: int, num_panels: int, limits: Limits
+) -> tuple[int, int]:
+    """(threads, shared memory) of `plan`: two small blocks on a multiprocessor, or a large one."""
+    num_tiles, pair_bytes = ceil_div(M, tile_tokens), 4 if num_panels == 1 else 5
     most = limits.smem_bytes - STATIC_SMEM
+    block = 512
+    least = least_plan_smem(N, tile_tokens, num_panels)
     half = (limits.smem_bytes + 1024) // 2 - 1024 - STATIC_SMEM
-    if num_tiles > limits.num_sms and least + 16384 <= half:
-        most = half
-    return min(5 * pairs, most - least) // 16 * 16
+    if num_tiles > limits.num_sms:
+        most = half if least + 16384 <= half else most
+    elif least_plan_smem(N, tile_tokens, num_panels, 1024) <= most:
+        block, least = 1024, least_plan_smem(N, tile_tokens, num_panels, 1024)
+    return block, min(most, least + pair_bytes * tile_tokens * cap)
 
 
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
@@ -197,7 +211,8 @@ def max_tile_tokens(N: int, smem_bytes: int) -> int:
 def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
     """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
     entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
-    pairs = cap * (8 + 4) + ROUND_BYTES * rounds_for(min(cap, N)) // GROUP
+    round_bytes = ROUND_BYTES + 4 * BATCH_MASKS // BATCH
+    pairs = cap * (8 + 4) + round_bytes * rounds_for(min(cap, N)) // GROUP
     most = max(256, _CHUNK_BYTES // (entries + pairs) // 256 * 256)
     most = min(most, PORTABLE_TOKENS) if portable else most
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
@@ -229,8 +244,9 @@ def _lay_up(
 ) -> tuple[int, int, int]:
     """(tile_tokens, slabs_per_range, neuron_ranges): the cheapest that fit.
 
-    Each token tile reads all of W_up, so tiles are large; blocks are a little fewer than a multiple
-    of the multiprocessors; every range of K beyond the first costs a partial sum a pair.
+    Each token tile reads all of W_up, so tiles are large; but one block plans a tile. Blocks are a
+    little fewer than a multiple of the multiprocessors; every range of K beyond the first costs a
+    partial sum a pair.
     """
     slabs, most_tokens = ceil_div(K, 64), max_tile_tokens(N, smem_bytes)
     fewest_tiles = ceil_div(M, most_tokens)
@@ -251,6 +267,8 @@ def _lay_up(
                 laid = (tile_tokens, slabs_per_range, neuron_ranges)
                 cost = ceil_div(tiles * share, num_sms) * _up_clocks(N, *laid)
                 cost += 4 * num_ranges * M * N * _USUAL_DENSITY / (num_sms * _L2_BYTES_A_CLOCK)
+                planned = tile_tokens * N * _USUAL_DENSITY * _PLAN_PAIR_CLOCKS
+                cost += ceil_div(tiles, num_sms) * planned
                 if best is None or cost < best[0]:
                     best = (cost, laid)
     assert best is not None

@@ -20,6 +20,7 @@ from .twell_config import TILE
 from .twell_format import keep_fired
 from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import (
+    BATCH_MASKS,
     DOWN_BLOCK,
     GATE_PACK_SMEM,
     GATHER_BLOCK,
@@ -27,7 +28,6 @@ from .twell_plan import (
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PACK_BLOCK,
-    PLAN_BLOCK,
     PRODUCT_BLOCK,
     ROUND_BYTES,
     SHORT_PRODUCT_BLOCK,
@@ -189,12 +189,13 @@ def _sparse_products(
     # lists
     num_rounds = empty(plan.num_groups * P)
     rounds = empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4)
+    masks = empty(plan.num_groups * P, plan.group_batches, BATCH_MASKS)
     pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs, 2)
     heavy_rows = empty(M)
     kernels.launch(
         "plan",
         (tiles,),
-        PLAN_BLOCK,
+        plan.plan_block,
         (
             *(counts, entries, M, N, plan.slots, plan.cap, plan.tile_tokens),
             *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds),
@@ -219,8 +220,8 @@ def _sparse_products(
         (tiles, max(1, ceil_div(8 * limits.num_sms, tiles))),
         HIDDEN_BLOCK,
         (
-            *(partial, stride, Q, pair_start, pairs, plan.tile_tokens, plan.cap, N),
-            *(ffn.b_up, rounds),
+            *(partial, stride, Q, pair_start, pairs, M, N, plan.tile_tokens, plan.cap),
+            *(P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks),
         ),
     )
     # y
@@ -231,7 +232,7 @@ def _sparse_products(
             plan.down_grid,
             DOWN_BLOCK,
             (
-                *(ffn.w_down, ffn.b_down, num_rounds, rounds, M, N, K, panel),
+                *(ffn.w_down, ffn.b_down, num_rounds, rounds, masks, M, N, K, panel),
                 *(plan.panel_rows, P, plan.group_rounds, sums, y),
             ),
             plan.down_smem,
