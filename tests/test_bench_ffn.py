@@ -158,6 +158,8 @@ def test_slots_are_those_of_a_profile_unless_given():
     (point,) = bench_ffn(FfnSettings(**settings)).points
     assert 64 < point.about["slots"] <= 128
     assert point.about["slots"] % 8 == 0
+    (point,) = bench_ffn(FfnSettings(**settings | {"tokens": (1,), "densities": (0.02,)})).points
+    assert point.about["slots"] == 16  # one row needs less
     (point,) = bench_ffn(FfnSettings(**settings, slots=8)).points
     assert point.about["slots"] == 8
     assert point.wrong == []

@@ -22,7 +22,7 @@ def point(tokens: int, joules: dict | None = None, skipped: dict | None = None, 
         for name, value in names.items()
     )
     headline = tuple(name for name in names if name in ("twell", "twell compile"))
-    about = {"density": 0.01, "auto_took": {}}
+    about = {"density": 0.01, "auto_took": {}, "without_kernels": None}
     outcome = Outcome("plain calls", candidates, skipped or {})
     return Point(tokens, about, "float64", headline, outcome)
 
@@ -102,8 +102,8 @@ def test_json_holds_everything():
     assert saved["schema_version"] == 1
     assert saved["sentences"] == bench(found, device="CPU").sentences
     assert set(saved["points"][0]) == {
-        "tokens", "density", "auto_took", "timed_by", "reference", "fastest_dense", "twell",
-        "over_fastest_dense", "candidates", "skipped",
+        "tokens", "density", "auto_took", "without_kernels", "timed_by", "reference",
+        "fastest_dense", "twell", "over_fastest_dense", "candidates", "skipped",
     }  # fmt: skip
     assert set(saved["points"][0]["candidates"]["twell"]) == {
         "kind", "ms", "ms_samples", "tokens_per_ms", "over_fastest_dense", "error",

@@ -41,6 +41,7 @@ from twellctl.twell_side import (
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512
 COUNTED_ROWS = 8192  # at once; a multiple of 128
+PROFILED_ROWS = 8192
 CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
 MAX_COPIES = 64
 
@@ -109,37 +110,40 @@ def bench_ffn(
     )
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What all candidates compute on, what fires of it, and what a profile would say of that."""
+
+    x: Tensor
+    weights: FfnWeights
+    fired: dict[str, Any]
+    slots: int
+    density: float
+
+
 def _point(
     settings: FfnSettings, tokens: int, density: float, dense: dict[str, Ffn], course: Course
 ) -> Point:
-    device, dtype = course.device, DTYPES[settings.dtype]
-    K, N = settings.hidden_size, settings.intermediate_size
+    device = course.device
     generator = torch.Generator(device).manual_seed(settings.seed)
-    weights = make_weights(K, N, density, bias=settings.bias, dtype=dtype, generator=generator)
-    x = make_rows(tokens, K, density, settings.spread, dtype=dtype, generator=generator)
-    about = measure_firing(x, weights)
-    slots = settings.slots or about["slots"]
-    rotated = rotated_weights(weights, device)
-    about |= {"density_asked": density, "slots": slots, "weight_copies": len(rotated)}
-
-    if said := require_kernels(
-        settings.routes,
-        lambda route: ffn_over_twell(route, slots, about["density"])(x[:8], weights),
-        device,
-    ):
-        course.note(said)
+    inputs = _inputs(settings, tokens, density, generator)
+    rotated = rotated_weights(inputs.weights, device)
 
     def contender(name: str, kind: str, ffn: Ffn) -> Contender:
-        return Contender(name, kind, lambda number: ffn(x, rotated[number]))
+        return Contender(name, kind, lambda number: ffn(inputs.x, rotated[number]))
 
-    twell = {
-        twell_name(route, device): ffn_over_twell(route, slots, about["density"])
-        for route in settings.routes
-    }
+    def over_twell(route: str) -> Ffn:
+        return ffn_over_twell(route, inputs.slots, inputs.density)
+
+    without_kernels = require_kernels(
+        settings.routes, lambda route: over_twell(route)(inputs.x[:8], inputs.weights), device
+    )
     contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
-    contenders += [contender(name, TWELL, ffn) for name, ffn in twell.items()]
+    contenders += [
+        contender(twell_name(route, device), TWELL, over_twell(route)) for route in settings.routes
+    ]
     rows = torch.randperm(tokens, generator=generator, device=device)[:REFERENCE_ROWS]
-    expected = reference(x[rows], weights)
+    expected = reference(inputs.x[rows], inputs.weights)
     outcome = hold(
         course,
         contenders,
@@ -148,8 +152,31 @@ def _point(
         tokens=tokens,
         num_inputs=len(rotated),
     )
-    about["auto_took"] = routes_taken(K, N, tokens, [(slots, about["density"])])
-    return Point(tokens, about, "float64", tuple(twell)[:1], outcome)
+    sizes = (settings.hidden_size, settings.intermediate_size, settings.bias)
+    about = inputs.fired | {
+        "density_asked": density,
+        "density_profiled": inputs.density,
+        "slots": inputs.slots,
+        "weight_copies": len(rotated),
+        "without_kernels": without_kernels,
+        "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)]),
+    }
+    return Point(tokens, about, "float64", (contenders[len(dense)].name,), outcome)
+
+
+def _inputs(
+    settings: FfnSettings, tokens: int, density: float, generator: torch.Generator
+) -> Inputs:
+    K, N = settings.hidden_size, settings.intermediate_size
+    made = {"dtype": DTYPES[settings.dtype], "generator": generator}
+    weights = make_weights(K, N, density, bias=settings.bias, **made)
+    x = make_rows(tokens, K, density, settings.spread, **made)
+    fired = profiled = measure_firing(x, weights)
+    if tokens < PROFILED_ROWS:  # a profile knows the model, and not these few rows
+        more = make_rows(PROFILED_ROWS, K, density, settings.spread, **made)
+        profiled = measure_firing(more, weights)
+    slots = settings.slots or profiled["slots"]
+    return Inputs(x, weights, fired, slots, profiled["density"])
 
 
 def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
@@ -164,7 +191,7 @@ def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
     layer = count.summary(0.0)
     union = union_count.summary(layer.density)
     check_union(union)
-    keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots", "overflow")
+    keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
     return {key: getattr(layer, key) for key in keys} | {"union": asdict(union)}
 
 
@@ -172,6 +199,7 @@ def rotated_weights(weights: FfnWeights, device: torch.device) -> list[FfnWeight
     """`weights` and as many copies as keep a gate from being in the cache when its turn comes."""
     if device.type != "cuda":
         return [weights]
+    torch.cuda.empty_cache()
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     free = torch.cuda.mem_get_info(device)[0]
     wanted = -(-CACHES * cache // weights.gate_bytes)

@@ -122,15 +122,14 @@ def bench_model(
             slots=tuple(layer.slots for layer in measured),
             densities=tuple(layer.density for layer in measured),
         )
-        if said := require_kernels(
+        without_kernels = require_kernels(
             settings.routes,
             lambda route: last_hidden(
                 twell_twin(subject.body, numbers, route), subject.counted[:1, :8]
             ),
             device,
-        ):
-            note(said)
-        about = _about(measured, numbers, unions)
+        )
+        about = _about(measured, numbers, unions) | {"without_kernels": without_kernels}
         points = tuple(
             _point(settings, subject, numbers, about, tokens, course) for tokens in settings.tokens
         )
@@ -209,7 +208,7 @@ def _point(
     expected = _reference(subject.body, ids)
 
     def contender(name: str, kind: str, body: nn.Module, mode: str) -> Contender:
-        run = compiled(lambda tokens: last_hidden(body, tokens), mode)
+        run = compiled(lambda batch: last_hidden(body, batch), mode)
         return Contender(name, kind, lambda number: run(ids))
 
     with fresh_compiler():
@@ -229,8 +228,9 @@ def _point(
     shape = dict(zip(("batch", "seq_len"), settings.shape(tokens), strict=True))
     K, N = (subject.described[size] for size in ("hidden_size", "intermediate_size"))
     told = list(zip(numbers.slots, numbers.densities or [None] * len(numbers.slots), strict=True))
-    shape["auto_took"] = routes_taken(K, N, tokens, told)
-    return Point(tokens, shape | about, "float32", tuple(headline), outcome)
+    biases = any(ffn.down_proj.bias is not None for ffn in gated_ffns(subject.body))
+    taken = routes_taken(K, N, biases, tokens, told)
+    return Point(tokens, shape | about | {"auto_took": taken}, "float32", tuple(headline), outcome)
 
 
 def _reference(body: nn.Module, ids: Tensor) -> Tensor:

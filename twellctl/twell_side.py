@@ -80,16 +80,16 @@ def _why_no_kernels(run: Callable[[], Any]) -> str | None:
 
 
 def routes_taken(
-    K: int, N: int, tokens: int, layers: list[tuple[int, float | None]]
+    K: int, N: int, biases: bool, tokens: int, layers: list[tuple[int, float | None]]
 ) -> dict[str, int]:
     """How many of `layers` (slots, density) "auto" sends which way at so many tokens."""
     taken: collections.Counter[str] = collections.Counter()
     for slots, density in layers:
         bucket = None if density is None else twell_route.density_bucket(density)
         for kind, choice in twell_route._choices.items():
-            sizes = (kind.K, kind.N, kind.tokens, kind.density)
-            wanted = (K, N, twell_route.token_bucket(tokens), bucket)
-            if sizes == wanted and f" slots={slots} " in kind.sparse:
+            known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density)
+            wanted = (K, N, biases, twell_route.token_bucket(tokens), bucket)
+            if known == wanted and f" slots={slots} " in kind.sparse:
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
 

@@ -34,6 +34,8 @@ def _table(point: Any) -> None:
     )
     for name, reason in point.outcome.skipped.items():
         ui.note(f"{name} was left out: {reason}")
+    if said := point.about["without_kernels"]:
+        ui.note(said)
     if took := point.about["auto_took"]:
         ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
     ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
