@@ -58,7 +58,7 @@ def device_limits(index: int) -> Limits:
     found = torch.cuda.get_device_properties(index)
     return Limits(
         found.multi_processor_count,
-        found.shared_memory_per_block_optin,
+        found.shared_memory_per_multiprocessor - 1024,  # what the driver keeps of each block
         found.L2_cache_size,
         (found.major, found.minor),
     )

@@ -4,8 +4,8 @@ Pure functions, no torch. What a kernel's head says about its launch is repeated
 else. M tokens, K hidden size, N neurons, S slots a tile of TILE columns.
 """
 
-import functools
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from .twell_config import MAX_COLUMNS, TILE
@@ -62,67 +62,67 @@ class Plan:
     plan_block: int
     plan_smem: int  # dynamic shared memory of `plan`
 
-    @property
+    @cached_property
     def num_gate_tiles(self) -> int:
         """T, of TILE columns."""
         return ceil_div(self.N, TILE)
 
-    @property
+    @cached_property
     def num_tiles(self) -> int:
         """Token tiles of `up`."""
         return ceil_div(self.M, self.tile_tokens)
 
-    @property
+    @cached_property
     def num_ranges(self) -> int:
         """Q, the ranges into which `up` cuts K: partial sums a pair."""
         return ceil_div(ceil_div(self.K, 64), self.slabs_per_range)
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Places for (token, neuron) pairs."""
         return self.num_tiles * self.tile_tokens * self.cap
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Groups of GROUP tokens."""
         return ceil_div(self.M, GROUP)
 
-    @property
+    @cached_property
     def num_neuron_groups(self) -> int:
         """Groups of GROUP neurons."""
         return ceil_div(self.N, GROUP)
 
-    @property
+    @cached_property
     def num_panels(self) -> int:
         """Panels of down's columns."""
         return ceil_div(self.N, self.panel_rows)
 
-    @property
+    @cached_property
     def group_rounds(self) -> int:
         """Rounds for which each (group, panel) has room."""
         return rounds_for(min(self.cap, self.panel_rows))
 
-    @property
+    @cached_property
     def group_batches(self) -> int:
         """Batches of those rounds."""
         return ceil_div(self.group_rounds, BATCH)
 
-    @property
+    @cached_property
     def up_smem(self) -> int:
         """Dynamic shared memory of `up`: two slabs of the tile's x."""
         return 2 * self.tile_tokens * 128
 
-    @property
+    @cached_property
     def down_smem(self) -> int:
         """Dynamic shared memory of `down`: the panel, and the stages of its warps."""
         return self.panel_rows * 32 + DOWN_STAGES
 
-    @property
+    @cached_property
     def up_grid(self) -> tuple[int, int, int]:
         """(token tiles, ranges of K, ranges of neurons)."""
         return self.num_tiles, self.num_ranges, self.neuron_ranges
 
-    @property
+    @cached_property
     def down_grid(self) -> tuple[int, int]:
         """(16 columns of y, shares of the groups)."""
         return self.K // 16, self.down_splits
@@ -161,6 +161,7 @@ def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)
 def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> Plan:
     """The plan for a chunk of `M` >= 1 tokens."""
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes)
@@ -208,6 +209,7 @@ def max_tile_tokens(N: int, smem_bytes: int) -> int:
     return min(slabs, lists, MAX_TILE_TOKENS) // GROUP * GROUP
 
 
+@lru_cache(maxsize=4096)
 def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
     """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
     entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
@@ -238,7 +240,6 @@ def _product_tiles(rows: int, columns: int, groups: int) -> int:
     return ceil_div(rows, 2 * groups * INPUT_BOX_ROWS) * ceil_div(columns, 256)
 
 
-@functools.lru_cache(maxsize=4096)
 def _lay_up(
     M: int, N: int, K: int, cap: int, num_sms: int, smem_bytes: int
 ) -> tuple[int, int, int]:
@@ -284,7 +285,6 @@ def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: in
     return _START_CLOCKS + slabs_per_range * slab
 
 
-@functools.lru_cache(maxsize=4096)
 def _split_down(M: int, N: int, K: int, panel_rows: int, num_sms: int) -> int:
     """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
     groups = ceil_div(M, GROUP)

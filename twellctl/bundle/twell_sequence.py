@@ -10,6 +10,7 @@ the heads of plan.cu, up.cu and down.cu.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -67,17 +68,17 @@ class FFN:
     b_down: Tensor | None
     threshold: float
 
-    @property
+    @cached_property
     def N(self) -> int:
         """Neurons."""
         return self.w_gate.shape[0]
 
-    @property
+    @cached_property
     def K(self) -> int:
         """Hidden size."""
         return self.w_gate.shape[1]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Weights, and the biases there are."""
         weights = (self.w_gate, self.w_up, self.w_down)
@@ -157,6 +158,9 @@ def _chunks(
     x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
 ) -> Iterator[tuple[Plan, Tensor, Tensor]]:
     size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, portable)
+    if size == x.shape[0]:
+        yield make_plan(size, ffn.N, ffn.K, slots, cap, limits), x, y
+        return
     for xs, ys in zip(x.split(size), y.split(size), strict=True):
         yield make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
 
