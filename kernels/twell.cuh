@@ -55,12 +55,35 @@ __device__ __forceinline__ uint4 load_streamed(const uint4* from) {
     return v;
 }
 
+// Into `word`, or nothing: a predicate, no branch.
+__device__ __forceinline__ void load_if(bool wanted, const unsigned* from, unsigned& word) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1];}"
+        : "+r"(word)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)));
+}
+
+// The same of 16 bytes in shared memory.
+__device__ __forceinline__ void load_shared_if(bool wanted, unsigned smem_from, uint4& v) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "r"(smem_from), "r"(static_cast<unsigned>(wanted)));
+}
+
 __device__ __forceinline__ void prefetch_into_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 __device__ __forceinline__ void add_to(float* to, float value) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+
+// The pointer, but the compiler forgets how it was made: an offset to it is one instruction then.
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
 }
 
 // ---- copies of 16 bytes that run on while the thread does something else

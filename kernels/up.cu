@@ -89,6 +89,7 @@ __device__ __forceinline__ void fetch_slab(unsigned to, const unsigned short* x,
     const int chunk = threadIdx.x & 7, first = threadIdx.x >> 3;
     to += first * kRowBytes + ((chunk ^ (first & 7)) << 4);
     const unsigned short* from = x + static_cast<long long>(first) * K + slab * kSlab + chunk * 8;
+#pragma unroll 2
     for (int row = first; row < num_tokens; row += kThreads / 8) {
         copy_async(to, from);
         to += kThreads / 8 * kRowBytes;
@@ -107,20 +108,20 @@ struct Weights {
     uint4 low, high;
 };
 
-__device__ __forceinline__ Weights load_weights(const unsigned short* w_up, int N, int K,
-                                                const Work& work, int quad, int t) {
+// `lane_columns`: the lane's first chunk of neuron 0 in slab 0.
+__device__ __forceinline__ Weights load_weights(const unsigned short* lane_columns, int N, int K,
+                                                const Work& work, int quad) {
     const int neuron = min(work.neuron_group * NEURONS + quad, N - 1);
     const uint4* from = reinterpret_cast<const uint4*>(
-        w_up + static_cast<long long>(neuron) * K + work.slab * kSlab + t * 8);
+        lane_columns + static_cast<long long>(neuron) * K + work.slab * kSlab);
     return {load_streamed(from), load_streamed(from + 4)};
 }
 
-// Token and column of the quad's pairs: 8 apart, if there are so many.
-__device__ __forceinline__ void load_codes(unsigned (&codes)[4], const uint2* quad_pairs, int first,
-                                           int num, int quad) {
+// Token and column of the quad's pairs, 8 apart; there are `num` from the first quad's on.
+__device__ __forceinline__ void load_codes(unsigned (&codes)[4], const uint2* quad_pairs, int num,
+                                           int quad) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (8 * i + quad < num) codes[i] = __ldg(&quad_pairs[first + 8 * i].x);
+    for (int i = 0; i < 4; ++i) load_if(8 * i + quad < num, &quad_pairs[8 * i].x, codes[i]);
 }
 
 // Sixteen pairs, of which the lane has a row in each half, against eight neurons.
@@ -133,38 +134,64 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[4], const uint4& low
     multiply_add(sums, high.z, high8.z, high.w, high8.w, w.high.z, w.high.w);
 }
 
-// Up to 32 pairs of one neuron group: their rows out of the slab, their sums into partial.
-template <bool ADD>
-__device__ __forceinline__ void compute_pairs(const unsigned char* slab, const unsigned (&codes)[4],
-                                              const Weights& weights, int num, float* quad_sums,
-                                              int quad, int t) {
-    // rows of x
-    uint4 low[4], high[4];
+// Up to 8 * PLACES pairs of one neuron group. Returns in thread t of a quad the sum of the quad's pair
+// in place t. Rows of pairs that there are not keep what they held: no other sum depends on them.
+template <int PLACES>
+__device__ __forceinline__ float dot_pairs(unsigned slab, const unsigned (&codes)[4],
+                                           const Weights& weights, int num, int quad, int t) {
+    uint4 low[PLACES], high[PLACES];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (8 * i + quad < num) {
-            const unsigned token = codes[i] & 0xffff;
-            const unsigned at = token * kRowBytes + ((t ^ (token & 7)) << 4);
-            low[i] = *reinterpret_cast<const uint4*>(slab + at);
-            high[i] = *reinterpret_cast<const uint4*>(slab + (at ^ 64));
-        }
+    for (int i = 0; i < PLACES; ++i) {
+        const bool any = 8 * i + quad < num;
+        const unsigned row = scale_and_add(codes[i] & 0xffff, kRowBytes, slab);
+        const unsigned at = scale_and_add((codes[i] ^ t) & 7, 16, row);
+        load_shared_if(any, at, low[i]);
+        load_shared_if(any, at ^ 64, high[i]);
     }
-    float sums[2][4] = {};
-    multiply_rows(sums[0], low[0], low[1], high[0], high[1], weights);
-    if (num > 16) multiply_rows(sums[1], low[2], low[3], high[2], high[3], weights);
+    float sums[PLACES / 2][4] = {};
+#pragma unroll
+    for (int i = 0; i < PLACES; i += 2)
+        multiply_rows(sums[i / 2], low[i], low[i + 1], high[i], high[i + 1], weights);
 
-    // of a pair's sums, the one of its neuron
+    // of a pair's sums, the one of its neuron: from whichever of the quad's threads has it
+    float own[PLACES];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const unsigned column = codes[i] >> 16;
-        if (8 * i + quad < num && static_cast<int>(column >> 1 & 3) == t) {
-            const float sum = column & 1 ? sums[i / 2][i % 2 * 2 + 1] : sums[i / 2][i % 2 * 2];
-            if (ADD)
-                add_to(quad_sums + 8 * i, sum);
-            else
-                quad_sums[8 * i] = sum;
-        }
+    for (int i = 0; i < PLACES; ++i) {
+        const float(&both)[4] = sums[i / 2];
+        const float sum = codes[i] & 1 << 16 ? both[i % 2 * 2 + 1] : both[i % 2 * 2];
+        own[i] = __shfl_sync(~0u, sum, codes[i] >> 17, 4);
     }
+    const float first = t & 1 ? own[1] : own[0];
+    return PLACES == 4 && t & 2 ? (t & 1 ? own[PLACES - 1] : own[PLACES - 2]) : first;
+}
+
+// All pairs of `work` in its slab. `codes` are those of its first pairs, and then of the next work's.
+// lane_sums: of the quad's pair in place t.
+__device__ __forceinline__ void compute_work(unsigned slab, const Work& work, const Work& next,
+                                             bool add, unsigned (&codes)[4],
+                                             const Weights& weights, const uint2* quad_pairs,
+                                             float* lane_sums, int quad, int t) {
+    int first = work.first, num = work.last - work.first;
+    do {
+        // codes of the pairs behind are on their way meanwhile
+        const bool more = num > kBlock;
+        const int behind = more ? first + kBlock : next.first;
+        const int num_behind = more ? num - kBlock : next.last - next.first;
+        unsigned codes_behind[4];
+        load_codes(codes_behind, quad_pairs + behind, num_behind, quad);
+
+        const float sum = num > 16 ? dot_pairs<4>(slab, codes, weights, num, quad, t)
+                                   : dot_pairs<2>(slab, codes, weights, num, quad, t);
+        if (8 * t + quad < num) {
+            if (add)
+                add_to(lane_sums + first, sum);
+            else
+                lane_sums[first] = sum;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) codes[i] = codes_behind[i];
+        first += kBlock, num -= kBlock;
+    } while (num > 0);
 }
 
 }  // namespace
@@ -173,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     up(const unsigned short* x, const unsigned short* w_up, int M, int N, int K, int tile_tokens,
        int cap, int slabs_per_range, const int* pair_start, const uint2* pairs, float* partial,
        long long partial_stride) {
-    extern __shared__ uint4 slabs[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    extern __shared__ __align__(128) uint4 slabs[];
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int quad = lane >> 2, t = lane & 3;
 
     // the block's tokens, slabs and neurons
@@ -189,21 +216,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const long long first_pair = static_cast<long long>(tile) * tile_tokens * cap;
     x += static_cast<long long>(first_token) * K;
     pair_start += static_cast<long long>(tile) * (num_neuron_groups + 1);
-    const uint2* quad_pairs = pairs + first_pair + quad;
-    float* quad_sums = partial + blockIdx.y * partial_stride + first_pair + quad;
+    const uint2* quad_pairs = opaque(pairs + first_pair + quad);
+    float* lane_sums = opaque(partial + blockIdx.y * partial_stride + first_pair + 8 * t + quad);
+    const unsigned short* lane_columns = opaque(w_up + 8 * t);
 
     // the first slab, and what the first work needs
     const int slab_bytes = tile_tokens * kRowBytes;
+    const unsigned slabs_address = smem_address(slabs);
     const bool two_slabs = dynamic_smem_bytes() >= 2 * slab_bytes;
-    fetch_slab(smem_address(slabs), x, num_tokens, K, slab_begin);
+    fetch_slab(slabs_address, x, num_tokens, K, slab_begin);
     commit_copies();
     Walk walk(pair_start, range_begin + warp, range_end, slab_begin, slab_end, lane);
     Work work = walk.next();
-    Weights weights = {};
-    unsigned codes[4] = {};
-    if (work.last > 0) weights = load_weights(w_up, N, K, work, quad, t);
-    load_codes(codes, quad_pairs, work.first, work.last - work.first, quad);
+    Weights weights;
+    unsigned codes[4];
+    if (work.last > 0) weights = load_weights(lane_columns, N, K, work, quad);
+    load_codes(codes, quad_pairs + work.first, work.last - work.first, quad);
 
+    bool add = false;  // to what earlier slabs gave
     for (int slab = slab_begin; slab < slab_end; ++slab) {
         // this slab, and the next one on its way
         const int place = two_slabs ? (slab - slab_begin) & 1 : 0;
@@ -211,39 +241,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();
         if (slab + 1 < slab_end) {
             if (two_slabs)
-                fetch_slab(smem_address(slabs) + (place ^ 1) * slab_bytes, x, num_tokens, K,
-                           slab + 1);
+                fetch_slab(slabs_address + (place ^ 1) * slab_bytes, x, num_tokens, K, slab + 1);
             else
                 prefetch_slab(x, num_tokens, K, slab + 1);
         }
         commit_copies();
-        const unsigned char* rows = reinterpret_cast<unsigned char*>(slabs) + place * slab_bytes;
+        const unsigned rows = slabs_address + place * slab_bytes;
 
         while (work.slab == slab) {
             const Work next = walk.next();
-            Weights next_weights = {};
-            if (next.last > 0) next_weights = load_weights(w_up, N, K, next, quad, t);
-            for (int first = work.first; first < work.last; first += kBlock) {
-                // codes of the pairs behind
-                const bool more = first + kBlock < work.last;
-                const int behind = more ? first + kBlock : next.first;
-                unsigned next_codes[4] = {};
-                load_codes(next_codes, quad_pairs, behind, (more ? work.last : next.last) - behind,
-                           quad);
-                if (slab == slab_begin)
-                    compute_pairs<false>(rows, codes, weights, work.last - first,
-                                         quad_sums + first, quad, t);
-                else
-                    compute_pairs<true>(rows, codes, weights, work.last - first, quad_sums + first,
-                                        quad, t);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) codes[i] = next_codes[i];
-            }
+            Weights next_weights;
+            if (next.last > 0) next_weights = load_weights(lane_columns, N, K, next, quad);
+            compute_work(rows, work, next, add, codes, weights, quad_pairs, lane_sums, quad, t);
             work = next, weights = next_weights;
         }
+        add = true;
         if (!two_slabs && slab + 1 < slab_end) {
             __syncthreads();
-            fetch_slab(smem_address(slabs), x, num_tokens, K, slab + 1);
+            fetch_slab(slabs_address, x, num_tokens, K, slab + 1);
             commit_copies();
         }
     }
