@@ -158,8 +158,10 @@ def test_what_is_not_taken(monkeypatch):
     assert "contiguous weights" in twell_ffn._why_not_ffn(rows, strided, 256)
     mixed = FFN(w_gate, w_up.float(), w_down, None, None, None, 0.0)
     assert "dtype and device" in twell_ffn._why_not_ffn(rows, mixed, 256)
-    wrong = FFN(w_gate, w_up[:8], w_down, None, None, None, 0.0)
-    assert "[K, N]" in twell_ffn._why_not_ffn(rows, wrong, 256)
+    for up, bias in ((w_up[:8], None), (w_up, w_up[0])):
+        wrong = FFN(w_gate, up, w_down, None, bias, None, 0.0)
+        assert "[K, N]" in twell_ffn._why_not_ffn(rows, wrong, 256)
+    assert "[M, 64], not [10, 32]" in twell_ffn._why_not_ffn(rows[:, :32], ffn, 256)
 
 
 # ---- copies of the code ----

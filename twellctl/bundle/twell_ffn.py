@@ -173,14 +173,18 @@ def _by_route(
 def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     """None if the kernels take this, else what they do not take."""
     N, K = ffn.N, ffn.K
-    if (ffn.w_up.shape, ffn.w_down.shape) != ((N, K), (K, N)):
-        return "the kernels take weights [N, K], [N, K] and [K, N]"
+    shapes = [tuple(tensor.shape) for tensor in ffn.tensors]
+    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
+    if shapes != [(N, K), (N, K), (K, N), *((n,) for n in biases)]:
+        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
     return _why_not(rows, ffn.tensors, K, N, tile)
 
 
 def _why_not(
     rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
 ) -> str | None:
+    if rows.dim() != 2 or rows.shape[1] != K:
+        return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
     if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
