@@ -1,16 +1,17 @@
-// down: y = h W_down^T + b_down, of the pairs in the rounds that `plan` laid out and `hidden` filled.
+// down: y = h W_down^T + b_down, of the pairs in the rounds that `plan` laid out and `hidden`
+// filled.
 //
-// The weights stay and the tokens pass by. A block has 16 columns of y and keeps their weights for a
-// whole panel of neurons in shared memory; each of its warps takes groups of 8 tokens. A round is 16
-// slots, pairs (token in group, neuron) with their h, and one mma:
+// The weights stay and the tokens pass by. A block has 16 columns of y and keeps their weights for
+// a whole panel of neurons in shared memory; each of its warps takes groups of 8 tokens. A round is
+// 16 slots, pairs (token in group, neuron) with their h, and one mma:
 //
 //     y^T [16 columns, 8 tokens] += W^T [16 columns, 16 slots] H [16 slots, 8 tokens]
 //
-// W^T are the rows of the slots' neurons, gathered by one ldmatrix: 32 bytes a slot. H has one value
-// a row, at its slot's token: each lane takes the values of its four slots and masks away those of
-// other tokens. Shared memory moves 128 bytes a clock, and that is what time goes by: 4 clocks a round
-// for the weights, 3 for values and codes, nearly one for bringing them. What a slot costs does not
-// depend on density, nor on how often a neuron fires.
+// W^T are the rows of the slots' neurons, gathered by one ldmatrix: 32 bytes a slot. H has one
+// value a row, at its slot's token: each lane takes the values of its four slots and masks away
+// those of other tokens. Shared memory moves 128 bytes a clock, and that is what time goes by: 4
+// clocks a round for the weights, 3 for values and codes, nearly one for bringing them. What a slot
+// costs does not depend on density, nor on how often a neuron fires.
 //
 // Shared memory: two planes of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low
 // three bits differ lie in different banks: the classes of plan.cu. Row m of a plane's 8 columns is
@@ -85,8 +86,8 @@ __device__ __forceinline__ void load_planes(uint4* planes, const unsigned short*
 // What lies on a stage: so many rounds, the last ones of their group or not; or nothing any more.
 constexpr int kLast = 16, kNothing = -1;
 
-// Brings the rounds of a warp's groups onto its stages, batch after batch. Counts of rounds are looked
-// up for 32 groups at a time, one a lane, and for the 32 behind before they are needed.
+// Brings the rounds of a warp's groups onto its stages, batch after batch. Counts of rounds are
+// looked up for 32 groups at a time, one a lane, and for the 32 behind before they are needed.
 struct Feed {
     const int* num_rounds;    // of the first group in this panel
     const uint4* records;     // of the group at hand, from the lane's on
@@ -149,8 +150,8 @@ struct Feed {
 };
 
 // The mmas of COUNT rounds. `lane_round`: what the lane reads of the first one, its record;
-// `code_at`: from there to the code of the row that it addresses. Of each byte of `mask`, one a slot,
-// bit i says whether the slot of round i belongs to the quad's token.
+// `code_at`: from there to the code of the row that it addresses. Of each byte of `mask`, one a
+// slot, bit i says whether the slot of round i belongs to the quad's token.
 template <int COUNT>
 __device__ __forceinline__ void add_rounds(float (&sums)[2][4], const unsigned char* lane_round,
                                            int code_at, unsigned mask, unsigned plane) {
@@ -221,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
     const int slot = (lane & 7) + (lane >> 4) * 8;
-    const int code_at = ((slot & 7) / 2 - t) * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
+    const int code_at =
+        ((slot & 7) / 2 - t) * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
     const unsigned plane = smem_address(planes + (lane >> 3 & 1) * panel_rows);
     const bool is_last = panel == num_panels - 1;
     float bias[2] = {};

@@ -1,9 +1,9 @@
-// Which slots of a round belong to which token of the group, as `down` wants to know it: a bit each.
-// `hidden` makes these masks of the codes in the rounds, once for all blocks of `down`.
+// Which slots of a round belong to which token of the group, as `down` wants to know it: a bit
+// each. `hidden` makes these masks of the codes in the rounds, once for all blocks of `down`.
 //
 //   masks uint32 [(groups, panels), ceil(group_rounds / 8), 32]: of each batch of 8 rounds a word a
-//   lane. Lane 4 g + t has, in bit i of byte j, whether slot j of record t in round i holds a pair of
-//   token g; of rounds that there are not, anything. Pads count as pairs of token 0.
+//   lane. Lane 4 g + t has, in bit i of byte j, whether slot j of record t in round i holds a pair
+//   of token g; of rounds that there are not, anything. Pads count as pairs of token 0.
 #pragma once
 #include "twell_lists.cuh"
 

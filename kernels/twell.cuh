@@ -15,7 +15,9 @@ __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
     return pair;
 }
 
-__device__ __forceinline__ unsigned bf16_bits(float value) { return bf16_pair(value, 0.f) & 0xffff; }
+__device__ __forceinline__ unsigned bf16_bits(float value) {
+    return bf16_pair(value, 0.f) & 0xffff;
+}
 
 // ---- integers
 
@@ -104,9 +106,9 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // ---- tensor cores
 
-// Four 8 x 8 matrices of 16 bits, transposed: lane i gives the address of row i & 7 of matrix i >> 3
-// and gets of each matrix column g, rows 2t and 2t + 1. For memory that does not change any more: the
-// compiler may move this.
+// Four 8 x 8 matrices of 16 bits, transposed: lane i gives the address of row i % 8 of matrix i / 8
+// and gets of each matrix column g, rows 2t and 2t + 1. For memory that does not change any more:
+// the compiler may move this.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsigned smem_row) {
     asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -126,8 +128,8 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
 //   a   (row g, columns 2t ..), (row g + 8, 2t ..), (row g, 2t + 8 ..), (row g + 8, 2t + 8 ..)
 //   b   (rows 2t .., column g), (rows 2t + 8 .., column g)
 //   sums (row g, column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
-__device__ __forceinline__ void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2,
-                                             unsigned a3, unsigned b0, unsigned b1) {
+__device__ __forceinline__ void multiply_add(float (&sums)[4], unsigned a0, unsigned a1,
+                                             unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
