@@ -1,6 +1,5 @@
 // up: for each pair (token, neuron that fired) the dot product of the token's x and the neuron's
-// row of W_up, in parts over ranges of K. hidden: from those parts h = gate * up, into the lists of
-// `down`.
+// row of W_up, in parts over ranges of K. `hidden` adds them up.
 //
 // x stays and the weights pass by. A block has a tile of tokens and a range of K. It goes through
 // the range in steps of two slabs of 64 columns: the tile's slabs of x lie in shared memory, each
@@ -24,12 +23,10 @@
 // the warp that owns a neuron group touches its sums, step after step, so they do not depend on
 // time.
 //
-// Launch of up: blocks of 512 threads, grid (tiles, Q, neuron ranges), Q = ceil(K / 64 /
+// Launch: blocks of 512 threads, grid (tiles, Q, neuron ranges), Q = ceil(K / 64 /
 // slabs_per_range). Dynamic shared memory: 2 * tile_tokens * 128 bytes; with tile_tokens * 128
 // only, steps are of one slab. K a multiple of 64, tile_tokens of 8, cap * tile_tokens below 2^31.
-// Launch of hidden: blocks of 256 threads, grid (tiles, any).
 #include "twell_lists.cuh"
-#include "round_masks.cuh"
 #include "twell.cuh"
 
 namespace {
@@ -291,54 +288,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             fetch_slabs(step.slabs, slab_bytes, x, num_tokens, K, next_slab, next_end);
         }
     }
-}
-
-// h of the tile's pairs, into the rounds.
-__device__ __forceinline__ void fill_values(const float* partial, long long partial_stride, int Q,
-                                            const uint2* pairs, int num_pairs,
-                                            const unsigned short* b_up, unsigned short* rounds) {
-    for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < num_pairs;
-         i += gridDim.y * blockDim.x) {
-        const uint2 pair = __ldg(pairs + i);
-        const unsigned gate = rounds[pair.y];
-        float sum = 0;
-#pragma unroll 4
-        for (int q = 0; q < Q; ++q) sum += partial[q * partial_stride + i];
-        if (b_up) sum += bf16_value(b_up[pair.x >> 16]);
-        rounds[pair.y] = bf16_bits(bf16_value(gate) * bf16_value(bf16_bits(sum)));
-    }
-}
-
-// Masks of (group, panel)s, one a warp at a time.
-__device__ __forceinline__ void make_masks(const int* num_rounds, const unsigned short* rounds,
-                                           int group_rounds, int begin, int end, unsigned* masks) {
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    for (int q = begin + blockIdx.y * warps + threadIdx.x / 32; q < end; q += gridDim.y * warps) {
-        const int num = __ldg(num_rounds + q);
-        const long long first = static_cast<long long>(q) * group_rounds * ROUND_HALVES;
-        const uint2* codes = reinterpret_cast<const uint2*>(rounds + first) + 2 * lane + 1;
-        unsigned* to = masks + static_cast<long long>(q) * batches_of(group_rounds) * BATCH_MASKS;
-        for (int round = 0; round < num; round += BATCH) {
-            const bool any = round + lane / ROUND_RECORDS < num;
-            const uint2 code = any ? codes[round * ROUND_RECORDS * 2] : make_uint2(0, 0);
-            to[round / BATCH * BATCH_MASKS + lane] = batch_mask(code, lane);
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    hidden(const float* partial, long long partial_stride, int Q, const int* pair_start,
-           const uint2* pairs, int M, int N, int tile_tokens, int cap, int num_panels,
-           int group_rounds, const unsigned short* b_up, const int* num_rounds,
-           unsigned short* rounds, unsigned* masks) {
-    const int tile = blockIdx.x, num_neuron_groups = (N + NEURONS - 1) / NEURONS;
-    const int num_pairs =
-        pair_start[static_cast<long long>(tile) * (num_neuron_groups + 1) + num_neuron_groups];
-    const long long first_pair = static_cast<long long>(tile) * tile_tokens * cap;
-    const int first_group = tile * (tile_tokens / GROUP);
-    const int last_group = min(first_group + tile_tokens / GROUP, (M + GROUP - 1) / GROUP);
-    make_masks(num_rounds, rounds, group_rounds, first_group * num_panels, last_group * num_panels,
-               masks);
-    fill_values(partial + first_pair, partial_stride, Q, pairs + first_pair, num_pairs, b_up,
-                rounds);
 }

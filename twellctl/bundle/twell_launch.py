@@ -22,7 +22,6 @@ from .twell_nvrtc import KernelError, load_cubin, what_is_missing
 # entries that do not lie in a file of their own name
 ENTRY_FILES = {
     "gate_pack_short": "gate_pack.cu",
-    "hidden": "up.cu",
     "heavy_gather": "heavy.cu",
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",

@@ -5,7 +5,7 @@
 
 The host reads nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all;
 buffers are torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in
-the heads of plan.cu, up.cu and down.cu.
+the heads of plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
