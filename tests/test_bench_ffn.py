@@ -94,7 +94,7 @@ def test_weights_that_share_neurons_between_tokens_are_refused():
         (["--spread", "heavy", "--heavy-rows", "1"], "heavy-rows must lie between 0 and 1"),
         (["--heavy-density", "0.5"], "are of --spread heavy: give that, too"),
         (["--dtype", "int8"], "dtype must be one of bf16, fp16, fp32, got 'int8'"),
-        (["--route", "fast"], "route must be one of auto, twell, dense, portable, got 'fast'"),
+        (["--route", "fast"], "route must be one of auto, twell, portable, dense, got 'fast'"),
         (["--route", "auto", "--route", "auto"], "route must be given once"),
         (["--slots", "257"], "slots must be 1 to 256, got 257"),
         (["--rounds", "0"], "rounds must be >= 1, got 0"),

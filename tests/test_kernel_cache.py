@@ -107,6 +107,19 @@ def test_the_default_folder(monkeypatch):
     monkeypatch.delenv("TWELL_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", "/somewhere")
     assert str(twell_nvrtc.cache_dir()) == "/somewhere/.cache/twellctl"
+    monkeypatch.setenv("TWELL_CACHE_DIR", "~/else")
+    assert str(twell_nvrtc.cache_dir()) == "/somewhere/else"
+
+
+def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
+    def expanduser(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TWELL_CACHE_DIR")
+    monkeypatch.setattr(twell_nvrtc.Path, "expanduser", expanduser)
+    for _ in range(2):
+        assert load_cubin("one.cu", SOURCES, "sm_80").code == b"code of onehead"
+    assert len(compiler.compiled) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_route
-from twellctl.bundle.twell_ffn import gate_pack, register_sources, sparse_ffn
+from twellctl.bundle.twell_ffn import (
+    gate_pack,
+    reasons_said,
+    register_sources,
+    sparse_ffn,
+    takes_hopper_kernels,
+    why_no_kernels,
+)
 from twellctl.bundle.twell_format import gated_ffn
 from twellctl.bundle.twell_launch import KernelError, kernels_for
 from twellctl.bundle.twell_route import Choice, Kind, choose
@@ -145,6 +152,43 @@ def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
     assert twell_nvrtc.what_is_missing().endswith("x]'")
 
 
+def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
+    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    twell_ffn._why_not_here.cache_clear()
+    try:
+        assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
+    finally:
+        twell_ffn._why_not_here.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_which_kernels(monkeypatch):
+    for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        limits = twell_launch.Limits(132, 232448, 60 << 20, capability)
+        monkeypatch.setattr(twell_ffn, "device_limits", lambda index, found=limits: found)
+        monkeypatch.delenv("TWELL_PORTABLE", raising=False)
+        assert takes_hopper_kernels(0) is hopper
+        assert not takes_hopper_kernels(0, "portable")
+        monkeypatch.setenv("TWELL_PORTABLE", "1")
+        assert not takes_hopper_kernels(0)
+
+
+def test_reasons_are_collected_in_place_of_the_log(caplog):
+    twell_ffn._say_once("a reason")
+    caplog.clear()
+    with reasons_said() as said:
+        for _ in range(2):
+            twell_ffn._say_once("a reason")
+    assert said == ["TwELL kernels are not used, plain PyTorch is: a reason"]
+    assert not caplog.records
+    twell_ffn._say_once("a reason")
+    assert len(caplog.records) == 1
+
+
 def test_what_is_not_taken(monkeypatch):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
     monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
@@ -231,6 +275,7 @@ def test_a_choice_is_measured_once_and_kept(timed, monkeypatch):
     chosen(Kind("a GPU", 2048, 5632, False, 128, -10, "hopper"))
     assert len(timed) == 2
     assert len(twell_route._read_kept()) == 2
+    assert set(twell_route.known_choices().values()) == {Choice("dense", "twell")}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"'])
@@ -266,8 +311,17 @@ def test_who_decides(monkeypatch):
     assert twell_route.requested("auto") == "dense"
     assert twell_route.requested("twell") == "twell"
     monkeypatch.setenv("TWELL_ROUTE", "fast")
-    with pytest.raises(ValueError, match=r"must be one of auto, .*, got 'fast'"):
+    with pytest.raises(ValueError, match=r"TWELL_ROUTE must be one of auto, .*, got 'fast'"):
         twell_route.requested("auto")
+    with pytest.raises(ValueError, match=r"^route must be one of auto, .*, got 'slow'"):
+        twell_route.requested("slow")
+
+
+def test_a_model_refuses_an_unknown_route_before_it_loads():
+    from twellctl.bundle.twell_model import twell_class
+
+    with pytest.raises(ValueError, match=r"twell_route must be one of auto, .*, got 'fast'"):
+        twell_class("LlamaForCausalLM").from_pretrained("nowhere", twell_route="fast")
 
 
 def test_buckets():

@@ -16,7 +16,7 @@ app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense f
 Route = Annotated[
     list[str] | None,
     typer.Option(
-        help="What the TwELL side takes: auto, twell, dense or portable. Repeatable; the first "
+        help="What the TwELL side takes: auto, twell, portable or dense. Repeatable; the first "
         "counts. [default: auto]"
     ),
 ]

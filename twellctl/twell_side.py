@@ -4,28 +4,28 @@ import collections
 import copy
 import functools
 import itertools
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_ffn, twell_route
-from twellctl.bundle.twell_model import TwellFFN, gated_ffns, kernel_sources, set_thresholds
+from twellctl.bundle.twell_model import kernel_sources, put_over_twell, use_kernels
 from twellctl.errors import TwellError, UsageError
 from twellctl.resources import bundle_files
 from twellctl.synthetic import FfnWeights
 from twellctl.timing import GRAPHS_BELOW
 
-ROUTES = ("auto", "twell", "dense", "portable")
-
 
 def check_routes(routes: tuple[str, ...]) -> None:
     """`UsageError` unless each is known, and there is one."""
-    if bad := [route for route in routes if route not in ROUTES]:
-        raise UsageError(f"route must be one of {', '.join(ROUTES)}, got {bad[0]!r}")
+    try:
+        for route in routes:
+            twell_route.check_route(route)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if not routes or len(set(routes)) < len(routes):
         raise UsageError(f"route must be given once or not at all, got {', '.join(routes)}")
 
@@ -63,19 +63,9 @@ def require_kernels(
 
 
 def _why_no_kernels(run: Callable[[], Any]) -> str | None:
-    """What the operator logs when `run` goes without the kernels."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger(twell_ffn.__name__)
-    twell_ffn._say_once.cache_clear()
-    log.addHandler(handler)
-    propagate, log.propagate = log.propagate, False
-    try:
+    """What the operator says if `run` goes without the kernels."""
+    with twell_ffn.reasons_said() as said:
         run()
-    finally:
-        log.removeHandler(handler)
-        log.propagate = propagate
     return said[0] if said else None
 
 
@@ -86,7 +76,7 @@ def routes_taken(
     taken: collections.Counter[str] = collections.Counter()
     for slots, density in layers:
         bucket = None if density is None else twell_route.density_bucket(density)
-        for kind, choice in twell_route._choices.items():
+        for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density)
             wanted = (K, N, biases, twell_route.token_bucket(tokens), bucket)
             if known == wanted and f" slots={slots} " in kind.sparse:
@@ -123,12 +113,6 @@ def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module
     """`model` over TwELL as its export is: a copy that shares its weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    set_thresholds(twin, numbers.thresholds)
-    ffns = gated_ffns(twin)
-    densities = numbers.densities or (None,) * len(ffns)
-    for ffn, slots, density in zip(ffns, numbers.slots, densities, strict=True):
-        stock = type(ffn)
-        ffn.__class__ = type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
-        ffn.twell_tile, ffn.twell_slots, ffn.twell_density = numbers.tile, slots, density
-        ffn.twell_sources, ffn.twell_route = own_kernels(), route
+    put_over_twell(twin, asdict(numbers))
+    use_kernels(twin, own_kernels(), route)
     return twin

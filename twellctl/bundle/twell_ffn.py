@@ -8,11 +8,13 @@ Exports carry copies of this code, which transformers imports under a package of
 Copies that are equal share the state of the first one; others have operators of other names.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 from .twell_config import SLOTS, TILE, storable_threshold
 from .twell_format import fires, gated_ffn
 from .twell_launch import KernelError, device_limits, kernels_for, register_sources
+from .twell_nvrtc import what_is_missing
 from .twell_plan import ceil_div, why_unfit
-from .twell_route import Kind, choose, density_bucket, requested, token_bucket
+from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
 from .twell_sequence import (
     FFN,
     HOPPER_KERNELS,
@@ -97,6 +100,37 @@ def gate_pack(
 # ---- which path ----
 
 
+def why_no_kernels(sources: str, index: int, route: str = "auto") -> str | None:
+    """None if the kernels of `route` are loaded on CUDA device `index`, else why they cannot be.
+
+    The first call for a device compiles what the cache does not hold.
+    """
+    return _why_not_here(sources, index, takes_hopper_kernels(index, route))
+
+
+def takes_hopper_kernels(index: int, route: str = "auto") -> bool:
+    """Whether CUDA device `index` goes the way of Hopper, not the portable one."""
+    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
+    return not portable and device_limits(index).capability == (9, 0)
+
+
+@contextlib.contextmanager
+def reasons_said() -> Iterator[list[str]]:
+    """Collect what calls in the block say of going without the kernels; the log has none of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    _say_once.cache_clear()
+    try:
+        yield said
+    finally:
+        _say_once.cache_clear()
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+
 def _gated_ffn(
     x: Tensor,
     w_gate: Tensor,
@@ -122,7 +156,7 @@ def _gated_ffn(
         return x.new_empty(*x.shape[:-1], w_down.shape[0])
     ffn = FFN(w_gate, w_up, w_down, b_gate, b_up, b_down, threshold)
     route = requested(route) if sources else "dense"
-    hopper = _is_hopper(rows.device.index, route)
+    hopper = takes_hopper_kernels(rows.device.index, route)
     if route != "dense" and (
         said := _why_not_ffn(rows, ffn, tile) or _why_not_here(sources, rows.device.index, hopper)
     ):
@@ -160,13 +194,14 @@ def _by_route(
             None if known is None else density_bucket(known),
             f"{'hopper' if hopper else 'portable'} slots={slots} {sources[:12]}",
         )
-        route = choose(
-            kind,
-            known,
-            torch.cuda.is_current_stream_capturing(),
-            {"dense": dense, "twell": sparse},
-            lambda: _sampled_density(rows, ffn),
-        )
+        with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
+            route = choose(
+                kind,
+                known,
+                torch.cuda.is_current_stream_capturing(),
+                {"dense": dense, "twell": sparse},
+                lambda: _sampled_density(rows, ffn),
+            )
     return dense() if route == "dense" else sparse()
 
 
@@ -202,18 +237,14 @@ def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
     """None if the kernels are compiled and loaded on a device, else why they are not."""
     if torch.version.cuda is None or device_limits(index).capability < (8, 0):
         return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    if said := what_is_missing():
+        return said
     try:
         kernels = kernels_for(sources, index)
         kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
     except KernelError as error:
         return str(error)
     return None
-
-
-def _is_hopper(index: int, route: str) -> bool:
-    """Whether to go the way of Hopper."""
-    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
-    return not portable and device_limits(index).capability == (9, 0)
 
 
 @functools.cache
@@ -248,7 +279,7 @@ def _gate_pack(
 ) -> tuple[Tensor, Tensor]:
     """The operator `gate_pack`."""
     _check(threshold, slots, TILE)
-    if not x.is_cuda or not _is_hopper(x.device.index, "twell"):
+    if not x.is_cuda or not takes_hopper_kernels(x.device.index):
         raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
     biases = () if b_gate is None else (b_gate,)
     index, (N, K) = x.device.index, w_gate.shape
@@ -257,10 +288,7 @@ def _gate_pack(
     counts, entries = _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources)
     if x.shape[0]:
         rows, heavy_count = _aligned(x), counts.new_empty(1)
-        limits, kernels = (
-            device_limits(index),
-            kernels_for(sources, index),
-        )
+        limits, kernels = device_limits(index), kernels_for(sources, index)
         gate = (w_gate, b_gate, threshold)
         launch_gate_pack(kernels, limits, rows, *gate, counts, entries, heavy_count)
     return counts, entries
@@ -315,3 +343,5 @@ if _owner is sys.modules[__name__]:
 else:
     register_sources = _owner.register_sources
     sparse_ffn, gate_pack = _owner.sparse_ffn, _owner.gate_pack
+    reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
+    why_no_kernels = _owner.why_no_kernels

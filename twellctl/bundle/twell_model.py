@@ -13,7 +13,9 @@ of them again.
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import transformers
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from .twell_bundle import read_bundle, write_bundle
 from .twell_config import check_twell
 from .twell_ffn import register_sources, sparse_ffn
 from .twell_format import keep_fired
+from .twell_route import check_route
 
 _PREFIX, _SUFFIX = "Twell", "ForCausalLM"
 _KERNELS = "twell_kernels/"
@@ -114,6 +117,23 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not hooked and "forward" not in module.__dict__
 
 
+def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
+    """Let the gated FFNs of `model` run over TwELL, with the numbers of a "twell" block."""
+    set_thresholds(model, twell["thresholds"])
+    ffns = gated_ffns(model)
+    densities = twell.get("densities") or [None] * len(ffns)
+    for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
+        stock = type(ffn)
+        ffn.__class__ = type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
+        ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
+
+
+def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
+    """Give FFNs that `put_over_twell` made their kernels and route, as `sparse_ffn` has them."""
+    for ffn in gated_ffns(model):
+        ffn.twell_sources, ffn.twell_route = sources, route
+
+
 class TwellModel:
     """Mixed into a stock ...ForCausalLM class: installs the FFNs, guards and carries the bundle."""
 
@@ -121,16 +141,7 @@ class TwellModel:
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        ffns = gated_ffns(self)
-        twell = check_twell(getattr(config, "twell", None), len(ffns))
-        set_thresholds(self, twell["thresholds"])
-        densities = twell.get("densities") or [None] * len(ffns)
-        for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
-            stock = type(ffn)
-            ffn.__class__ = type(
-                f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__}
-            )
-            ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
+        put_over_twell(self, check_twell(getattr(config, "twell", None), len(gated_ffns(self))))
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -142,14 +153,12 @@ class TwellModel:
         """As transformers'; `twell_route` ("twell", "dense"...) as in `sparse_ffn`."""
         passed_on = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
         source = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        route = kwargs.pop("twell_route", "auto")
+        route = check_route(kwargs.pop("twell_route", "auto"), "twell_route")
         bundle = read_bundle(pretrained_model_name_or_path, **source)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._twell_bundle = bundle
-        kernels = kernel_sources(bundle)
-        for ffn in gated_ffns(model):
-            ffn.twell_sources, ffn.twell_route = kernels, route
+        use_kernels(model, kernel_sources(bundle), route)
         return loaded
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

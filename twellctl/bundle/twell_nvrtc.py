@@ -150,7 +150,10 @@ def _line(error: BaseException) -> str:
 
 def cache_dir() -> Path:
     """The folder of cubins and measured choices: TWELL_CACHE_DIR, else ~/.cache/twellctl."""
-    return Path(os.environ.get("TWELL_CACHE_DIR") or Path("~/.cache/twellctl").expanduser())
+    try:
+        return Path(os.environ.get("TWELL_CACHE_DIR") or "~/.cache/twellctl").expanduser()
+    except RuntimeError:  # a user without a home: nothing is kept
+        return Path(os.devnull)
 
 
 def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:

@@ -62,10 +62,16 @@ class Choice:
 
 def requested(route: str) -> str:
     """`route` of the model if it says one, else that of TWELL_ROUTE, else "auto"."""
-    asked = route if route != "auto" else os.environ.get("TWELL_ROUTE") or "auto"
-    if asked not in ROUTES:
-        raise ValueError(f"TWELL_ROUTE must be one of {', '.join(ROUTES)}, got {asked!r}")
-    return asked
+    if route != "auto":
+        return check_route(route)
+    return check_route(os.environ.get("TWELL_ROUTE") or "auto", "TWELL_ROUTE")
+
+
+def check_route(route: str, name: str = "route") -> str:
+    """`route` itself; `ValueError` with its `name` if there is no such route."""
+    if route not in ROUTES:
+        raise ValueError(f"{name} must be one of {', '.join(ROUTES)}, got {route!r}")
+    return route
 
 
 def token_bucket(M: int) -> int:
@@ -102,6 +108,12 @@ def choose(
             found = _choices.get(kind) or _kept_or_measured(kind, runs, count_density)
             _choices[kind] = found
     return found.graph if capturing else found.eager
+
+
+def known_choices() -> dict[Kind, Choice]:
+    """What was chosen in this process so far."""
+    with _lock:
+        return dict(_choices)
 
 
 def _kept_or_measured(
