@@ -39,47 +39,76 @@ constexpr int kMasksAt = BATCH * kRoundBytes;  // on a stage
 constexpr int kMaskBytes = 4 * BATCH_MASKS;  // of a batch
 constexpr int kStageBytes = kMasksAt + kMaskBytes;
 constexpr int kStages = 3;
+constexpr int kLoadParts = 4;  // of the weights: the first are turned over while others come
 
 // Which column of the 16 lies in a row of a plane.
 __device__ __forceinline__ int column_of(int plane, int m) {
     return 4 * (m >> 1) + (m & 1) + 2 * plane;
 }
 
-// Two neighbouring neurons of a row of W_down; zeros from `end` on.
-template <bool EVEN>
-__device__ __forceinline__ unsigned load_neurons(const unsigned short* row, int n, int end) {
-    if (EVEN) return n < end ? __ldg(reinterpret_cast<const unsigned*>(row + n)) : 0;
-    const unsigned low = n < end ? row[n] : 0, high = n + 1 < end ? row[n + 1] : 0;
-    return low | high << 16;
-}
-
-// Eight low halves, or eight high ones.
-__device__ __forceinline__ uint4 join_halves(const unsigned (&w)[8], unsigned selector) {
-    return make_uint4(permute_bytes(w[0], w[1], selector), permute_bytes(w[2], w[3], selector),
-                      permute_bytes(w[4], w[5], selector), permute_bytes(w[6], w[7], selector));
-}
-
-// The panel's weights for 16 columns of y, transposed; all of the block's threads take part.
-template <bool EVEN>
-__device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* w_down, int N,
-                                            int first_neuron, int panel_rows) {
-    const int end = min(panel_rows, N - first_neuron);
-    w_down += first_neuron;
-    for (int n = 2 * threadIdx.x; n < panel_rows; n += 2 * kThreads) {
-        unsigned v[2][8];
-#pragma unroll
-        for (int plane = 0; plane < 2; ++plane)
-#pragma unroll
-            for (int m = 0; m < 8; ++m)
-                v[plane][m] = load_neurons<EVEN>(
-                    w_down + static_cast<long long>(column_of(plane, m)) * N, n, end);
+// Turns over the warp's matrices first, first + 64 .. of both planes, four at a time.
+__device__ __forceinline__ void transpose_planes(uint4* planes, int panel_rows, int first, int end,
+                                                 int lane) {
+    __syncwarp();
+#pragma unroll 1
+    for (int at = first; at < end; at += 64)
 #pragma unroll
         for (int plane = 0; plane < 2; ++plane) {
-            uint4* row = planes + plane * panel_rows + n;
-            const unsigned(&w)[8] = v[plane];
-            row[0] = join_halves(w, 0x5410);
-            row[1] = join_halves(w, 0x7632);
+            uint4* four = planes + plane * panel_rows + at * 8;
+            unsigned* words = reinterpret_cast<unsigned*>(four) + lane;
+            unsigned v[4];
+            transpose_matrices(v, smem_address(four + (at + lane / 8 < end ? lane : lane % 8)));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (at + j < end) words[32 * j] = v[j];
         }
+}
+
+// The panel's weights for 16 columns of y, transposed. A warp copies 8 x 8 matrices, rows of 8
+// neurons, to where they belong, and turns them over in place; all copies are under way at once.
+__device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* w_down, int N,
+                                            int first_neuron, int panel_rows) {
+    const int lane = threadIdx.x % 32, m = lane % 8, num = panel_rows / 8;
+    const int first = threadIdx.x / 32 * 4;
+    const int part = ((num + 63) / 64 + kLoadParts - 1) / kLoadParts * 64;
+    int at = first + lane / 8;  // the lane's one of the warp's four matrices
+    const unsigned short* from0 =
+        w_down + static_cast<long long>(column_of(0, m)) * N + first_neuron + at * 8;
+    const unsigned short* from1 = from0 + static_cast<long long>(column_of(1, 0)) * N;
+    uint4* to = planes + at * 8 + m;
+#pragma unroll 1
+    for (int i = 1; i <= kLoadParts; ++i) {
+#pragma unroll 2
+        for (; at < min(i * part, num); at += 64) {
+            if (first_neuron + at * 8 < N) {
+                copy_async(smem_address(to), from0);
+                copy_async(smem_address(to + panel_rows), from1);
+            } else {
+                to[0] = to[panel_rows] = make_uint4(0, 0, 0, 0);
+            }
+            from0 += 512, from1 += 512, to += 512;
+        }
+        commit_copies();
+    }
+    wait_for_copies<3>();
+    transpose_planes(planes, panel_rows, first, min(part, num), lane);
+    wait_for_copies<2>();
+    transpose_planes(planes, panel_rows, first + part, min(2 * part, num), lane);
+    wait_for_copies<1>();
+    transpose_planes(planes, panel_rows, first + 2 * part, min(3 * part, num), lane);
+    wait_for_copies<0>();
+    transpose_planes(planes, panel_rows, first + 3 * part, num, lane);
+}
+
+// The same of weights whose rows of 8 neurons are not at multiples of 16 bytes.
+__device__ __noinline__ void load_odd_planes(uint4* planes, const unsigned short* w_down, int N,
+                                             int first_neuron, int panel_rows) {
+    unsigned short* to = reinterpret_cast<unsigned short*>(planes);
+    for (int i = 0; i < kColumns; ++i) {
+        const long long row = static_cast<long long>(column_of(i / 8, i % 8)) * N + first_neuron;
+        for (int n = threadIdx.x; n < panel_rows; n += kThreads)
+            to[(i / 8 * panel_rows + n) * 8 + i % 8] =
+                first_neuron + n < N ? __ldg(w_down + row + n) : 0;
     }
 }
 
@@ -214,10 +243,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int batch = feed.bring(stages_address);
     int behind = feed.bring(stages_address + kStageBytes);
     const unsigned short* rows = w_down + static_cast<long long>(first_column) * N;
-    if (N % 2 == 0)
-        load_planes<true>(planes, rows, N, panel * panel_rows, panel_rows);
+    if (N % 8 == 0 && panel_rows % 8 == 0 && reinterpret_cast<unsigned long long>(rows) % 16 == 0)
+        load_planes(planes, rows, N, panel * panel_rows, panel_rows);
     else
-        load_planes<false>(planes, rows, N, panel * panel_rows, panel_rows);
+        load_odd_planes(planes, rows, N, panel * panel_rows, panel_rows);
     __syncthreads();
 
     // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
