@@ -31,10 +31,11 @@ STATIC_SMEM = 1024  # kernels declare no more beside their dynamic shared memory
 
 # rough costs in clocks of one multiprocessor; only their ratios matter
 _L2_BYTES_A_CLOCK = 24
-_PAIR_CLOCKS = 1.25
+_PASS_CLOCKS = 1900  # of a warp: 32 pairs of a neuron group, two slabs
 _PLAN_PAIR_CLOCKS = 1.0
 _START_CLOCKS = 3000
 _USUAL_DENSITY = 0.01
+_PASSES_A_TOKEN = GROUP * _USUAL_DENSITY / 32
 _SHORT_TILE_TIME = 0.6  # of a tile with half as many rows
 
 
@@ -277,12 +278,13 @@ def _lay_up(
 
 
 def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: int) -> float:
-    """What one block of `up` takes, about."""
-    neurons = ceil_div(N, neuron_ranges)
-    pairs = tile_tokens * neurons * _USUAL_DENSITY
-    moved = 128 * (neurons + tile_tokens) + 16 * pairs
-    slab = max(moved / _L2_BYTES_A_CLOCK, pairs * _PAIR_CLOCKS)
-    return _START_CLOCKS + slabs_per_range * slab
+    """What one block of `up` takes, about: by its warps' passes, or by the weights it reads."""
+    groups = ceil_div(N, GROUP * neuron_ranges)
+    passes = ceil_div(groups, UP_BLOCK // 32) * max(1.0, tile_tokens * _PASSES_A_TOKEN + 0.45)
+    weights = 256 * GROUP * groups / _L2_BYTES_A_CLOCK
+    x = 256 * tile_tokens / _L2_BYTES_A_CLOCK
+    steps = ceil_div(slabs_per_range, 2)
+    return _START_CLOCKS + steps * (x + max(passes * _PASS_CLOCKS, weights))
 
 
 def _split_down(M: int, N: int, K: int, panel_rows: int, num_sms: int) -> int:
