@@ -32,6 +32,7 @@ from .twell_sequence import (
     HOPPER_KERNELS,
     PORTABLE_KERNELS,
     dense_ffn,
+    fused_ffn,
     hopper_ffn,
     launch_gate_pack,
     portable_ffn,
@@ -61,9 +62,9 @@ def sparse_ffn(
     """`down(relu_t(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
-    (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), or "auto": the
-    faster of dense and TwELL, and what TWELL_ROUTE says. `density`: the share of neurons that fire,
-    if a profile tells it.
+    (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), "fused" (dense
+    on Hopper, gate and up in one kernel), or "auto": the fastest, unless TWELL_ROUTE says which.
+    `density`: the share of neurons that fire, if a profile tells it.
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = {"threshold": threshold, "tile": tile, "slots": slots}
@@ -180,9 +181,9 @@ def _by_route(
             return hopper_ffn(kernels, limits, rows, ffn, slots)
         return portable_ffn(kernels, limits, rows, ffn)
 
-    def dense() -> Tensor:
-        return dense_ffn(rows, ffn)
-
+    runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
+    if hopper:
+        runs["fused"] = lambda: fused_ffn(kernels, limits, rows, ffn)
     if route == "auto":
         known = None if density < 0 else density
         kind = Kind(
@@ -199,10 +200,12 @@ def _by_route(
                 kind,
                 known,
                 torch.cuda.is_current_stream_capturing(),
-                {"dense": dense, "twell": sparse},
+                runs,
                 lambda: _sampled_density(rows, ffn),
             )
-    return dense() if route == "dense" else sparse()
+    if route == "fused" and not hopper:
+        route = "dense"
+    return runs.get(route, sparse)()
 
 
 def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:

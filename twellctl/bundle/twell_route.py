@@ -1,4 +1,4 @@
-"""Dense or TwELL: what is faster here, measured once and kept.
+"""Dense, fused or TwELL: what is fastest here, measured once and kept.
 
 A choice belongs to the device, the sizes, the biases, the next power of two of the number of tokens
 and the density in steps of 1.3. It is made on the first inputs of its kind, and lies in memory and
@@ -6,7 +6,7 @@ in TWELL_CACHE_DIR/routes.json. Two are made at once: for launches one by one, w
 counts, and for a CUDA graph, where it does not. In the midst of a capture nothing is measured: a
 kind that is not known then goes by its density.
 
-TWELL_ROUTE=dense|twell|portable|auto decides for every model that does not say otherwise.
+TWELL_ROUTE=dense|fused|twell|portable|auto decides for every model that does not say otherwise.
 """
 
 import json
@@ -14,14 +14,14 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .twell_nvrtc import cache_dir, keep
 
-ROUTES = ("auto", "twell", "portable", "dense")
+ROUTES = ("auto", "twell", "portable", "fused", "dense")
 DENSE_FROM = 0.025  # density from which dense is taken unmeasured
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
@@ -96,7 +96,7 @@ def choose(
     runs: Mapping[str, Callable[[], object]],
     count_density: Callable[[], float],
 ) -> str:
-    """ "dense" or "twell", the names of `runs`, which compute one FFN on the inputs at hand.
+    """The name of the fastest of `runs`, which compute one FFN on the inputs at hand.
 
     `count_density` is asked where no profile told the density.
     """
@@ -122,7 +122,7 @@ def _kept_or_measured(
     key = kind.key
     if kind.density is None:
         key += f" counted={density_bucket(count_density())}"
-    choice = _parse(_read_kept().get(key))
+    choice = _parse(_read_kept().get(key), runs)
     if choice is None:
         choice, times = measure(runs)
         kept = {"eager": choice.eager, "graph": choice.graph, "ms": times}
@@ -167,8 +167,8 @@ def _read_kept() -> dict:
     return kept if isinstance(kept, dict) else {}
 
 
-def _parse(kept: object) -> Choice | None:
+def _parse(kept: object, runs: Collection[str]) -> Choice | None:
     if not isinstance(kept, dict):
         return None
     choice = Choice(kept.get("eager"), kept.get("graph"))
-    return choice if {choice.eager, choice.graph} <= {"dense", "twell"} else None
+    return choice if choice.eager in runs and choice.graph in runs else None

@@ -96,6 +96,13 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     return F.linear(gate, ffn.w_down, ffn.b_down)
 
 
+def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+    """The equation on Hopper with gate and up in one kernel: only their product is stored."""
+    hidden = x.new_empty(x.shape[0], ffn.N)
+    _launch_hidden(kernels, limits, x, ffn, None, 0, hidden)
+    return F.linear(hidden, ffn.w_down, ffn.b_down)
+
+
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` entries a tile, more go densely."""
     y = torch.empty_like(x)
@@ -258,8 +265,7 @@ def _heavy_products(
     window = heavy_window(M, N)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
     num_sms = limits.num_sms
-    x_map, hidden_map = (tensor_map(t, INPUT_BOX_ROWS) for t in (x_rows, hidden))
-    weight_maps = [tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up, ffn.w_down)]
+    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, WEIGHT_BOX_ROWS)
     for start in range(0, M, window):
         kernels.launch(
             "heavy_gather",
@@ -267,24 +273,35 @@ def _heavy_products(
             GATHER_BLOCK,
             (x, heavy_rows, heavy_count, start, window, K, x_rows),
         )
-        kernels.launch(
-            "heavy_hidden",
-            (product_grid(window, 2 * N, num_sms),),
-            PRODUCT_BLOCK,
-            (
-                *(x_map, *weight_maps[:2]),
-                *(ffn.b_gate, ffn.b_up, float(ffn.threshold), heavy_count, start, window, N, K),
-                hidden,
-            ),
-            HEAVY_SMEM,
-        )
+        _launch_hidden(kernels, limits, x_rows, ffn, heavy_count, start, hidden)
         kernels.launch(
             "heavy_down",
             (product_grid(window, K, num_sms),),
             PRODUCT_BLOCK,
-            (
-                *(hidden_map, weight_maps[2], ffn.b_down),
-                *(heavy_rows, heavy_count, start, window, N, K, y),
-            ),
+            (*maps, ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
             HEAVY_SMEM,
         )
+
+
+def _launch_hidden(
+    kernels: KernelSet,
+    limits: Limits,
+    rows: Tensor,
+    ffn: FFN,
+    heavy_count: Tensor | None,
+    start: int,
+    hidden: Tensor,
+) -> None:
+    """gate and up of `rows` in one product, into `hidden`: those below the count, or all."""
+    M, N = hidden.shape
+    weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
+    kernels.launch(
+        "heavy_hidden",
+        (product_grid(M, 2 * N, limits.num_sms),),
+        PRODUCT_BLOCK,
+        (
+            *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
+            *(float(ffn.threshold), heavy_count, start, M, N, ffn.K, hidden),
+        ),
+        HEAVY_SMEM,
+    )
