@@ -1,5 +1,6 @@
 """doctor: right on a bare machine, on odd ones played here, and about folders."""
 
+import ctypes
 import importlib.metadata
 import sys
 from types import ModuleType, SimpleNamespace
@@ -8,12 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from twellctl import machine
+from twellctl import kernels_here, machine
+from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.cli import app
 from twellctl.doctor import doctor
 from twellctl.export import export
+from twellctl.machine import Finding
 
-CUPY_PARTS = ("cupy", "cupy._core", "cupy._core.core", "cupy_backends.cuda.libs")
+GPU = Finding("GPU", "ok", "a GPU")
+HOPPER = Limits(132, 232448, 60 << 20, (9, 0))
 
 
 @pytest.fixture
@@ -44,14 +50,24 @@ def play(monkeypatch):
             return SimpleNamespace(cuDriverGetVersion=driver_version)
 
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(machine.ctypes, "CDLL", library)
+        monkeypatch.setattr(
+            machine, "ctypes", SimpleNamespace(c_int=ctypes.c_int, byref=ctypes.byref, CDLL=library)
+        )
 
     return play
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch, tmp_path):
+    for name in kernels_here.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def test_a_bare_machine(play, monkeypatch):
     play()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
     found = {finding.name: finding for finding in doctor().machine}
     states = {name: finding.state for name, finding in found.items()}
     assert states == {
@@ -60,10 +76,15 @@ def test_a_bare_machine(play, monkeypatch):
         "GPU": "none",
         "CuPy": "none",
         "NVRTC": "none",
+        "variables": "none",
+        "kernels": "none",
+        "cache": "ok",
         "works": "ok",
     }
     assert f"torch {torch.__version__}" in found["libraries"].what
-    assert "on the CPU" in found["works"].what
+    assert found["works"].what == (
+        "all commands but bench, on the CPU; exports run over TwELL in plain PyTorch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,23 +125,154 @@ def test_drivers(play, monkeypatch):
     assert machine.find_driver()[0].state == "bad"
 
 
-def test_a_cupy_without_nvrtc(play, monkeypatch):
-    play(("cupy-cuda12x",))
-    for name in CUPY_PARTS[1:]:
-        monkeypatch.setitem(sys.modules, name, None)
-    found = machine.find_nvrtc("12.8", 0)
+class BrokenNvrtc:
+    """Loads, and cannot compile."""
+
+    version, path = (12, 9), "libnvrtc.so.12"
+
+    def compile(self, name, sources, arch):
+        raise KernelError(f"NVRTC 12.9 does not compile {name} for {arch}: no builtins")
+
+
+def test_an_nvrtc_that_does_not_work(monkeypatch):
+    monkeypatch.setattr(twell_nvrtc, "find_nvrtc", BrokenNvrtc)
+    found = kernels_here.find_nvrtc("12.8", 0)
     assert found.state == "bad"
-    assert found.what.startswith("does not work:")
+    assert found.what.startswith("does not work: NVRTC 12.9 does not compile probe.cu")
     assert found.advice == "pip install 'twellctl[cuda12x]'"
 
 
-def test_a_real_nvrtc_compiles_without_a_gpu():
-    pytest.importorskip("cupy", reason="CuPy is not installed")
-    found = machine.find_nvrtc(None, 0)
+def test_no_nvrtc(monkeypatch):
+    monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
+    found = kernels_here.find_nvrtc("13.0", 0)
+    assert (found.state, found.advice) == ("none", "pip install 'twellctl[cuda13x]'")
+    assert kernels_here.find_nvrtc(None, 0).advice == ""
+
+
+def test_a_real_nvrtc_compiles_without_a_gpu(monkeypatch):
+    if (nvrtc := twell_nvrtc.find_nvrtc()) is None:
+        pytest.skip("NVRTC is not installed: pip install 'twellctl[test]' on Linux")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = kernels_here.find_nvrtc(None, 0)
     assert found.state == "ok", found
+    version = ".".join(map(str, nvrtc.version))
+    assert found.what.startswith(f"{version}, of CUDA {nvrtc.version[0]} (torch is a CPU build)")
     assert "compiles for sm_90a" in found.what
-    assert machine.compile_probe("80")[:4] == b"\x7fELF"
-    assert machine.find_nvrtc(None, 11080).advice.startswith("update the driver")
+    assert kernels_here.find_nvrtc(None, 11080).advice.startswith("update the driver")
+
+
+# ---- kernels ----
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(*limits)` plays that torch has these; what keeps kernels from them is in `.reasons`."""
+
+    def play(*limits: Limits) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(limits))
+        for module in (twell_launch, twell_ffn):
+            monkeypatch.setattr(module, "device_limits", lambda index: limits[index])
+
+    play.reasons = {}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(twell_nvrtc, "what_is_missing", lambda: None)
+    monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda _, index: play.reasons.get(index))
+    return play
+
+
+def test_which_kernels_run(gpus, monkeypatch):
+    ampere = Limits(108, 166912, 40 << 20, (8, 0))
+    gpus(HOPPER, HOPPER)
+    found = kernels_here.find_kernels(GPU)
+    assert found.state == "ok"
+    assert found.what.startswith("Hopper kernels for sm_90a, loaded in ")
+    gpus(HOPPER, ampere)
+    found = kernels_here.find_kernels(GPU)
+    assert found.what.startswith("Hopper kernels for sm_90a, portable kernels for sm_80, loaded ")
+    monkeypatch.setenv("TWELL_PORTABLE", "1")
+    gpus(HOPPER)
+    assert kernels_here.find_kernels(GPU).what.startswith("portable kernels for sm_90a")
+
+
+def test_why_no_kernels_run(gpus, monkeypatch):
+    gpus(HOPPER)
+    gpus.reasons[0] = "NVRTC 13.0 does not compile up.cu"
+    found = kernels_here.find_kernels(GPU)
+    assert (found.state, found.what) == ("bad", "none: NVRTC 13.0 does not compile up.cu")
+    monkeypatch.setattr(twell_nvrtc, "what_is_missing", lambda: "CuPy is not installed")
+    assert kernels_here.find_kernels(GPU).state == "none"
+    monkeypatch.setattr(twell_nvrtc, "what_is_missing", lambda: None)
+    gpus(Limits(80, 97280, 6 << 20, (7, 0)))
+    assert kernels_here.find_kernels(GPU).state == "none"
+
+    def broken():
+        raise RuntimeError("CUDA error: device busy\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.cuda, "device_count", broken)
+    found = kernels_here.find_kernels(GPU)
+    assert (found.state, found.what) == ("bad", "cannot be tried: CUDA error: device busy")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "variables", "works"),
+    [
+        ("ok", {}, "exports run in bf16 over the kernels, where they are faster than dense"),
+        ("none", {}, "exports run in plain PyTorch, without kernels"),
+        ("bad", {"TWELL_ROUTE": "dense"}, "exports run in plain PyTorch, without kernels"),
+        ("ok", {"TWELL_ROUTE": "dense"}, "exports run densely, as TWELL_ROUTE says"),
+        ("ok", {"TWELL_ROUTE": "fast"}, "exports do not run: TWELL_ROUTE must be one of auto"),
+    ],
+)
+def test_what_works_on_a_gpu(monkeypatch, kernels, variables, works):
+    notes = []
+    monkeypatch.setattr("twellctl.doctor.find_gpu", lambda driver, cuda: GPU)
+    monkeypatch.setattr(
+        "twellctl.doctor.find_kernels", lambda gpu: Finding("kernels", kernels, "as played")
+    )
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = doctor(note=notes.append).machine[-1]
+    assert works in found.what
+    assert len(notes) == 1
+
+
+def test_the_cache_is_counted(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
+    assert kernels_here.find_cache().what == (
+        f"{folder}: 0 compiled kernel files, 0 measured choices of route"
+    )
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "one.cubin").write_bytes(b"")
+    (folder / "routes.json").write_text('{"a": {}, "b": {}}')
+    assert "1 compiled kernel files, 2 measured" in kernels_here.find_cache().what
+    (folder / "routes.json").write_text("{")
+    assert "1 compiled kernel files, 0 measured" in kernels_here.find_cache().what
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(folder / "one.cubin" / "below"))
+    found = kernels_here.find_cache()
+    assert (found.state, found.advice[:19]) == ("bad", "set TWELL_CACHE_DIR")
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "said"),
+    [
+        ({}, "none", "none set"),
+        ({"TWELL_PORTABLE": "1", "TWELL_ROUTE": "twell"}, "ok", "TWELL_PORTABLE=1, TWELL_ROUTE=tw"),
+        ({"TWELL_PORTABLE": "0"}, "ok", "TWELL_PORTABLE=0"),
+        ({"TWELL_PORTABLE": "yes"}, "bad", "TWELL_PORTABLE=yes"),
+        ({"TWELL_ROUTE": "fast"}, "bad", "TWELL_ROUTE must be one of auto"),
+    ],
+)
+def test_variables(monkeypatch, given, state, said):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = kernels_here.find_variables()
+    assert (found.state, found.what[: len(said)]) == (state, said)
+    assert bool(found.advice) == (state == "bad")
+
+
+# ---- libraries and folders ----
 
 
 def test_a_library_that_does_not_fit(monkeypatch):

@@ -252,7 +252,7 @@ def doctor(
     """
     from twellctl.doctor import doctor as run
 
-    diagnosis = run(out)
+    diagnosis = run(out, note=ui.note)
     ui.diagnosed(diagnosis)
     if diagnosis.broken:
         raise TwellError("; ".join(diagnosis.broken))

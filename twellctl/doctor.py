@@ -1,18 +1,20 @@
 """twellctl doctor: what is on this machine, what works, what to install; is a folder sound."""
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError
+from twellctl.kernels_here import find_cache, find_kernels, find_nvrtc, find_variables
 from twellctl.machine import (
     Finding,
     find_cupy,
     find_driver,
     find_gpu,
     find_libraries,
-    find_nvrtc,
     line,
     torch_cuda,
 )
@@ -32,26 +34,41 @@ class Diagnosis:
         return [finding.what for finding in self.folder if finding.state == "bad"]
 
 
-def doctor(out: str | Path | None = None) -> Diagnosis:
-    """Look at this machine, and at the model folder `out`. Does not raise for what it finds."""
+def doctor(
+    out: str | Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> Diagnosis:
+    """Look at this machine, and at the model folder `out`. Does not raise for what it finds.
+
+    On a GPU the kernels are loaded, and compiled if they never were: `note` is told before.
+    """
     cuda = torch_cuda()
     driver, driver_cuda = find_driver()
-    found = (
-        find_libraries(),
-        driver,
-        find_gpu(driver, cuda),
-        find_cupy(cuda),
-        find_nvrtc(cuda, driver_cuda),
-    )
-    return Diagnosis((*found, _works(*found)), () if out is None else _find_folder(out))
+    libraries, gpu = find_libraries(), find_gpu(driver, cuda)
+    found = (libraries, driver, gpu, find_cupy(cuda), find_nvrtc(cuda, driver_cuda))
+    variables = find_variables()
+    if gpu.state == "ok":
+        note("loading the kernels; the first time they are compiled, some ten seconds")
+    kernels = find_kernels(gpu)
+    works = _works(libraries, gpu, kernels, variables)
+    found = (*found, variables, kernels, find_cache(), works)
+    return Diagnosis(found, () if out is None else _find_folder(out))
 
 
-def _works(libraries: Finding, driver: Finding, gpu: Finding, *rest: Finding) -> Finding:
+def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Finding) -> Finding:
     if libraries.state != "ok":
         return Finding("works", "bad", "not surely, before the libraries fit")
-    where = "GPU" if gpu.state == "ok" else "CPU"
-    what = f"all commands, on the {where}; TwELL in plain PyTorch, without kernels yet"
-    return Finding("works", "ok", what)
+    if gpu.state != "ok":
+        what = "all commands but bench, on the CPU; exports run over TwELL in plain PyTorch"
+        return Finding("works", "ok", what)
+    if kernels.state != "ok":
+        exports = "exports run in plain PyTorch, without kernels"
+    elif variables.state == "bad":
+        return Finding("works", "bad", f"exports do not run: {variables.what}", variables.advice)
+    elif os.environ.get("TWELL_ROUTE") == "dense":
+        exports = "exports run densely, as TWELL_ROUTE says"
+    else:
+        exports = "exports run in bf16 over the kernels, where they are faster than dense"
+    return Finding("works", "ok", f"all commands, on the GPU; {exports}")
 
 
 def _find_folder(out: str | Path) -> tuple[Finding, ...]:

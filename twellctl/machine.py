@@ -1,6 +1,6 @@
-"""What of libraries, driver, GPU, CuPy and NVRTC is on this machine, and what to do about the rest.
+"""What of libraries, driver, GPU and CuPy is on this machine, and what to do about the rest.
 
-Nothing here may fail for want of what it looks for. CuPy and NVRTC launch and compile the kernels.
+Nothing here may fail for want of what it looks for.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 CUPY_WHEELS = ("cupy-cuda12x", "cupy-cuda13x")
-_PROBE = '#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nextern "C" __global__ void probe() {}\n'
 
 
 @dataclass(frozen=True)
@@ -98,42 +97,6 @@ def find_cupy(cuda: str | None) -> Finding:
         advice = f"pip uninstall {' '.join(wheels)}, then {install_advice(cuda)}"
         return Finding("CuPy", "bad", f"{what}, beside torch for CUDA {cuda}", advice)
     return Finding("CuPy", "ok", what)
-
-
-def find_nvrtc(cuda: str | None, driver_cuda: int) -> Finding:
-    """NVRTC, tried on a small kernel, and the architectures it knows. It needs no GPU."""
-    if importlib.util.find_spec("cupy") is None:
-        return Finding("NVRTC", "none", "not looked for: it is reached through CuPy")
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-
-        major, minor = nvrtc.getVersion()
-        known = nvrtc.getSupportedArchs()
-        arch = "90a" if 90 in known else str(max(known))
-        compile_probe(arch)
-    except Exception as error:  # private names of CuPy, missing libraries, missing headers
-        return Finding("NVRTC", "bad", f"does not work: {line(error)}", install_advice(cuda))
-    if 0 < driver_cuda // 1000 < major:
-        what = f"{major}.{minor} makes code for CUDA {major}, which the driver cannot run"
-        return Finding("NVRTC", "bad", what, "update the driver, or use torch and CuPy for CUDA 12")
-    archs = f"sm_{min(known)} to sm_{max(known)}"
-    return Finding("NVRTC", "ok", f"{major}.{minor}, compiles for sm_{arch}; knows {archs}")
-
-
-def compile_probe(arch: str) -> bytes:
-    """The cubin of an empty kernel that includes the headers the kernels include."""
-    from cupy._core.core import assemble_cupy_compiler_options
-    from cupy_backends.cuda.libs import nvrtc
-
-    program = nvrtc.createProgram(_PROBE, "probe.cu", (), ())
-    try:
-        options = (*assemble_cupy_compiler_options(()), f"-arch=sm_{arch}")
-        nvrtc.compileProgram(program, options)
-        return nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
-    finally:
-        nvrtc.destroyProgram(program)
 
 
 def install_advice(cuda: str | None) -> str:
