@@ -151,6 +151,13 @@ struct Packing {
             add_bias<16>(sums, b_gate, column, num_columns);
             add_bias<24>(sums, b_gate, column, num_columns);
         }
+        // behind the last column: 0 times an infinity of x would be NaN, and seem to fire
+        if (tile.column + product::kBlockColumns > num_columns) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                if (column + 8 * j >= num_columns)
+                    sums[4 * j] = sums[4 * j + 1] = sums[4 * j + 2] = sums[4 * j + 3] = 0;
+        }
         upper.round<0>(sums);
         lower.round<2>(sums);
     }
