@@ -9,21 +9,22 @@
 //
 // W^T are the rows of the slots' neurons, gathered by one ldmatrix: 32 bytes a slot. H has one
 // value a row, at its slot's token: each lane takes the values of its four slots and masks away
-// those of other tokens. Shared memory moves 128 bytes a clock, and that is what time goes by: 4
-// clocks a round for the weights, 3 for values and codes, nearly one for bringing them. What a slot
-// costs does not depend on density, nor on how often a neuron fires.
+// those of other tokens. Shared memory fills one register of a warp a clock, and that is what time
+// goes by: 4 clocks a round for the weights, 2 for values, 1 for codes. What a slot costs does not
+// depend on density, nor on how often a neuron fires.
 //
 // Shared memory: two planes of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low
 // three bits differ lie in different banks: the classes of plan.cu. Row m of a plane's 8 columns is
 // column 4 (m / 2) + m % 2 of the 16, two more in plane 1, so that after a transposition a lane has
-// four neighbouring columns of a token, 8 bytes. Behind the planes lie three stages of 640 bytes a
-// warp: 8 rounds, and their masks (round_masks.cuh); cp.async brings them two stages ahead.
+// four neighbouring columns of a token, 8 bytes. Behind the planes lie two stages a warp, of 16
+// rounds each: a warp goes step by step, a step being up to 16 rounds of a group, and while it
+// computes one, cp.async brings the next. The masks (round_masks.cuh) of a step go to registers.
 //
 // With several panels the launches follow one another: sums go through y32, whose order of columns
 // within 16 is its own: 2 m and 2 m + 1 are row m of the two planes.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the groups), once for each
-// panel. Dynamic shared memory: panel_rows * 32 + 30720 bytes, 30720 = 16 * 3 * 640.
+// panel. Dynamic shared memory: panel_rows * 32 + 32768 bytes, 32768 = 16 * 2 * 16 * 64.
 // y32 float32 [M, K] if num_panels > 1.
 #include "twell_lists.cuh"
 #include "round_masks.cuh"
@@ -35,10 +36,10 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;     // of y
 constexpr int kPlaneRow = 16;    // bytes
 constexpr int kRoundBytes = 2 * ROUND_HALVES;
-constexpr int kMasksAt = BATCH * kRoundBytes;  // on a stage
-constexpr int kMaskBytes = 4 * BATCH_MASKS;  // of a batch
-constexpr int kStageBytes = kMasksAt + kMaskBytes;
-constexpr int kStages = 3;
+constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
+constexpr int kStageBytes = kStep * kRoundBytes;
+constexpr int kStages = 2;
+constexpr int kNothing = -1;   // in place of a count of rounds: no group is left
 constexpr int kLoadParts = 4;  // of the weights: the first are turned over while others come
 
 // Which column of the 16 lies in a row of a plane.
@@ -112,117 +113,131 @@ __device__ __noinline__ void load_odd_planes(uint4* planes, const unsigned short
     }
 }
 
-// What lies on a stage: so many rounds, the last ones of their group or not; or nothing any more.
-constexpr int kLast = 16, kNothing = -1;
+// The masks of a step's two batches.
+struct Masks {
+    unsigned first, second;
+};
 
-// Brings the rounds of a warp's groups onto its stages, batch after batch. Counts of rounds are
+// Brings the rounds of a warp's groups onto its stages, step after step. Counts of rounds are
 // looked up for 32 groups at a time, one a lane, and for the 32 behind before they are needed.
 struct Feed {
-    const int* num_rounds;    // of the first group in this panel
-    const uint4* records;     // of the group at hand, from the lane's on
-    const uint4* masks;       // of the group at hand, from the lane's on: for eight lanes
-    long long group_records, group_masks;  // from one of the warp's groups to the next
+    const int* num_rounds;     // of group 0 in this panel
+    const uint4* all_records;  // of group 0 in this panel, from the lane's on
+    const unsigned* all_masks;
+    const uint4* records;    // of the step to come, from the lane's on
+    const unsigned* masks;
+    unsigned group_bytes, mask_bytes;  // from one group to the next
     int num_groups, stride, panels, lane;
-    int group;                // at hand
+    int group;                // of the step to come
     int looked_up;            // the lane's next group to look up
-    int counts, counts_behind, from;  // the lane's; the lane with the count of the group at hand
-    int num, brought;                 // rounds of the group at hand
+    int counts, counts_behind, from;  // the lane's; the lane with the count of the group
+    int left;                         // rounds of the group that are to come
 
     __device__ __forceinline__ Feed(const int* num_rounds, const uint4* rounds,
-                                    const uint4* masks, int num_groups, int first, int stride,
+                                    const unsigned* masks, int num_groups, int first, int stride,
                                     int panels, int group_rounds, int lane)
-        : num_rounds(num_rounds), num_groups(num_groups), stride(stride), panels(panels),
-          lane(lane), group(first), looked_up(first + lane * stride), from(0), brought(0) {
-        const long long one = static_cast<long long>(panels) * group_rounds * ROUND_RECORDS;
-        records = rounds + first * one + lane;
-        group_records = stride * one;
-        const long long one_masks =
-            static_cast<long long>(panels) * batches_of(group_rounds) * (kMaskBytes / 16);
-        this->masks = masks + first * one_masks + lane;
-        group_masks = stride * one_masks;
+        : num_rounds(num_rounds), all_records(opaque(rounds + lane)),
+          all_masks(opaque(masks + lane)),
+          group_bytes(panels * group_rounds * kRoundBytes),
+          mask_bytes(panels * batches_of(group_rounds) * BATCH_MASKS * 4), num_groups(num_groups),
+          stride(stride), panels(panels), lane(lane), group(first),
+          looked_up(first + lane * stride), from(0) {
         counts = look_up();
         counts_behind = look_up();
-        num = __shfl_sync(~0u, counts, 0);
+        seek();
     }
 
     __device__ __forceinline__ int look_up() {
         const int group = looked_up;
         looked_up += 32 * stride;
-        return group < num_groups ? __ldg(num_rounds + static_cast<long long>(group) * panels) : 0;
+        if (group >= num_groups) return kNothing;
+        return __ldg(num_rounds + static_cast<long long>(group) * panels);
     }
 
-    __device__ __forceinline__ void next_group() {
-        group += stride, records += group_records, masks += group_masks, brought = 0;
-        if (++from == 32) from = 0, counts = counts_behind, counts_behind = look_up();
-        num = __shfl_sync(~0u, counts, from);
+    __device__ __forceinline__ void seek() {
+        left = __shfl_sync(~0u, counts, from);
+        records = offset_by(all_records, group, group_bytes);
+        masks = offset_by(all_masks, group, mask_bytes);
     }
 
-    // Starts copying a batch; each call makes one group of copies. Returns what will be there.
-    __device__ __forceinline__ int bring(unsigned stage) {
-        int batch = kNothing;
-        if (group < num_groups) {
-            batch = min(num - brought, BATCH);
-            if (lane < batch * ROUND_RECORDS)
-                copy_async(stage + lane * 16, records + brought * ROUND_RECORDS);
-            if (lane < kMaskBytes / 16 && batch > 0)
-                copy_async(stage + kMasksAt + lane * 16,
-                           masks + brought * (kMaskBytes / 16 / BATCH));
-            brought += BATCH;
-            if (brought >= num) {
-                batch |= kLast;
-                next_group();
-            }
-        }
+    // Starts to bring a step, to the lane's place on a stage. Returns how many rounds its group has
+    // from there on.
+    __device__ __forceinline__ int bring(unsigned stage, Masks& step_masks) {
+        const int num = left;
+        if (lane / ROUND_RECORDS < num) copy_async(stage, records);
+        if (lane / ROUND_RECORDS + BATCH < num)
+            copy_async(stage + BATCH * kRoundBytes, records + BATCH * ROUND_RECORDS);
         commit_copies();
-        return batch;
+        load_if(num > 0, masks, step_masks.first);
+        load_if(num > BATCH, masks + BATCH_MASKS, step_masks.second);
+        if (num > kStep) {
+            left -= kStep;
+            records += kStep * ROUND_RECORDS, masks += 2 * BATCH_MASKS;
+        } else {
+            group += stride;
+            if (++from == 32) from = 0, counts = counts_behind, counts_behind = look_up();
+            seek();
+        }
+        return num;
     }
 };
 
-// The mmas of COUNT rounds. `lane_round`: what the lane reads of the first one, its record;
-// `code_at`: from there to the code of the row that it addresses. Of each byte of `mask`, one a
-// slot, bit i says whether the slot of round i belongs to the quad's token.
+// Where a lane reads: the record of the first round to come; the code of the row it addresses.
+struct Place {
+    unsigned values, code;
+
+    __device__ __forceinline__ void pass(int num) {
+        values += num * kRoundBytes, code += num * kRoundBytes;
+    }
+};
+
+// The mmas of COUNT rounds. Of each byte of `mask`, one a slot, bit i says whether the slot of
+// round i belongs to the quad's token.
 template <int COUNT>
-__device__ __forceinline__ void add_rounds(float (&sums)[2][4], const unsigned char* lane_round,
-                                           int code_at, unsigned mask, unsigned plane) {
+__device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place place, unsigned mask,
+                                           unsigned plane) {
+    unsigned codes[COUNT];
+    uint2 values[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) codes[i] = load_shared_half(place.code + i * kRoundBytes);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = load_shared_pair(place.values + i * kRoundBytes);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const unsigned char* round = lane_round + i * kRoundBytes;
-        const unsigned code = *reinterpret_cast<const unsigned short*>(round + code_at);
-        const uint2 values = *reinterpret_cast<const uint2*>(round);
         unsigned w[4];
-        load_matrices_transposed(w, scale_and_add(code & COLUMN_MASK, kPlaneRow, plane));
+        load_matrices_transposed(w, scale_and_add(codes[i] & COLUMN_MASK, kPlaneRow, plane));
         const unsigned signs = mask << (7 - i);
-        const unsigned low = values.x & permute_bytes(signs, 0, 0x9988);
-        const unsigned high = values.y & permute_bytes(signs, 0, 0xbbaa);
+        const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
+        const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
         multiply_add(sums[i % 2], w[0], w[1], w[2], w[3], low, high);
     }
 }
 
-// The `num` rounds of a stage.
-__device__ __forceinline__ void add_batch(float (&sums)[2][4], const unsigned char* stage, int num,
-                                          int lane, int code_at, unsigned plane) {
-    unsigned mask = reinterpret_cast<const unsigned*>(stage + kMasksAt)[lane];
-    const unsigned char* round = stage + (lane & 3) * 16;
-    if (num == BATCH) {
-        add_rounds<BATCH>(sums, round, code_at, mask, plane);
-        return;
+// The `num` rounds of a step.
+__device__ __forceinline__ void add_step(float (&sums)[2][4], Place place, int num, Masks masks,
+                                         unsigned plane) {
+    unsigned mask = masks.first;
+#pragma unroll 1
+    for (; num >= BATCH; num -= BATCH) {
+        add_rounds<BATCH>(sums, place, mask, plane);
+        place.pass(BATCH), mask = masks.second;
     }
     if (num & 4) {
-        add_rounds<4>(sums, round, code_at, mask, plane);
-        round += 4 * kRoundBytes, mask >>= 4;
+        add_rounds<4>(sums, place, mask, plane);
+        place.pass(4), mask >>= 4;
     }
     if (num & 2) {
-        add_rounds<2>(sums, round, code_at, mask, plane);
-        round += 2 * kRoundBytes, mask >>= 2;
+        add_rounds<2>(sums, place, mask, plane);
+        place.pass(2), mask >>= 2;
     }
-    if (num & 1) add_rounds<1>(sums, round, code_at, mask, plane);
+    if (num & 1) add_rounds<1>(sums, place, mask, plane);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     down(const unsigned short* w_down, const unsigned short* b_down, const int* num_rounds,
-         const uint4* rounds, const uint4* masks, int M, int N, int K, int panel, int panel_rows,
+         const uint4* rounds, const unsigned* masks, int M, int N, int K, int panel, int panel_rows,
          int num_panels, int group_rounds, float* y32, unsigned short* y) {
     extern __shared__ uint4 planes[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -232,16 +247,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (dynamic_smem_bytes() < panel_rows * 32u + kWarps * kStages * kStageBytes) __trap();
 
     // the first rounds are on their way while the weights come
-    unsigned char* stages = reinterpret_cast<unsigned char*>(planes + 2 * panel_rows) +
-                            warp * kStages * kStageBytes;
-    const unsigned stages_address = smem_address(stages);
-    int group = blockIdx.y * kWarps + warp;
-    Feed feed(num_rounds + panel,
-              rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS,
-              masks + static_cast<long long>(panel) * batches_of(group_rounds) * (kMaskBytes / 16),
-              num_groups, group, stride, num_panels, group_rounds, lane);
-    int batch = feed.bring(stages_address);
-    int behind = feed.bring(stages_address + kStageBytes);
+    const unsigned stages =
+        smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
+    const int first_group = blockIdx.y * kWarps + warp;
+    Feed feed(
+        num_rounds + panel, rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS,
+        masks + static_cast<long long>(panel) * batches_of(group_rounds) * BATCH_MASKS,
+        num_groups, first_group, stride, num_panels, group_rounds, lane);
+    Masks masks_behind = {};
+    int behind = feed.bring(stages + lane * 16, masks_behind);
     const unsigned short* rows = w_down + static_cast<long long>(first_column) * N;
     if (N % 8 == 0 && panel_rows % 8 == 0 && reinterpret_cast<unsigned long long>(rows) % 16 == 0)
         load_planes(planes, rows, N, panel * panel_rows, panel_rows);
@@ -251,9 +265,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
     const int slot = (lane & 7) + (lane >> 4) * 8;
-    const int code_at =
-        ((slot & 7) / 2 - t) * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
+    const unsigned code_at = (slot & 7) / 2 * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
     const unsigned plane = smem_address(planes + (lane >> 3 & 1) * panel_rows);
+    const unsigned values_at = stages + t * 16, codes_at = stages + code_at;
+    const unsigned copies_at = stages + kStageBytes + lane * 16;
     const bool is_last = panel == num_panels - 1;
     float bias[2] = {};
     if (b_down && is_last) {
@@ -261,49 +276,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         bias[1] = bf16_value(b_down[first_column + column_of(1, quad)]);
     }
 
-    float sums[2][4] = {};
-    int at = 0;  // of the stage, in bytes
-    while (batch != kNothing) {
-        // the stage that is free now takes the batch after the next
+    int token = first_group * GROUP + quad;
+    y = opaque(y + first_column + 4 * t);
+    float sums[2][4] = {{bias[0], bias[0], bias[1], bias[1]}};
+    unsigned at = 0;  // of the stage, in bytes
+    while (behind != kNothing) {
+        wait_for_copies<0>();
         __syncwarp();
-        const int free = at == 0 ? (kStages - 1) * kStageBytes : at - kStageBytes;
-        const int later = feed.bring(stages_address + free);
-        wait_for_copies<kStages - 1>();
-        __syncwarp();
-        if (batch != kLast) add_batch(sums, stages + at, batch & (kLast - 1), lane, code_at, plane);
-        if (batch & kLast) {
-            float out[4];  // of row quad of both planes, tokens 2t and 2t + 1
+        // the other stage is free: it takes the next step
+        const int left = behind;
+        const Masks step_masks = masks_behind;
+        behind = feed.bring(copies_at - at, masks_behind);
+        add_step(sums, {values_at + at, codes_at + at}, min(left, kStep), step_masks, plane);
+        at = kStageBytes - at;
+        if (left > kStep) continue;
+
+        float out[4];  // of row quad of both planes, tokens 2t and 2t + 1
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                out[i] = sums[0][i] + sums[1][i] + bias[i / 2];
-                sums[0][i] = sums[1][i] = 0;
-            }
-            if (num_panels > 1) {
+        for (int i = 0; i < 4; ++i) {
+            out[i] = sums[0][i] + sums[1][i];
+            sums[0][i] = bias[i / 2], sums[1][i] = 0;
+        }
+        if (num_panels > 1) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int token = group * GROUP + 2 * t + i;
-                    if (token < M) {
-                        float2* kept = reinterpret_cast<float2*>(
-                            y32 + static_cast<long long>(token) * K + first_column + 2 * quad);
-                        if (panel > 0) {
-                            const float2 before = *kept;
-                            out[i] += before.x, out[i + 2] += before.y;
-                        }
-                        if (!is_last) *kept = make_float2(out[i], out[i + 2]);
+            for (int i = 0; i < 2; ++i) {
+                const int of_sum = token - quad + 2 * t + i;
+                if (of_sum < M) {
+                    float2* kept = reinterpret_cast<float2*>(
+                        y32 + static_cast<long long>(of_sum) * K + first_column + 2 * quad);
+                    if (panel > 0) {
+                        const float2 before = *kept;
+                        out[i] += before.x, out[i + 2] += before.y;
                     }
+                    if (!is_last) *kept = make_float2(out[i], out[i + 2]);
                 }
             }
-            if (is_last) {
-                const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
-                const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
-                const int token = group * GROUP + quad;
-                if (token < M)
-                    *reinterpret_cast<uint2*>(y + static_cast<long long>(token) * K +
-                                              first_column + 4 * t) = make_uint2(low, high);
-            }
-            group += stride;
         }
-        batch = behind, behind = later;
-        at = at == (kStages - 1) * kStageBytes ? 0 : at + kStageBytes;
+        if (is_last) {
+            const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
+            const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
+            if (token < M) store_pair(offset_by(y, token, 2 * K), low, high);
+        }
+        token += stride * GROUP;
     }
 }

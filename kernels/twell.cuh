@@ -57,6 +57,30 @@ __device__ __forceinline__ uint4 load_streamed(const uint4* from) {
     return v;
 }
 
+// `index` times `bytes` further on, as one instruction.
+template <class T>
+__device__ __forceinline__ T* offset_by(T* pointer, unsigned index, unsigned bytes) {
+    T* moved;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(moved) : "r"(index), "r"(bytes), "l"(pointer));
+    return moved;
+}
+
+__device__ __forceinline__ void store_pair(void* to, unsigned low, unsigned high) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ unsigned load_shared_half(unsigned smem_from) {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(smem_from));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(unsigned smem_from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(smem_from));
+    return v;
+}
+
 // Into `word`, or nothing: a predicate, no branch.
 __device__ __forceinline__ void load_if(bool wanted, const unsigned* from, unsigned& word) {
     asm volatile(
