@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 KERNELS = Path(__file__).parents[2] / "kernels"
-DOWN_STAGES = 30720
+DOWN_STAGES = 32768
 NAN, INF = 0x7FC0, 0x7F80
 # kind of gate, shape, K: ragged tiles and groups, one token, several panels, empty, full, spills
 CASES = [

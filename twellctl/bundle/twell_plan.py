@@ -21,7 +21,7 @@ PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
-DOWN_STAGES = 30720  # bytes of shared memory of `down` beside its panel
+DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS = 64, 128  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
