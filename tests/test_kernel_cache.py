@@ -1,8 +1,11 @@
 """The cache of cubins, by a stand-in for NVRTC: what is kept, found again, and survived."""
 
+import importlib.metadata
+import re
 import threading
 
 import pytest
+from packaging.requirements import Requirement
 
 from twellctl.bundle import twell_nvrtc
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin
@@ -122,12 +125,19 @@ def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
     assert len(compiler.compiled) == 2
 
 
-@pytest.mark.parametrize(
-    ("cuda", "extra"), [("12.8", "cuda12x"), ("13.0", "cuda13x"), (None, "cuda13x")]
-)
-def test_what_to_install_is_told(monkeypatch, cuda, extra):
+@pytest.mark.parametrize(("cuda", "major"), [("12.8", "12"), ("13.0", "13"), (None, "13")])
+def test_what_to_install_is_told(monkeypatch, cuda, major):
     monkeypatch.setattr(twell_nvrtc.torch.version, "cuda", cuda)
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
-    advice = rf"pip install 'twellctl\[{extra}\]'"
-    with pytest.raises(KernelError, match=f"is not installed: {advice}"):
+    advice = re.escape(f"pip install {twell_nvrtc.PACKAGES[major]}")
+    with pytest.raises(KernelError, match=f"is not installed: {advice}$"):
         load_cubin("one.cu", SOURCES, "sm_80")
+
+
+@pytest.mark.parametrize("major", ["12", "13"])
+def test_what_to_install_is_in_the_extra(major):
+    extra = f'extra == "cuda{major}x"'
+    required = [r for r in importlib.metadata.requires("twellctl") if r.endswith(extra)]
+    for name in twell_nvrtc.PACKAGES[major].split():
+        wanted = Requirement(name.strip("'"))
+        assert wanted in [Requirement(r.partition(";")[0]) for r in required]

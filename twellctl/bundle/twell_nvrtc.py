@@ -21,6 +21,10 @@ from pathlib import Path
 
 import torch
 
+PACKAGES = {  # what to install beside torch, by its CUDA
+    "12": "'cupy-cuda12x>=14,<15' nvidia-cuda-nvrtc-cu12",
+    "13": "'cupy-cuda13x>=14,<15' 'nvidia-cuda-nvrtc>=13,<14'",
+}
 OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -129,7 +133,7 @@ def find_nvrtc() -> Nvrtc | None:
 def what_is_missing() -> str | None:
     """None if the kernels' libraries are here, else one sentence that says what to install."""
     cuda = (torch.version.cuda or "13").split(".")[0]
-    advice = f"pip install 'twellctl[cuda{cuda}x]'"
+    advice = f"pip install {PACKAGES.get(cuda, PACKAGES['13'])}"  # twellctl need not be here
     try:
         import cupy  # noqa: F401
     except Exception as error:
