@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from twellctl.bench_ffn import FfnSettings, bench_ffn, measure_firing
+from twellctl.bundle.twell_route import ROUTES
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union, UnionCount
 from twellctl.synthetic import FfnWeights, Spread, check_union, make_rows, make_weights
@@ -94,7 +95,7 @@ def test_weights_that_share_neurons_between_tokens_are_refused():
         (["--spread", "heavy", "--heavy-rows", "1"], "heavy-rows must lie between 0 and 1"),
         (["--heavy-density", "0.5"], "are of --spread heavy: give that, too"),
         (["--dtype", "int8"], "dtype must be one of bf16, fp16, fp32, got 'int8'"),
-        (["--route", "fast"], "route must be one of auto, twell, portable, dense, got 'fast'"),
+        (["--route", "fast"], f"route must be one of {', '.join(ROUTES)}, got 'fast'"),
         (["--route", "auto", "--route", "auto"], "route must be given once"),
         (["--slots", "257"], "slots must be 1 to 256, got 257"),
         (["--rounds", "0"], "rounds must be >= 1, got 0"),

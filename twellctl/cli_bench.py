@@ -16,8 +16,8 @@ app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense f
 Route = Annotated[
     list[str] | None,
     typer.Option(
-        help="What the TwELL side takes: auto, twell, portable or dense. Repeatable; the first "
-        "counts. [default: auto]"
+        help="What the TwELL side takes: auto, twell, portable, fused or dense. Repeatable; the "
+        "first counts. [default: auto]"
     ),
 ]
 Rounds = Annotated[int, typer.Option(help="Samples of each candidate; medians count.")]
