@@ -177,6 +177,12 @@ def test_which_kernels(monkeypatch):
         assert not takes_hopper_kernels(0)
 
 
+def test_the_fused_route_is_hoppers():
+    assert twell_ffn._why_not_route("fused", True) is None
+    assert "needs a Hopper GPU" in twell_ffn._why_not_route("fused", False)
+    assert all(twell_ffn._why_not_route(r, False) is None for r in ("auto", "twell", "portable"))
+
+
 def test_reasons_are_collected_in_place_of_the_log(caplog):
     twell_ffn._say_once("a reason")
     caplog.clear()

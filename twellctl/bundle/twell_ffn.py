@@ -159,7 +159,9 @@ def _gated_ffn(
     route = requested(route) if sources else "dense"
     hopper = takes_hopper_kernels(rows.device.index, route)
     if route != "dense" and (
-        said := _why_not_ffn(rows, ffn, tile) or _why_not_here(sources, rows.device.index, hopper)
+        said := _why_not_ffn(rows, ffn, tile)
+        or _why_not_here(sources, rows.device.index, hopper)
+        or _why_not_route(route, hopper)
     ):
         _say_once(said)
         route = "dense"
@@ -203,8 +205,6 @@ def _by_route(
                 runs,
                 lambda: _sampled_density(rows, ffn),
             )
-    if route == "fused" and not hopper:
-        route = "dense"
     return runs.get(route, sparse)()
 
 
@@ -247,6 +247,13 @@ def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
         kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
     except KernelError as error:
         return str(error)
+    return None
+
+
+def _why_not_route(route: str, hopper: bool) -> str | None:
+    """None if there are kernels for `route`, else where there are."""
+    if route == "fused" and not hopper:
+        return "the fused route needs a Hopper GPU (compute capability 9.0) and no TWELL_PORTABLE"
     return None
 
 
