@@ -1,5 +1,5 @@
-// What a block of `plan` works on: its job, its shared memory, and how one warp gets at the entries
-// of eight rows. The lists themselves are made in plan.cu.
+// What a block of `plan` works on: its part of a tile, its shared memory, and how one warp gets at
+// the entries of eight rows. The lists themselves are made in plan.cu.
 #pragma once
 #include "twell_lists.cuh"
 #include "twell.cuh"
@@ -7,12 +7,18 @@
 
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024, kClusterThreads = 512;
 constexpr int kBatch = 8;         // entries a lane has under way
-constexpr int kPatchRounds = 24;  // a warp's: rounds are laid out here if they fit
-constexpr int kPatchBytes = kPatchRounds * ROUND_HALVES * 2;
 constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
-static_assert(kWindow * 5 <= kPatchBytes, "a window shares the patch");
+
+// How a tile is planned: by a cluster of PARTS blocks, each of which has an equal share of the
+// tile's groups, and in shared memory a map of MAP_ROUNDS rounds a warp.
+template <int PARTS_, int MAP_ROUNDS_>
+struct Layout {
+    static constexpr int PARTS = PARTS_, MAP_ROUNDS = MAP_ROUNDS_;
+    static constexpr int MAP_BYTES = MAP_ROUNDS * ROUND * 2;
+    static_assert(kWindow * 5 <= MAP_BYTES, "a window shares the map");
+};
 
 // Where an entry lies: row in group << 20 | index from the first entry of the group, which is below
 // 8 rows * 256 tiles * 256 slots.
@@ -41,14 +47,17 @@ struct GroupState {
 
 // Shared memory, all dynamic.
 struct Shared {
-    unsigned* unplaced;            // [NG] pairs of tokens 0-3 of their groups | of 4-7 << 16
+    unsigned* counted;             // [NG] the block's pairs of tokens 0-3 of their groups
+                                   // | of tokens 4-7 << 16; other blocks read it
+    unsigned* ranks;               // [NG] of both halves the next pair's rank in the tile; where
+                                   // there is one block only, in the place of `counted`
     int2* neuron_start;            // [NG] {first pair, pairs that alternate with the other half}
-    GroupState* groups;            // [tile_tokens / 8]
-    unsigned short* class_counts;  // [tile_tokens / 8][P][CLASSES]
+    GroupState* groups;            // [groups of the block]
+    unsigned short* class_counts;  // [groups of the block][P][CLASSES]
     int* class_ranks;              // of the warp, [P][CLASSES]
     int* panel_rounds;             // of the warp, [P]
-    int* panel_patch;              // of the warp, [P]: its first round in the patch
-    unsigned char* patch;          // of the warp
+    int* panel_first;              // of the warp, [P]: its first round in the map
+    unsigned char* map;            // of the warp: which entry of the group each slot takes
     int* warp_sums;                // [32]
     int* num_staged;
     Entries stage;
@@ -62,19 +71,21 @@ __device__ __forceinline__ T* take(unsigned char*& memory, int count) {
     return taken;
 }
 
+template <class Layout>
 __device__ __forceinline__ Shared lay_out_shared(unsigned char* memory, int num_neuron_groups,
                                                  int num_groups, int num_panels) {
     Shared shared;
     unsigned char* end = memory;
     const int classes = num_panels * CLASSES;
     const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    shared.patch = take<unsigned char>(end, num_warps * kPatchBytes) + warp * kPatchBytes;
+    shared.map = take<unsigned char>(end, num_warps * Layout::MAP_BYTES) + warp * Layout::MAP_BYTES;
     shared.class_counts = take<unsigned short>(end, num_groups * classes);
     shared.class_ranks = take<int>(end, num_warps * classes) + warp * classes;
     shared.panel_rounds = take<int>(end, num_warps * num_panels) + warp * num_panels;
-    shared.panel_patch = take<int>(end, num_warps * num_panels) + warp * num_panels;
+    shared.panel_first = take<int>(end, num_warps * num_panels) + warp * num_panels;
     shared.neuron_start = take<int2>(end, num_neuron_groups);
-    shared.unplaced = take<unsigned>(end, num_neuron_groups);
+    shared.counted = take<unsigned>(end, num_neuron_groups);
+    shared.ranks = Layout::PARTS == 1 ? shared.counted : take<unsigned>(end, num_neuron_groups);
     shared.groups = take<GroupState>(end, num_groups);
     shared.warp_sums = take<int>(end, 32);
     shared.num_staged = take<int>(end, 1);
@@ -99,21 +110,24 @@ __device__ __forceinline__ Entries on_stage(const Shared& shared, int at) {
     return {shared.stage.words + at, shared.stage.panels + at};
 }
 
-__device__ __forceinline__ Entries in_patch(const Shared& shared) {
-    return {reinterpret_cast<unsigned*>(shared.patch), shared.patch + 4 * kWindow};
+__device__ __forceinline__ Entries in_map(const Shared& shared) {
+    return {reinterpret_cast<unsigned*>(shared.map), shared.map + 4 * kWindow};
 }
 
-// One tile of tokens: what was asked for, and where its lists go.
+// The block's part of a tile of tokens: what was asked for, and where its lists go.
 struct Job {
-    const int* counts;   // of the tile's first token, as entries
+    const int* counts;   // of the part's first token, as entries
     const int* entries;
-    int first_token, num_tokens;  // of the tile; fewer in the last one
+    int first_token, num_tokens;  // of the part; fewer, or none, in the last tile
+    int token_in_tile;            // of the part's first token
     int num_columns, num_tiles, num_slots, cap;
     int panel_rows, num_panels, group_rounds;
     unsigned panel_factor;  // column * factor >> 32 is the panel: exact below 65536
     int* num_rounds;
     uint4* rounds;
-    uint2* pairs;  // of the tile
+    uint4* links;
+    unsigned* pairs;
+    unsigned first_pair;  // of the tile
     int* heavy_rows;
     int* heavy_count;
 
@@ -204,5 +218,40 @@ __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lan
         }
     }
 }
+
+// ---- the blocks of a cluster
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What lies in the place of `own` in the shared memory of block `rank`.
+__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned rank) {
+    unsigned value;
+    asm volatile(
+        "{.reg .u32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
+        " ld.shared::cluster.u32 %0, [remote];}"
+        : "=r"(value)
+        : "r"(static_cast<unsigned>(__cvta_generic_to_shared(own))), "r"(rank)
+        : "memory");
+    return value;
+}
+#else
+__device__ __forceinline__ unsigned cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned) { return *own; }
+#endif
 
 }  // namespace

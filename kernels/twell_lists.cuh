@@ -1,5 +1,5 @@
 // The lists between the packed gate and the two sparse products: sizes, and where a slot lies.
-// `plan` writes them, `up` and `hidden` read the pairs, `down` reads the rounds; the head of plan.cu
+// `plan` writes them, `up` reads the pairs, `hidden` and `down` the rounds; the head of plan.cu
 // describes them.
 #pragma once
 
@@ -21,7 +21,13 @@ constexpr int ROUND_RECORDS = 4;
 constexpr int ROUND_HALVES = 32;  // 16-bit units of a round
 constexpr int CODE_HALVES = 4;    // a slot's code lies so many units behind its value
 
-// The i-th place of a class: round i / 2, slot class + 8 * (i & 1). In 16-bit units from round 0.
-__device__ __forceinline__ int place_in_rounds(int bank_class, int i) {
-    return (i >> 1) * ROUND_HALVES + (bank_class >> 1) * 8 + (i & 1) * 2 + (bank_class & 1);
+constexpr unsigned NO_LINK = ~0u;  // of a slot without a pair
+
+// The i-th slot of a class: round i / 2, slot class + 8 * (i & 1). Slots are counted from round 0
+// in the order in which they lie in memory.
+__device__ __forceinline__ int slot_of_class(int bank_class, int i) {
+    return (i >> 1) * ROUND + (bank_class >> 1) * 4 + (i & 1) * 2 + (bank_class & 1);
 }
+
+// Where the value of such a slot lies, in 16-bit units.
+__device__ __forceinline__ int value_of_slot(int slot) { return slot / 4 * 8 + slot % 4; }

@@ -127,10 +127,10 @@ __device__ __forceinline__ void load_weights(Weights& weights, const unsigned sh
 }
 
 // Token and column of the quad's pairs, 8 apart; there are `num` from the first quad's on.
-__device__ __forceinline__ void load_codes(unsigned (&codes)[4], const uint2* quad_pairs, int num,
-                                           int quad) {
+__device__ __forceinline__ void load_codes(unsigned (&codes)[4], const unsigned* quad_pairs,
+                                           int num, int quad) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) load_if(8 * i + quad < num, &quad_pairs[8 * i].x, codes[i]);
+    for (int i = 0; i < 4; ++i) load_if(8 * i + quad < num, quad_pairs + 8 * i, codes[i]);
 }
 
 // Of the pairs at hand, what the lane reads of their rows.
@@ -200,7 +200,7 @@ __device__ __forceinline__ float dot_pairs(const Step& step, const unsigned (&co
 // lane_sums: of the quad's pair in place t.
 __device__ __forceinline__ void compute_work(const Step& step, const Work& work, const Work& next,
                                              unsigned (&codes)[4], const Weights& weights,
-                                             Rows& rows, const uint2* quad_pairs,
+                                             Rows& rows, const unsigned* quad_pairs,
                                              float* lane_sums, int quad, int t) {
     int first = work.first, num = work.last - work.first;
     do {
@@ -229,7 +229,7 @@ __device__ __forceinline__ void compute_work(const Step& step, const Work& work,
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     up(const unsigned short* x, const unsigned short* w_up, int M, int N, int K, int tile_tokens,
-       int cap, int slabs_per_range, const int* pair_start, const uint2* pairs, float* partial,
+       int cap, int slabs_per_range, const int* pair_start, const unsigned* pairs, float* partial,
        long long partial_stride) {
     extern __shared__ __align__(128) uint4 slabs[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const long long first_pair = static_cast<long long>(tile) * tile_tokens * cap;
     x += static_cast<long long>(first_token) * K;
     pair_start += static_cast<long long>(tile) * (num_neuron_groups + 1);
-    const uint2* quad_pairs = opaque(pairs + first_pair + quad);
+    const unsigned* quad_pairs = opaque(pairs + first_pair + quad);
     float* lane_sums = opaque(partial + blockIdx.y * partial_stride + first_pair + 8 * t + quad);
     const unsigned short* lane_columns = opaque(w_up + 8 * t);
 

@@ -10,6 +10,7 @@ import numpy as np
 from list_reference import (
     COLUMN_BITS,
     GROUP,
+    NO_LINK,
     ROUND_HALVES,
     VALUE_AT,
     Shape,
@@ -39,10 +40,11 @@ class Lists:
     token: np.ndarray
     column: np.ndarray
     gate: np.ndarray
-    dest: np.ndarray
+    dest: np.ndarray  # of a pair's value in the rounds, in 16-bit units
     place: np.ndarray  # of a pair among `pairs`, counted through all tiles
     num_rounds: np.ndarray
     rounds: np.ndarray
+    links: np.ndarray
     pair_start: np.ndarray
     pairs: np.ndarray
 
@@ -66,7 +68,7 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
         n: rng.integers(0, 250, s, np.uint8).repeat(np.dtype(d).itemsize, -1).view(d)
         for n, (s, d) in shape.buffers().items()
     }
-    num_rounds, rounds = garbage["num_rounds"], garbage["rounds"]
+    num_rounds, rounds, links = garbage["num_rounds"], garbage["rounds"], garbage["links"]
 
     # rounds of each (group, panel)
     dest = np.empty(len(token), np.int64)
@@ -82,6 +84,7 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
         made = expected_rounds(codes[of_q], gate[of_q])
         num_rounds[q] = len(made)
         rounds[q, : len(made)] = made
+        links[q, : len(made)] = NO_LINK
         at = np.arange(len(made))[:, None] * ROUND_HALVES + VALUE_AT
         filled = made.reshape(-1)[at] != 0x8000
         place_of_code = dict(
@@ -101,10 +104,12 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
             own = rng.permutation(in_tile[groups == group])
             own = own[_alternating(token[own] >> 2 & 1)]
             at = pair_start[tile, group] + np.arange(len(own))
-            pairs[tile, at, 0] = token[own] % shape.tile_tokens | column[own] << 16
-            pairs[tile, at, 1] = dest[own]
+            pairs[tile, at] = token[own] % shape.tile_tokens | column[own] << 16
             place[own] = tile * pairs.shape[1] + at
-    return Lists(shape, token, column, gate, dest, place, num_rounds, rounds, pair_start, pairs)
+    links.reshape(-1)[dest // 8 * 4 + dest % 8] = place
+    return Lists(
+        shape, token, column, gate, dest, place, num_rounds, rounds, links, pair_start, pairs
+    )
 
 
 def _alternating(half: np.ndarray) -> np.ndarray:

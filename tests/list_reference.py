@@ -16,6 +16,8 @@ COLUMN_BITS = 13
 ROUND_HALVES = 32
 # of a round's 32 units of 16 bits: where the value of slot s lies, its code is 4 behind
 VALUE_AT = np.array([s % 8 // 2 * 8 + s // 8 * 2 + s % 2 for s in range(ROUND)])
+LINK_AT = np.array([s % 8 // 2 * 4 + s // 8 * 2 + s % 2 for s in range(ROUND)])
+NO_LINK = 0xFFFFFFFF
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -55,13 +57,17 @@ class Shape:
 
     @property
     def group_rounds(self) -> int:
-        return (GROUP * min(self.cap, self.panel_rows) * 5 // 4 + 15) // 16 + 2
+        return ceil_div(min(self.cap, self.panel_rows), 2)
 
-    def least_shared_bytes(self, block: int) -> int:
-        """Dynamic shared memory that `plan` needs with `block` threads; more is its stage."""
-        P, tokens = self.num_panels, self.tile_tokens
-        lists = 12 * self.num_neuron_groups + tokens * 3 // 2 + 2 * tokens * P
-        return lists + (40 * P + 1536) * block // 32 + 256
+    def least_shared_bytes(self, block: int, parts: int = 1) -> int:
+        """Dynamic shared memory that `plan` needs with `block` threads; more is its stage.
+
+        `parts`: blocks a tile, 8 in `plan_cluster`.
+        """
+        P, groups = self.num_panels, ceil_div(self.tile_tokens // GROUP, parts)
+        a_neuron_group, a_map = (12, 1536) if parts == 1 else (16, 3072)
+        lists = a_neuron_group * self.num_neuron_groups + (12 + 16 * P) * groups
+        return lists + (40 * P + a_map) * block // 32 + 256
 
     def buffers(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """(shape, dtype) of all that `plan` writes, in the order of its arguments."""
@@ -69,8 +75,9 @@ class Shape:
         return {
             "num_rounds": ((q,), np.int32),
             "rounds": ((q, self.group_rounds, ROUND_HALVES), np.uint16),
+            "links": ((q, self.group_rounds, ROUND), np.uint32),
             "pair_start": ((self.num_tiles, self.num_neuron_groups + 1), np.int32),
-            "pairs": ((self.num_tiles, self.tile_tokens * self.cap, 2), np.uint32),
+            "pairs": ((self.num_tiles, self.tile_tokens * self.cap), np.uint32),
             "heavy_rows": ((self.M,), np.int32),
             "heavy_count": ((1,), np.int32),
         }
@@ -127,8 +134,7 @@ def light_pairs(
 
 def rounds_of(class_counts: np.ndarray) -> int:
     """R of a (group, panel) with so many pairs in each class."""
-    least = ceil_div(int(class_counts.sum()), ROUND)
-    return min(ceil_div(int(class_counts.max()), 2), (5 * least + 3) // 4 + 1)
+    return ceil_div(int(class_counts.sum()), ROUND)
 
 
 def expected_rounds(codes: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -160,9 +166,9 @@ def expected_rounds(codes: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def decode_rounds(
-    shape: Shape, num_rounds: np.ndarray, rounds: np.ndarray
+    shape: Shape, num_rounds: np.ndarray, rounds: np.ndarray, links: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(token, column, value, dest) of every slot that holds a pair; checks pads and ranges."""
+    """(token, column, value, link) of every slot that holds a pair; checks pads and ranges."""
     P = shape.num_panels
     assert (num_rounds >= 0).all()
     assert (num_rounds <= shape.group_rounds).all(), "more rounds than there is room for"
@@ -177,23 +183,23 @@ def decode_rounds(
     assert (token[pad] == 0).all()
     slot_class = np.broadcast_to(np.arange(ROUND) % CLASSES, pad.shape)
     assert (in_panel[pad] % CLASSES == slot_class[pad]).all(), "a pad outside of its class"
-    start = (q * shape.group_rounds + r)[:, None] * ROUND_HALVES
-    dest = start + VALUE_AT
+    link = links[q, r][:, LINK_AT]
+    assert (link[pad] == NO_LINK).all(), "a pad with a link"
     token = (q // P)[:, None] * GROUP + token
-    return token[~pad], column[~pad], value[~pad], dest[~pad]
+    return token[~pad], column[~pad], value[~pad], link[~pad]
 
 
 def decode_pairs(
     shape: Shape, pair_start: np.ndarray, pairs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(token, column, dest) of all pairs; checks that they lie with their neurons and alternate."""
+    """(token, column, place) of all pairs; checks that they lie with their neurons, alternating."""
     found = []
     for tile in range(shape.num_tiles):
         starts = pair_start[tile]
         assert starts[0] == 0
         assert (np.diff(starts) >= 0).all()
         assert starts[-1] <= shape.tile_tokens * shape.cap
-        token, column = pairs[tile, : starts[-1], 0] & 0xFFFF, pairs[tile, : starts[-1], 0] >> 16
+        token, column = pairs[tile, : starts[-1]] & 0xFFFF, pairs[tile, : starts[-1]] >> 16
         owner = np.repeat(np.arange(shape.num_neuron_groups), np.diff(starts))
         assert (column // 8 == owner).all(), "a pair with other neurons"
         half = token >> 2 & 1
@@ -202,7 +208,8 @@ def decode_pairs(
             mixed = 2 * min((of_group == 0).sum(), (of_group == 1).sum())
             assert (of_group[:mixed] == np.arange(mixed) % 2).all(), "halves do not alternate"
         assert (token < shape.tile_tokens).all()
-        found.append((token + tile * shape.tile_tokens, column, pairs[tile, : starts[-1], 1]))
+        place = tile * pairs.shape[1] + np.arange(starts[-1])
+        found.append((token + tile * shape.tile_tokens, column, place))
     return tuple(np.concatenate(part).astype(np.int64) for part in zip(*found, strict=True))
 
 
@@ -222,7 +229,7 @@ def check_lists(
 
     token, column, value = light_pairs(shape, counts, entries)
     num_rounds, rounds = lists["num_rounds"], lists["rounds"]
-    down = decode_rounds(shape, num_rounds, rounds)
+    down = decode_rounds(shape, num_rounds, rounds, lists["links"])
     np.testing.assert_array_equal(_sorted(*down[:3]), _sorted(token, column, value))
     up = decode_pairs(shape, lists["pair_start"], lists["pairs"])
     np.testing.assert_array_equal(_sorted(*up), _sorted(down[0], down[1], down[3]))

@@ -116,11 +116,11 @@ def test_launches_fit_the_device(shape, portable):
 
 def test_the_order():
     names = [launch[0] for launch in launches(10, 64, 96, portable=False)]
-    sparse = ["plan", "up", "hidden", "down"]
+    sparse = ["up", "hidden", "down"]
     heavy = ["heavy_gather", "heavy_hidden", "heavy_down"]
-    assert names == ["gate_pack_short", *sparse, *heavy]
+    assert names == ["gate_pack_short", "plan_cluster", *sparse, *heavy]
     names = [launch[0] for launch in launches(10, 64, 96, portable=True)]
-    assert names == ["pack", *sparse]
+    assert names == ["pack", "plan", *sparse]
     assert launches(10000, 64, 520, portable=False)[0][0] == "gate_pack"
 
 
@@ -138,7 +138,7 @@ def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
     monkeypatch.setattr(twell_sequence, "heavy_window", lambda M, N: 50)
     made = launches(300, 64, 96, portable=False)
-    tokens = [args[2] for name, _, _, args, _ in made if name == "plan"]
+    tokens = [args[2] for name, _, _, args, _ in made if name == "plan_cluster"]
     assert tokens == [128, 128, 44]
     starts = [args[3] for name, _, _, args, _ in made if name == "heavy_gather"]
     assert starts == [0, 50, 100, 0, 50, 100, 0]

@@ -29,8 +29,10 @@ def on_device(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array).cuda()
 
 
-def launch_plan(kernels, shape: Shape, counts, entries, block: int, smem_bytes: int):
-    """What `plan` writes, over garbage."""
+def launch_plan(
+    kernels, shape: Shape, counts, entries, block: int, smem_bytes: int, parts: int = 1
+):
+    """What `plan` writes, over garbage; `plan_cluster` with 8 parts."""
     lists = {}
     for name, (sizes, dtype) in shape.buffers().items():
         signed = np.dtype(dtype).str.replace("u", "i")
@@ -41,8 +43,8 @@ def launch_plan(kernels, shape: Shape, counts, entries, block: int, smem_bytes: 
         shape.M, shape.N, shape.S, shape.cap, shape.tile_tokens, shape.panel_rows
     )  # fmt: skip
     kernels.launch(
-        "plan",
-        (shape.num_tiles,),
+        "plan" if parts == 1 else "plan_cluster",
+        (shape.num_tiles * parts,),
         block,
         (
             *(counts, entries, M, N, S, cap, tile_tokens, panel_rows),
@@ -61,19 +63,21 @@ def stages(shape: Shape, counts: np.ndarray) -> dict[str, int]:
     return {"none": 0, "half": a_tile // 2, "all": 3 * a_tile + 4096}
 
 
-@pytest.mark.parametrize("block", [512, 1024])
+@pytest.mark.parametrize(("block", "parts"), [(512, 1), (1024, 1), (512, 8)])
 @pytest.mark.parametrize(("kind", "shape"), cases(), ids=str)
-def test_plan_lists_every_pair_twice(kernels, kind, shape, block):
+def test_plan_lists_every_pair_twice(kernels, kind, shape, block, parts):
+    if parts > 1 and device_limits(0).capability < (9, 0):
+        pytest.skip("this device has no clusters")
     limit = device_limits(0).smem_bytes
-    least = shape.least_shared_bytes(block)
+    least = shape.least_shared_bytes(block, parts)
     if least > limit:
         pytest.skip(f"needs {least} bytes of shared memory, this device has {limit}")
     for seed in FEW_SEEDS:
         counts, entries = make_case(kind, shape, seed)
         packed = on_device(counts), on_device(entries)
         for stage in stages(shape, counts).values():
-            smem_bytes = min(least + stage, limit)
-            lists = launch_plan(kernels, shape, *packed, block, smem_bytes)
+            smem_bytes = min(least + stage // parts, limit)
+            lists = launch_plan(kernels, shape, *packed, block, smem_bytes, parts)
             check_lists(shape, counts, entries, lists)
 
 
@@ -87,6 +91,9 @@ def test_rounds_are_the_same_in_every_run(kernels):
     )
     check_lists(shape, counts, entries, first)
     written = np.arange(shape.group_rounds) < first["num_rounds"][:, None]
+    if device_limits(0).capability >= (9, 0):
+        least = shape.least_shared_bytes(512, 8)
+        others += [launch_plan(kernels, shape, *packed, 512, least + s, 8) for s in (0, 2000, 9000)]
     for lists in others:
         assert (lists["num_rounds"] == first["num_rounds"]).all()
         assert (lists["rounds"][written] == first["rounds"][written]).all()

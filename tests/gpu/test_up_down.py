@@ -98,24 +98,24 @@ def test_up_gives_partial_dot_products(
 
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias):
+@pytest.mark.parametrize(("ranges", "grid"), [(1, (1000, 1)), (3, (7, 3)), (9, (40, 2))])
+def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid):
     rng = np.random.default_rng(3)
     lists = build_lists(shape, kind, 4)
     places = shape.num_tiles * shape.tile_tokens * shape.cap
     # eighths: every sum is exact
-    partial = (rng.integers(-64, 64, (3, places)) / 8).astype(np.float32)
+    partial = (rng.integers(-64, 64, (ranges, places)) / 8).astype(np.float32)
     bias = to_bf16(rng.integers(-64, 64, shape.N) / 8) if has_bias else None
     rounds = on_device(lists.rounds)
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device="cuda")
     kernels.launch(
         "hidden",
-        (shape.num_tiles, 3),
+        grid,
         256,
         (
-            *(on_device(partial), np.int64(places), 3, on_device(lists.pair_start)),
-            *(on_device(lists.pairs), shape.M, shape.N, shape.tile_tokens, shape.cap),
-            *(shape.num_panels, shape.group_rounds, on_device(bias) if has_bias else None),
-            *(on_device(lists.num_rounds), rounds, masks),
+            *(on_device(partial), np.int64(places), ranges, on_device(lists.links), shape.M),
+            *(shape.panel_rows, shape.num_panels, shape.group_rounds),
+            *(on_device(bias) if has_bias else None, on_device(lists.num_rounds), rounds, masks),
         ),
     )
     up = partial[:, lists.place].sum(0) + (from_bf16(bias)[lists.column] if has_bias else 0)

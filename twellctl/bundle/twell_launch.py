@@ -22,6 +22,7 @@ from .twell_nvrtc import KernelError, load_cubin, what_is_missing
 # entries that do not lie in a file of their own name
 ENTRY_FILES = {
     "gate_pack_short": "gate_pack.cu",
+    "plan_cluster": "plan.cu",
     "heavy_gather": "heavy.cu",
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",

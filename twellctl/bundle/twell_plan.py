@@ -16,7 +16,8 @@ ROUND_BYTES = 64
 BATCH, BATCH_MASKS = 8, 32  # rounds that have their masks together, and how many words those are
 MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
 MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
-UP_BLOCK = DOWN_BLOCK = 512
+UP_BLOCK = DOWN_BLOCK = PLAN_CLUSTER_BLOCK = 512
+PLAN_CLUSTER = 8  # blocks that plan a tile together
 PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
@@ -62,6 +63,7 @@ class Plan:
     down_splits: int
     plan_block: int
     plan_smem: int  # dynamic shared memory of `plan`
+    plan_cluster_smem: int  # of each block of `plan_cluster`
 
     @cached_property
     def num_gate_tiles(self) -> int:
@@ -123,6 +125,12 @@ class Plan:
         """(token tiles, ranges of K, ranges of neurons)."""
         return self.num_tiles, self.num_ranges, self.neuron_ranges
 
+    def hidden_grid(self, num_sms: int) -> tuple[int, int]:
+        """((group, panel)s, a warp each; shares of their rounds, 16 at a time)."""
+        blocks = ceil_div(self.num_groups * self.num_panels, HIDDEN_BLOCK // 32)
+        most = ceil_div(self.group_rounds, 2 * BATCH)
+        return blocks, max(1, min(most, 4 * num_sms // blocks))
+
     @cached_property
     def down_grid(self) -> tuple[int, int]:
         """(16 columns of y, shares of the groups)."""
@@ -141,7 +149,7 @@ def round_up(a: int, multiple: int) -> int:
 
 def rounds_for(pairs_a_token: int) -> int:
     """Rounds a (group, panel) needs at most, at `pairs_a_token` pairs of each of its tokens."""
-    return (GROUP * pairs_a_token * 5 // 4 + ROUND - 1) // ROUND + 2
+    return ceil_div(GROUP * pairs_a_token, ROUND)
 
 
 def hopper_cap(N: int) -> int:
@@ -168,8 +176,10 @@ def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> P
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes)
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     splits = _split_down(M, N, K, panel_rows, limits.num_sms)
-    plan = _lay_plan(M, N, laid[0], cap, ceil_div(N, panel_rows), limits)
-    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, *plan)
+    num_panels = ceil_div(N, panel_rows)
+    plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
+    cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
+    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, *plan, cluster_smem)
 
 
 def least_plan_smem(N: int, tile_tokens: int, num_panels: int, block: int = 512) -> int:
@@ -194,6 +204,16 @@ def _lay_plan(
     return block, min(most, least + pair_bytes * tile_tokens * cap)
 
 
+def _cluster_smem(N: int, tile_tokens: int, cap: int, num_panels: int, smem_bytes: int) -> int:
+    """Shared memory of a block of `plan_cluster`: half of a multiprocessor's, if that is enough."""
+    groups = ceil_div(tile_tokens // GROUP, PLAN_CLUSTER)
+    least = 16 * ceil_div(N, GROUP) + (12 + 16 * num_panels) * groups
+    least += (40 * num_panels + 3072) * PLAN_CLUSTER_BLOCK // 32 + 256
+    stage = (4 if num_panels == 1 else 5) * groups * GROUP * cap
+    half = (smem_bytes + 1024) // 2 - 1024
+    return min(least + stage, half if least + 16384 <= half else smem_bytes - STATIC_SMEM)
+
+
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
     room = (smem_bytes - DOWN_STAGES - STATIC_SMEM) // 32 // GROUP * GROUP
@@ -214,8 +234,8 @@ def max_tile_tokens(N: int, smem_bytes: int) -> int:
 def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
     """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
     entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
-    round_bytes = ROUND_BYTES + 4 * BATCH_MASKS // BATCH
-    pairs = cap * (8 + 4) + round_bytes * rounds_for(min(cap, N)) // GROUP
+    round_bytes = ROUND_BYTES + 4 * ROUND + 4 * BATCH_MASKS // BATCH
+    pairs = cap * (4 + 4) + round_bytes * rounds_for(min(cap, N)) // GROUP
     most = max(256, _CHUNK_BYTES // (entries + pairs) // 256 * 256)
     most = min(most, PORTABLE_TOKENS) if portable else most
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))

@@ -1,6 +1,6 @@
 """The gated FFN as a sequence of kernel launches, on Hopper and on any GPU from sm_80 on.
 
-    Hopper:    gate_pack -> plan -> up -> hidden -> down -> the heavy rows, densely
+    Hopper:    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows, densely
     portable:  torch's gate product -> pack -> plan -> up -> hidden -> down
 
 The host reads nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all;
@@ -29,13 +29,15 @@ from .twell_plan import (
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PACK_BLOCK,
+    PLAN_CLUSTER,
+    PLAN_CLUSTER_BLOCK,
     PRODUCT_BLOCK,
+    ROUND,
     ROUND_BYTES,
     SHORT_PRODUCT_BLOCK,
     UP_BLOCK,
     WEIGHT_BOX_ROWS,
     Plan,
-    ceil_div,
     chunk_tokens,
     gate_pack_is_short,
     heavy_window,
@@ -44,16 +46,17 @@ from .twell_plan import (
     product_grid,
 )
 
-_SPARSE = ("plan", "up", "hidden", "down")
+_SPARSE = ("up", "hidden", "down")
 HOPPER_KERNELS = (
     "gate_pack",
     "gate_pack_short",
+    "plan_cluster",
     *_SPARSE,
     "heavy_gather",
     "heavy_hidden",
     "heavy_down",
 )
-PORTABLE_KERNELS = ("pack", *_SPARSE)
+PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,8 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
         counts, entries, heavy_count = _packed_buffers(plan, x.device)
         gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
         launch_gate_pack(kernels, limits, xs, *gate, counts, entries, heavy_count)
-        heavy_rows = _sparse_products(
-            kernels, limits, plan, xs, ys, ffn, counts, entries, heavy_count
-        )
+        packed = counts, entries, heavy_count
+        heavy_rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=True)
         _heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
     return y
 
@@ -131,7 +133,8 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
             (gate, float(ffn.threshold), plan.M, plan.N, counts, entries, heavy_count),
         )
         del gate
-        _sparse_products(kernels, limits, plan, xs, ys, ffn, counts, entries, heavy_count)
+        packed = counts, entries, heavy_count
+        _sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=False)
     return y
 
 
@@ -189,6 +192,8 @@ def _sparse_products(
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
+    *,
+    clusters: bool,
 ) -> Tensor:
     """up, hidden and down of what fired; returns the list of heavy rows, whose y is not filled."""
 
@@ -200,19 +205,20 @@ def _sparse_products(
     # lists
     num_rounds = empty(plan.num_groups * P)
     rounds = empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4)
+    links = empty(plan.num_groups * P, plan.group_rounds, ROUND)
     masks = empty(plan.num_groups * P, plan.group_batches, BATCH_MASKS)
-    pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs, 2)
+    pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs)
     heavy_rows = empty(M)
     kernels.launch(
-        "plan",
-        (tiles,),
-        plan.plan_block,
+        "plan_cluster" if clusters else "plan",
+        (tiles * PLAN_CLUSTER if clusters else tiles,),
+        PLAN_CLUSTER_BLOCK if clusters else plan.plan_block,
         (
             *(counts, entries, M, N, plan.slots, plan.cap, plan.tile_tokens),
-            *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds),
+            *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds, links),
             *(pair_start, pairs, heavy_rows, heavy_count),
         ),
-        plan.plan_smem,
+        plan.plan_cluster_smem if clusters else plan.plan_smem,
     )
     # hidden
     partial, stride = empty(Q, plan.num_pairs, dtype=torch.float32), np.int64(plan.num_pairs)
@@ -228,11 +234,11 @@ def _sparse_products(
     )
     kernels.launch(
         "hidden",
-        (tiles, max(1, ceil_div(8 * limits.num_sms, tiles))),
+        plan.hidden_grid(limits.num_sms),
         HIDDEN_BLOCK,
         (
-            *(partial, stride, Q, pair_start, pairs, M, N, plan.tile_tokens, plan.cap),
-            *(P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks),
+            *(partial, stride, Q, links, M, plan.panel_rows, P, plan.group_rounds),
+            *(ffn.b_up, num_rounds, rounds, masks),
         ),
     )
     # y
