@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             out[i] = sums[0][i] + sums[1][i];
-            sums[0][i] = bias[i / 2], sums[1][i] = 0;
+            sums[0][i] = bias[i / 2], sums[1][i] = fresh_zero();
         }
         if (num_panels > 1) {
 #pragma unroll

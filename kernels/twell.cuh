@@ -36,6 +36,13 @@ __device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, u
     return bytes;
 }
 
+// 0, made where it is wanted rather than kept.
+__device__ __forceinline__ float fresh_zero() {
+    float zero;
+    asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
+    return zero;
+}
+
 // ---- memory
 
 __device__ __forceinline__ unsigned dynamic_smem_bytes() {
