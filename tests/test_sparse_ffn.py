@@ -118,6 +118,35 @@ def test_no_graph_break_in_a_compiled_model(make_model, tmp_path):
     assert sum("twell.gated_ffn" in str(node.target) for node in graph.nodes) == 2
 
 
+def test_a_model_spread_over_devices_runs_over_twell(make_model, tmp_path, monkeypatch):
+    from accelerate import cpu_offload, dispatch_model
+    from accelerate.hooks import remove_hook_from_submodules
+
+    from twellctl.bundle import twell_model
+
+    convert(make_model("llama", hidden_size=64), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    model = twell_model.twell_class("LlamaForCausalLM").from_pretrained(tmp_path / "out")
+    ids, calls = (torch.arange(34).view(2, 17) * 37) % 512, []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return sparse_ffn(*args, **kwargs)
+
+    monkeypatch.setattr(twell_model, "sparse_ffn", counted)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert len(calls) == 2
+        dispatch_model(model, {"": "cpu"}, force_hooks=True)  # as for several GPUs
+        assert "forward" in model.model.layers[0].mlp.up_proj.__dict__
+        assert torch.equal(model(ids).logits, wanted)
+        assert len(calls) == 4
+        remove_hook_from_submodules(model)
+        cpu_offload(model, torch.device("cpu"))  # weights lie elsewhere between calls
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
+        assert len(calls) == 4
+
+
 def test_gate_pack_says_where_it_runs():
     x, w_gate, *_ = problem()
     with pytest.raises(KernelError, match="needs a Hopper GPU"):

@@ -114,7 +114,23 @@ class TwellFFN:
 def _is_plain(module: nn.Module, kind: type) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = any(getattr(module, name) for name in hooks)
-    return type(module) is kind and not hooked and "forward" not in module.__dict__
+    if type(module) is not kind or hooked:
+        return False
+    return "forward" not in module.__dict__ or _is_only_placed(module)
+
+
+def _is_only_placed(module: nn.Module) -> bool:
+    """Whether `forward` is accelerate's of a model on several GPUs, which brings inputs there.
+
+    The inputs of the FFN were brought there, too. Weights that lie elsewhere are not to be read.
+    """
+    forward, hook = module.forward, getattr(module, "_hf_hook", None)
+    return (
+        getattr(getattr(forward, "func", None), "__name__", "") == "new_forward"
+        and getattr(module._old_forward, "__func__", None) is type(module).forward
+        and type(hook).__name__ == "AlignDevicesHook"
+        and not hook.offload
+    )
 
 
 def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
