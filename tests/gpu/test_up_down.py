@@ -98,8 +98,11 @@ def test_up_gives_partial_dot_products(
 
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("ranges", "grid"), [(1, (1000, 1)), (3, (7, 3)), (9, (40, 2))])
-def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid):
+@pytest.mark.parametrize(
+    ("ranges", "grid", "room"),
+    [(1, (1000, 1), 0), (3, (7, 3), 0), (9, (40, 2), 0), (1, None, 5000), (7, None, 64)],
+)
+def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid, room):
     rng = np.random.default_rng(3)
     lists = build_lists(shape, kind, 4)
     places = shape.num_tiles * shape.tile_tokens * shape.cap
@@ -110,13 +113,16 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device="cuda")
     kernels.launch(
         "hidden",
-        grid,
-        256,
+        grid or (shape.num_tiles,),
+        512,
         (
-            *(on_device(partial), np.int64(places), ranges, on_device(lists.links), shape.M),
-            *(shape.panel_rows, shape.num_panels, shape.group_rounds),
-            *(on_device(bias) if has_bias else None, on_device(lists.num_rounds), rounds, masks),
+            *(on_device(partial), np.int64(places), ranges, on_device(lists.links)),
+            *(on_device(lists.pair_start), on_device(lists.pairs), shape.M, shape.N),
+            *(shape.tile_tokens, shape.cap, shape.panel_rows, shape.num_panels),
+            *(shape.group_rounds, on_device(bias) if has_bias else None),
+            *(on_device(lists.num_rounds), rounds, masks),
         ),
+        2 * room,
     )
     up = partial[:, lists.place].sum(0) + (from_bf16(bias)[lists.column] if has_bias else 0)
     wanted = lists.rounds.reshape(-1).copy()

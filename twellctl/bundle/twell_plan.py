@@ -16,9 +16,9 @@ ROUND_BYTES = 64
 BATCH, BATCH_MASKS = 8, 32  # rounds that have their masks together, and how many words those are
 MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
 MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
-UP_BLOCK = DOWN_BLOCK = PLAN_CLUSTER_BLOCK = 512
+UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
 PLAN_CLUSTER = 8  # blocks that plan a tile together
-PACK_BLOCK = HIDDEN_BLOCK = GATHER_BLOCK = 256
+PACK_BLOCK = GATHER_BLOCK = 256
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
@@ -125,11 +125,14 @@ class Plan:
         """(token tiles, ranges of K, ranges of neurons)."""
         return self.num_tiles, self.num_ranges, self.neuron_ranges
 
-    def hidden_grid(self, num_sms: int) -> tuple[int, int]:
-        """((group, panel)s, a warp each; shares of their rounds, 16 at a time)."""
+    def hidden_launch(self, limits: Limits) -> tuple[tuple[int, ...], int]:
+        """(grid, dynamic shared memory): tile by tile where those fill the device, else without."""
+        if 2 * self.num_tiles >= limits.num_sms and self.num_ranges > 1:
+            half = (limits.smem_bytes + 1024) // 2 - 1024
+            return (self.num_tiles,), min(2 * self.tile_tokens * self.cap, half // 16 * 16)
         blocks = ceil_div(self.num_groups * self.num_panels, HIDDEN_BLOCK // 32)
-        most = ceil_div(self.group_rounds, 2 * BATCH)
-        return blocks, max(1, min(most, 4 * num_sms // blocks))
+        most = ceil_div(self.group_rounds, BATCH)
+        return (blocks, max(1, min(most, 4 * limits.num_sms // blocks))), 0
 
     @cached_property
     def down_grid(self) -> tuple[int, int]:

@@ -232,14 +232,16 @@ def _sparse_products(
         ),
         plan.up_smem,
     )
+    hidden_grid, hidden_smem = plan.hidden_launch(limits)
     kernels.launch(
         "hidden",
-        plan.hidden_grid(limits.num_sms),
+        hidden_grid,
         HIDDEN_BLOCK,
         (
-            *(partial, stride, Q, links, M, plan.panel_rows, P, plan.group_rounds),
-            *(ffn.b_up, num_rounds, rounds, masks),
+            *(partial, stride, Q, links, pair_start, pairs, M, N, plan.tile_tokens, plan.cap),
+            *(plan.panel_rows, P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks),
         ),
+        hidden_smem,
     )
     # y
     sums = empty(M, K, dtype=torch.float32) if P > 1 else None
