@@ -128,9 +128,9 @@ struct Feed {
     const unsigned* masks;
     unsigned group_bytes, mask_bytes;  // from one group to the next
     int num_groups, stride, panels, lane;
-    int group;                // of the step to come
-    int looked_up;            // the lane's next group to look up
-    int counts, counts_behind, from;  // the lane's; the lane with the count of the group
+    int group;                        // of the step to come
+    unsigned counts, counts_behind;   // the lane's
+    int from;                         // the lane with the count of the group
     int left;                         // rounds of the group that are to come
 
     __device__ __forceinline__ Feed(const int* num_rounds, const uint4* rounds,
@@ -140,22 +140,22 @@ struct Feed {
           all_masks(opaque(masks + lane)),
           group_bytes(panels * group_rounds * kRoundBytes),
           mask_bytes(panels * batches_of(group_rounds) * BATCH_MASKS * 4), num_groups(num_groups),
-          stride(stride), panels(panels), lane(lane), group(first),
-          looked_up(first + lane * stride), from(0) {
-        counts = look_up();
-        counts_behind = look_up();
+          stride(stride), panels(panels), lane(lane), group(first), counts_behind(kNothing),
+          from(0) {
+        look_up(first + lane * stride);
+        look_up(first + (32 + lane) * stride);
         seek();
     }
 
-    __device__ __forceinline__ int look_up() {
-        const int group = looked_up;
-        looked_up += 32 * stride;
-        if (group >= num_groups) return kNothing;
-        return __ldg(num_rounds + static_cast<long long>(group) * panels);
+    __device__ __forceinline__ void look_up(int group) {
+        counts = counts_behind, counts_behind = kNothing;
+        const unsigned* from =
+            reinterpret_cast<const unsigned*>(offset_by(num_rounds, group, 4 * panels));
+        load_if(group < num_groups, from, counts_behind);
     }
 
     __device__ __forceinline__ void seek() {
-        left = __shfl_sync(~0u, counts, from);
+        left = __shfl_sync(~0u, static_cast<int>(counts), from);
         records = offset_by(all_records, group, group_bytes);
         masks = offset_by(all_masks, group, mask_bytes);
     }
@@ -168,14 +168,14 @@ struct Feed {
         if (lane / ROUND_RECORDS + BATCH < num)
             copy_async(stage + BATCH * kRoundBytes, records + BATCH * ROUND_RECORDS);
         commit_copies();
-        load_if(num > 0, masks, step_masks.first);
-        load_if(num > BATCH, masks + BATCH_MASKS, step_masks.second);
+        step_masks.first = load_or_leave(num > 0, masks);
+        step_masks.second = load_or_leave(num > BATCH, masks + BATCH_MASKS);
         if (num > kStep) {
             left -= kStep;
             records += kStep * ROUND_RECORDS, masks += 2 * BATCH_MASKS;
         } else {
             group += stride;
-            if (++from == 32) from = 0, counts = counts_behind, counts_behind = look_up();
+            if (++from == 32) from = 0, look_up(group + (32 + lane) * stride);
             seek();
         }
         return num;
@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             out[i] = sums[0][i] + sums[1][i];
-            sums[0][i] = bias[i / 2], sums[1][i] = fresh_zero();
+            sums[0][i] = bias[i / 2], sums[1][i] = 0;
         }
         if (num_panels > 1) {
 #pragma unroll

@@ -36,13 +36,6 @@ __device__ __forceinline__ unsigned permute_bytes(unsigned low, unsigned high, u
     return bytes;
 }
 
-// 0, made where it is wanted rather than kept.
-__device__ __forceinline__ float fresh_zero() {
-    float zero;
-    asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
-    return zero;
-}
-
 // ---- memory
 
 __device__ __forceinline__ unsigned dynamic_smem_bytes() {
@@ -96,7 +89,17 @@ __device__ __forceinline__ void load_if(bool wanted, const unsigned* from, unsig
         : "l"(from), "r"(static_cast<unsigned>(wanted)));
 }
 
-// The same of 16 bytes in shared memory.
+// A word, or anything: a predicate, no branch.
+__device__ __forceinline__ unsigned load_or_leave(bool wanted, const unsigned* from) {
+    unsigned word;
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.u32 %0, [%1];}"
+        : "=r"(word)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)));
+    return word;
+}
+
+// As `load_if`, of 16 bytes in shared memory.
 __device__ __forceinline__ void load_shared_if(bool wanted, unsigned smem_from, uint4& v) {
     asm volatile(
         "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
