@@ -7,13 +7,13 @@
 //
 // For down, each (group of 8 tokens, panel of columns), q = group * num_panels + panel:
 //   num_rounds int32 [Q], rounds [Q, group_rounds] of 64 bytes, 16 slots each (twell_lists.cuh)
-//   links uint32 [Q, group_rounds, 16]: of each slot, in the order in which they lie in a round, the
-//   place of its pair in `pairs`; NO_LINK without one
+//   links uint32 [Q, group_rounds, 16]: of each slot, in the order in which they lie in a round,
+//   the place of its pair in `pairs`; NO_LINK without one
 //   There are ceil(pairs / 16) rounds. Slot s prefers columns of class s & 7: then the eight rows
 //   that one ldmatrix phase reads lie in different banks. The i-th pair of a class (in the order of
 //   rows, lanes, tiles, slots, never of time) takes place i of its class; pairs that find no more
-//   places of their class take free ones of other classes, in order. The rest of the slots are pads:
-//   PAD, token 0, the first column of the slot's class.
+//   places of their class take free ones of other classes, in order. The rest of the slots are
+//   pads: PAD, token 0, the first column of the slot's class.
 // For up, each tile of tokens:
 //   pair_start int32 [tiles, NG + 1]
 //   pairs uint32 [tiles, tile_tokens * cap] of token in tile | column << 16
@@ -38,8 +38,8 @@
 //          16 * NG + (12 + 16 * P) * G + (40 * P + 3072) * warps + 256 bytes
 //   stage  what there is beyond: 4 bytes a pair, 5 if P > 1; best if the pairs of a block fit
 // Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to
-// 8192, P up to 256, tile_tokens a multiple of 8 up to 1024. counts, entries and heavy_count (0) are
-// those of `gate_pack` or `pack`; the order of entries within a tile does not matter.
+// 8192, P up to 256, tile_tokens a multiple of 8 up to 1024. counts, entries and heavy_count (0)
+// are those of `gate_pack` or `pack`; the order of entries within a tile does not matter.
 #include "plan_tile.cuh"
 
 namespace {
@@ -72,6 +72,16 @@ __device__ __forceinline__ void list_heavy_rows(const Job& job, int group, int l
     }
 }
 
+// Of up to 32 pairs, a lane each: the lanes whose pair is of the class that the lane has as its
+// number. All lanes take part.
+__device__ __forceinline__ unsigned lanes_of_class(bool filled, unsigned bank_class, int lane) {
+    unsigned lanes = __ballot_sync(~0u, filled);
+#pragma unroll
+    for (int bit = 1; bit < CLASSES; bit *= 2)
+        lanes &= __ballot_sync(~0u, (bank_class & bit) != 0) ^ (lane & bit ? 0 : ~0u);
+    return lanes;
+}
+
 template <bool ONE_PANEL>
 __device__ __forceinline__ void count_group(const Job& job, const Shared& shared, int group,
                                             int lane) {
@@ -92,28 +102,45 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
     const int staged_at = reserve_stage(shared, num_entries, lane);
     if (lane == 0) shared.groups[group] = {num_entries, staged_at, heavy_lanes};
     const int classes = job.num_panels * CLASSES;
+    if (!ONE_PANEL) {
 #pragma unroll 1
-    for (int i = lane; i < classes; i += 32) shared.class_ranks[i] = 0;
+        for (int i = lane; i < classes; i += 32) shared.class_ranks[i] = 0;
+    }
 
     // pairs of each neuron group and of each class
     const Entries window = staged_at >= 0 ? on_stage(shared, staged_at) : in_map(shared);
     const int size = staged_at >= 0 ? num_entries : kWindow;
+    int of_class = 0;  // of the lane's number
 #pragma unroll 1
     for (int start = 0; start < num_entries; start += size) {
         const int stop = min(start + size, num_entries);
         locate_entries(job, group, lane, end - share, share, start, stop, window.words);
         __syncwarp();
-        fetch_entries<ONE_PANEL>(
+        fetch_entries<ONE_PANEL, 8>(
             job, group, lane, window, stop - start,
             [&](unsigned column, unsigned row, unsigned panel) {
                 atomicAdd(&shared.counted[column / NEURONS], row < 4 ? 1u : 0x10000u);
-                atomicAdd(&shared.class_ranks[panel * CLASSES + column % CLASSES], 1);
+                if (!ONE_PANEL)
+                    atomicAdd(&shared.class_ranks[panel * CLASSES + column % CLASSES], 1);
             });
         __syncwarp();
+        if (ONE_PANEL) {
+#pragma unroll 2
+            for (int i = lane; i - lane < stop - start; i += 32) {
+                const bool filled = i < stop - start;
+                const unsigned word = filled ? window.words[i] : 0;
+                of_class += __popc(lanes_of_class(filled, word % CLASSES, lane));
+            }
+            __syncwarp();
+        }
     }
+    if (ONE_PANEL) {
+        if (lane < CLASSES) shared.class_counts[group * CLASSES + lane] = of_class;
+    } else {
 #pragma unroll 1
-    for (int i = lane; i < classes; i += 32)
-        shared.class_counts[group * classes + i] = shared.class_ranks[i];
+        for (int i = lane; i < classes; i += 32)
+            shared.class_counts[group * classes + i] = shared.class_ranks[i];
+    }
 }
 
 // ---- second phase: start
@@ -245,7 +272,6 @@ struct Slots {
     int spilled;       // pairs without place of the classes before
     int free_end;      // free places of the classes up to the lane's
     int free_shift;    // from a free place, counted through all classes, to its place in the class
-    bool any_spilled;
 
     __device__ __forceinline__ Slots(const Shared& shared, const Placing& to, int lane) {
         if (!ONE_PANEL) return;
@@ -257,7 +283,6 @@ struct Slots {
         free_end = scan_warp(free, lane);
         spilled = over_end - over;
         free_shift = count - (free_end - free);
-        any_spilled = __shfl_sync(~0u, over_end, CLASSES - 1) != 0;
     }
 
     // Of up to 32 pairs, a lane each. All lanes take part.
@@ -274,17 +299,11 @@ struct Slots {
             __syncwarp();
             return filled ? slot_in_panel(shared, to, job.num_panels, bank_class, panel, rank) : 0;
         }
-        const unsigned all = __ballot_sync(~0u, filled);
-        unsigned alike = all, of_lane = all;
-#pragma unroll
-        for (int bit = 1; bit < CLASSES; bit *= 2) {
-            const unsigned set = __ballot_sync(~0u, (bank_class & bit) != 0);
-            alike &= bank_class & bit ? set : ~set;
-            of_lane &= lane & bit ? set : ~set;
-        }
+        const unsigned of_lane = lanes_of_class(filled, bank_class, lane);
+        const unsigned alike = __shfl_sync(~0u, of_lane, bank_class);
         int rank = __shfl_sync(~0u, taken, bank_class) + __popc(alike & lanes_below);
         taken += __popc(of_lane);
-        if (any_spilled) {
+        if (__any_sync(~0u, rank >= places)) {
             const int at = rank - places + __shfl_sync(~0u, spilled, bank_class);
             unsigned taker = 0;
 #pragma unroll
@@ -427,8 +446,8 @@ __device__ __forceinline__ void place_one_by_one(const Job& job, const Shared& s
         if (!staged) {
             locate_entries(job, to.group, lane, end - share, share, start, stop, to.window.words);
             __syncwarp();
-            fetch_entries<ONE_PANEL>(job, to.group, lane, to.window, stop - start,
-                                     [](unsigned, unsigned, unsigned) {});
+            fetch_entries<ONE_PANEL, 4>(job, to.group, lane, to.window, stop - start,
+                                        [](unsigned, unsigned, unsigned) {});
             __syncwarp();
         }
 #pragma unroll 1

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int kMaxThreads = 1024, kClusterThreads = 512;
-constexpr int kBatch = 8;         // entries a lane has under way
+constexpr int kBatch = 8;  // counts that a lane has under way
 constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
 
 // How a tile is planned: by a cluster of PARTS blocks, each of which has an equal share of the
@@ -188,21 +188,22 @@ __device__ __forceinline__ void locate_entries(const Job& job, int group, int la
     }
 }
 
-// Replaces where entries lie by the entries, and shows each to `see(column, row, panel)`.
-template <bool ONE_PANEL, class See>
+// Replaces where entries lie by the entries, and shows each to `see(column, row, panel)`;
+// a lane has BATCH of them under way.
+template <bool ONE_PANEL, int BATCH, class See>
 __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lane, Entries window,
                                               int num_entries, See see) {
     const int* entries = settle(job.group_entries(group));
 #pragma unroll 1
-    for (int first = lane; first < num_entries; first += kBatch * 32) {
-        unsigned entry[kBatch];
+    for (int first = lane; first < num_entries; first += BATCH * 32) {
+        unsigned entry[BATCH];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
+        for (int b = 0; b < BATCH; ++b) {
             const int i = first + 32 * b;
             entry[b] = entries[window.words[i < num_entries ? i : first] & kIndexMask];
         }
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
+        for (int b = 0; b < BATCH; ++b) {
             const int i = first + 32 * b;
             if (b == 0 || i < num_entries) {
                 const unsigned column = entry[b] & 0xffff, row = window.words[i] >> kRowShift;
