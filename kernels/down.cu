@@ -59,6 +59,7 @@ __device__ __forceinline__ void transpose_planes(uint4* planes, int panel_rows, 
             unsigned* words = reinterpret_cast<unsigned*>(four) + lane;
             unsigned v[4];
             transpose_matrices(v, smem_address(four + (at + lane / 8 < end ? lane : lane % 8)));
+            __syncwarp();
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 if (at + j < end) words[32 * j] = v[j];
