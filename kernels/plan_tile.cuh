@@ -220,6 +220,16 @@ __device__ __forceinline__ void fetch_entries(const Job& job, int group, int lan
     }
 }
 
+// Of up to 32 pairs, a lane each: the lanes whose pair is of the class that the lane has as its
+// number. All lanes take part.
+__device__ __forceinline__ unsigned lanes_of_class(bool filled, unsigned bank_class, int lane) {
+    unsigned lanes = __ballot_sync(~0u, filled);
+#pragma unroll
+    for (int bit = 1; bit < CLASSES; bit *= 2)
+        lanes &= __ballot_sync(~0u, (bank_class & bit) != 0) ^ (lane & bit ? 0 : ~0u);
+    return lanes;
+}
+
 // ---- the blocks of a cluster
 
 #if __CUDA_ARCH__ >= 900
