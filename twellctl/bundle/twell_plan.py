@@ -269,7 +269,7 @@ def _lay_up(
 ) -> tuple[int, int, int]:
     """(tile_tokens, slabs_per_range, neuron_ranges): the cheapest that fit.
 
-    Each token tile reads all of W_up, so tiles are large; but one block plans a tile. Blocks are a
+    Each token tile reads all of W_up, so tiles are large; but few blocks plan a tile. Blocks are a
     little fewer than a multiple of the multiprocessors; every range of K beyond the first costs a
     partial sum a pair.
     """
@@ -293,7 +293,7 @@ def _lay_up(
                 cost = ceil_div(tiles * share, num_sms) * _up_clocks(N, *laid)
                 cost += 4 * num_ranges * M * N * _USUAL_DENSITY / (num_sms * _L2_BYTES_A_CLOCK)
                 planned = tile_tokens * N * _USUAL_DENSITY * _PLAN_PAIR_CLOCKS
-                cost += ceil_div(tiles, num_sms) * planned
+                cost += ceil_div(PLAN_CLUSTER * tiles, 2 * num_sms) * planned / PLAN_CLUSTER
                 if best is None or cost < best[0]:
                     best = (cost, laid)
     assert best is not None
