@@ -39,7 +39,7 @@ constexpr int kRoundBytes = 2 * ROUND_HALVES;
 constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
 constexpr int kStageBytes = kStep * kRoundBytes;
 constexpr int kStages = 2;
-constexpr int kNothing = -1;   // in place of a count of rounds: no group is left
+constexpr unsigned kNothing = ~0u;  // in place of a count of rounds: no group is left
 constexpr int kLoadParts = 4;  // of the weights: the first are turned over while others come
 
 // Which column of the 16 lies in a row of a plane.

@@ -3,7 +3,9 @@
 Fewer than 8192 tokens: a CUDA graph of one call for each of the rotated inputs, replayed, so that
 what the host needs for a launch does not count. From there on: plain calls between CUDA events. On
 the CPU: plain calls by the wall clock. Each round takes every candidate once, every other round in
-reverse, so that a drift of clocks and temperature meets all alike.
+reverse, so that a drift of clocks and temperature meets all alike. Before each sample a candidate
+runs untimed for twice as long: a product at full power leaves lower clocks behind, which shall
+be borne by the one that caused them.
 """
 
 import itertools
@@ -18,6 +20,7 @@ GRAPHS_BELOW = 8192
 SAMPLE_SECONDS = 0.03
 LONG_SECONDS = 0.2  # of a call so long that it needs no other before it
 WARM_UPS = 2
+UNTIMED_SAMPLES = 2  # before each one that is timed
 GRAPHS, PLAIN, WALL = "CUDA graph replays", "plain calls", "wall clock"
 
 Call = Callable[[int], Any]  # runs once, with the inputs of that number
@@ -49,7 +52,8 @@ class Timer:
     def seconds(self) -> float:
         """One sample: the mean time of a call over some thirtieth of a second, or one long call."""
         if self._estimate < LONG_SECONDS:
-            self.launch()  # the caches shall hold what this candidate leaves, not what another did
+            for _ in range(UNTIMED_SAMPLES * self._repeats):
+                self.launch()
         return self._measure() / self.calls
 
     def run(self, seconds: float) -> tuple[float, int]:
