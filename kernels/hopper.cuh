@@ -1,6 +1,8 @@
-// What Hopper (sm_90a) adds: barriers in shared memory, the copy engine (TMA), clusters of two
-// blocks, and register budgets by warpgroup. Thin wrappers over PTX, no policy.
+// What Hopper (sm_90a) adds: barriers in shared memory, the copy engine (TMA), also over a cluster
+// of two blocks, and register budgets by warpgroup. Thin wrappers over PTX, no policy.
 #pragma once
+
+#include "cluster.cuh"
 
 // A CUtensorMap as the driver encodes it, passed by value as a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
@@ -78,19 +80,6 @@ __device__ __forceinline__ void copy_box_to_cluster(unsigned target, const Tenso
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// ---- cluster
-
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // ---- registers

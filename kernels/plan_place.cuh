@@ -1,5 +1,5 @@
-// The last phase of `plan`: a warp places the pairs of eight rows into the rounds of `down` and into
-// the list of `up`. See plan.cu.
+// The last phase of `plan`: a warp places the pairs of eight rows into the rounds of `down` and
+// into the list of `up`. See plan.cu.
 #pragma once
 #include "plan_tile.cuh"
 

@@ -1,6 +1,7 @@
 // What a block of `plan` works on: its part of a tile, its shared memory, and how one warp gets at
 // the entries of eight rows. The lists themselves are made in plan.cu.
 #pragma once
+#include "cluster.cuh"
 #include "twell_lists.cuh"
 #include "twell.cuh"
 #include "warp.cuh"
@@ -229,40 +230,5 @@ __device__ __forceinline__ unsigned lanes_of_class(bool filled, unsigned bank_cl
         lanes &= __ballot_sync(~0u, (bank_class & bit) != 0) ^ (lane & bit ? 0 : ~0u);
     return lanes;
 }
-
-// ---- the blocks of a cluster
-
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// What lies in the place of `own` in the shared memory of block `rank`.
-__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned rank) {
-    unsigned value;
-    asm volatile(
-        "{.reg .u32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
-        " ld.shared::cluster.u32 %0, [remote];}"
-        : "=r"(value)
-        : "r"(static_cast<unsigned>(__cvta_generic_to_shared(own))), "r"(rank)
-        : "memory");
-    return value;
-}
-#else
-__device__ __forceinline__ unsigned cluster_rank() { return 0; }
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned) { return *own; }
-#endif
 
 }  // namespace

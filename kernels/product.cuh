@@ -2,11 +2,11 @@
 // that leaves each 64 x 256 tile in a warpgroup's registers and hands it to the kernel's own code.
 //
 // In a block one warpgroup loads (one thread of it, by TMA) and GROUPS others multiply, 64 rows
-// each: two, or one where there are too few rows to fill the chip otherwise. Two neighbouring blocks
-// form a cluster and take the same 256 columns for neighbouring rows: each loads half of the columns
-// and multicasts it to both. Four stages of 64 columns of `inner` are in flight. The multiplying
-// warpgroups do not wait for each other, and what becomes of a tile can be put off into the next
-// one's products (Multiplier): so the tensor cores stay busy.
+// each: two, or one where there are too few rows to fill the chip otherwise. Two neighbouring
+// blocks form a cluster and take the same 256 columns for neighbouring rows: each loads half of
+// the columns and multicasts it to both. Four stages of 64 columns of `inner` are in flight. The
+// multiplying warpgroups do not wait for each other, and what becomes of a tile can be put off into
+// the next one's products (Multiplier): so the tensor cores stay busy.
 //
 // Columns come from two maps, `columns0` for rows 0-127 of the tile and `columns1` for 128-255: the
 // same weight twice, or gate and up side by side (tile_columns = 128 then).
@@ -101,9 +101,9 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
     }
 }
 
-// One multiplying warpgroup. `finish.take(tile, sums)` gets each tile of 64 x 256 sums. It may leave
-// work to `finish.later<0>()` to `later<3>()`, which run while the tensor cores are at the next tile
-// (or at the end).
+// One multiplying warpgroup. `finish.take(tile, sums)` gets each tile of 64 x 256 sums. It may
+// leave work to `finish.later<0>()` to `later<3>()`, which run while the tensor cores are at the
+// next tile (or at the end).
 template <int GROUPS, class Finish>
 class Multiplier {
   public:

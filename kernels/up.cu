@@ -10,7 +10,7 @@
 //
 // Of a pair's 8 sums one is wanted. Tensor cores have that to spare; shared memory has not, and it
 // is read 128 bytes a pair and slab, nothing twice. Weights cost N K 2 / tile_tokens bytes of L2 a
-// token, records and sums 16 bytes a pair and step: so tiles and steps fill shared memory, and
+// token, records and sums 12 bytes a pair and step: so tiles and steps fill shared memory, and
 // between two steps, every 100 thousand clocks, the block waits for x out of L2. A second pair of
 // buffers would hide that, and halve the tile.
 //
