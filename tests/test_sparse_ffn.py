@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,7 +280,7 @@ def test_copies_of_the_code_share_what_is_equal(tmp_path):
 # ---- routes ----
 
 
-KIND = Kind("a GPU", 2048, 5632, False, 64, -10, "hopper")
+KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, "hopper")
 
 
 @pytest.fixture
@@ -330,6 +331,7 @@ def test_nothing_is_measured_during_a_capture(timed):
     assert chosen(capturing=True) == "twell"
     assert chosen(density=None, capturing=True) == "twell"
     assert chosen(density=0.03, capturing=True) == "dense"
+    assert chosen(replace(KIND, tokens=2048), capturing=True) == "dense"
     assert timed == []
 
 

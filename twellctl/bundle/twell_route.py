@@ -4,7 +4,7 @@ A choice belongs to the device, the sizes, the biases, the next power of two of 
 and the density in steps of 1.3. It is made on the first inputs of its kind, and lies in memory and
 in TWELL_CACHE_DIR/routes.json. Two are made at once: for launches one by one, where the host's time
 counts, and for a CUDA graph, where it does not. In the midst of a capture nothing is measured: a
-kind that is not known then goes by its density.
+kind that is not known then goes by its density and its tokens.
 
 TWELL_ROUTE=dense|fused|twell|portable|auto decides for every model that does not say otherwise.
 """
@@ -22,7 +22,8 @@ import torch
 from .twell_nvrtc import cache_dir, keep
 
 ROUTES = ("auto", "twell", "portable", "fused", "dense")
-DENSE_FROM = 0.025  # density from which dense is taken unmeasured
+# what was not measured is taken sparsely below this density, above this number of tokens
+DENSE_FROM, SPARSE_ABOVE = 0.02, 2048
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
 
@@ -84,9 +85,10 @@ def density_bucket(density: float) -> int:
     return round(math.log(max(density, 1e-4)) / _STEP)
 
 
-def by_density(density: float | None) -> str:
-    """The route of what was not measured."""
-    return "dense" if density is not None and density >= DENSE_FROM else "twell"
+def unmeasured(density: float | None, tokens: int) -> str:
+    """The route of what was not measured: as it was found on an H200."""
+    dense = tokens <= SPARSE_ABOVE or (density is not None and density >= DENSE_FROM)
+    return "dense" if dense else "twell"
 
 
 def choose(
@@ -103,7 +105,7 @@ def choose(
     found = _choices.get(kind)
     if found is None:
         if capturing:
-            return by_density(density)
+            return unmeasured(density, kind.tokens)
         with _lock:
             found = _choices.get(kind) or _kept_or_measured(kind, runs, count_density)
             _choices[kind] = found
