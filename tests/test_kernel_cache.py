@@ -1,13 +1,16 @@
 """The cache of cubins, by a stand-in for NVRTC: what is kept, found again, and survived."""
 
+import contextlib
 import importlib.metadata
 import re
 import threading
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-from twellctl.bundle import twell_nvrtc
+from twellctl.bundle import twell_launch, twell_nvrtc
+from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin
 
 SOURCES = {"one.cu": b"one", "two.cu": b"two", "head.cuh": b"head"}
@@ -141,3 +144,45 @@ def test_what_to_install_is_in_the_extra(major):
     for name in twell_nvrtc.PACKAGES[major].split():
         wanted = Requirement(name.strip("'"))
         assert wanted in [Requirement(r.partition(";")[0]) for r in required]
+
+
+class Loaded:
+    """Stands for CuPy's Module."""
+
+    def load(self, code):
+        if code.startswith(b"code of bad"):
+            raise OSError("no kernel image")
+        self.code = code
+
+    def get_function(self, name):
+        return name, self.code
+
+
+@pytest.fixture
+def driver(compiler, monkeypatch):
+    """A device 0 of capability 9.0 whose driver loads what the compiler gives."""
+    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    monkeypatch.setattr(twell_launch, "_cupy", lambda: (Loaded, None))
+    monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    return compiler
+
+
+def test_what_is_prepared_is_compiled_once(driver):
+    kernels = KernelSet(SOURCES, 0)
+    kernels.prepare(["one", "two", "one"])
+    kernels.prepare(["two"])
+    assert sorted(driver.compiled) == [("one.cu", "sm_90a"), ("two.cu", "sm_90a")]
+    assert kernels._functions["two"] == ("two", b"code of twohead")
+    assert sorted(kernels.logs) == ["one.cu", "two.cu"]
+
+
+def test_what_cannot_be_prepared_says_why(driver):
+    kernels = KernelSet(SOURCES | {"bad.cu": b"bad"}, 0)
+    with pytest.raises(KernelError, match=r"three.cu, where kernel three should be, is not"):
+        kernels.prepare(["one", "three"])
+    with pytest.raises(KernelError, match=r"driver does not load bad.cu for sm_90a: no kernel"):
+        kernels.prepare(["bad"])
+    kernels.prepare(["one"])  # none of it stays in the way
+    assert kernels._functions["one"] == ("one", b"code of onehead")

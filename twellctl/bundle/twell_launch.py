@@ -10,6 +10,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_nvrtc import KernelError, load_cubin, what_is_missing
+from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
 # entries that do not lie in a file of their own name
 ENTRY_FILES = {
@@ -113,8 +114,7 @@ class KernelSet:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("TwELL kernels load at first use: run once before the capture")
             with self._lock, torch.cuda.device(self._index):
-                for name in new:
-                    self._load(name)
+                self._load([name for name in new if name not in self._functions])
 
     def launch(
         self,
@@ -152,20 +152,22 @@ class KernelSet:
                 _cupy()[1].funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, smem_bytes)
                 self._shared[name] = smem_bytes
 
-    def _load(self, name: str) -> None:
-        if name in self._functions:
-            return
-        file = ENTRY_FILES.get(name, f"{name}.cu")
-        if file not in self._modules:
+    def _load(self, names: list[str]) -> None:
+        files = {name: ENTRY_FILES.get(name, f"{name}.cu") for name in names}
+        for name, file in files.items():
             if file not in self._sources:
                 raise KernelError(f"{file}, where kernel {name} should be, is not in this export")
-            self._modules[file] = self._module(file)
-        self._shared[name] = 48 * 1024  # what needs no permission
-        self._functions[name] = self._modules[file].get_function(name)
-
-    def _module(self, file: str):
         arch = device_limits(self._index).arch
-        cubin = load_cubin(file, self._sources, arch)
+        new = [file for file in dict.fromkeys(files.values()) if file not in self._modules]
+        with ThreadPoolExecutor(max(1, len(new))) as pool:  # NVRTC compiles side by side
+            cubins = pool.map(lambda file: load_cubin(file, self._sources, arch), new)
+            for file, cubin in zip(new, cubins, strict=True):
+                self._modules[file] = self._module(file, arch, cubin)
+        for name, file in files.items():
+            self._shared[name] = 48 * 1024  # what needs no permission
+            self._functions[name] = self._modules[file].get_function(name)
+
+    def _module(self, file: str, arch: str, cubin: Cubin):
         self.logs[file] = cubin.log
         module = _cupy()[0]()
         try:
