@@ -42,7 +42,7 @@ def plans(device: Device):
         for portable in (False, True):
             cap = N if portable else hopper_cap(N)
             slots = TILE if portable else draw.choice([8, 64, 256])
-            size = chunk_tokens(M, N, K, slots, cap, portable)
+            size = chunk_tokens(M, N, K, slots, cap, device, portable)
             for tokens in {size, M % size or size}:
                 yield make_plan(tokens, N, K, slots, cap, device), M, size
 
@@ -92,6 +92,21 @@ def test_all_pairs_of_a_group_have_rounds(name):
     for plan, _, _ in plans(DEVICES[name]):
         pairs = 8 * min(plan.cap, plan.panel_rows)
         assert plan.group_rounds >= ceil_div(pairs, 16)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("K", "N"), SIZES)
+def test_a_chunk_takes_little_memory(K, N, portable):
+    H200, M = DEVICES["H200"], 1 << 20
+    cap, slots = (N, TILE) if portable else (hopper_cap(N), 32)
+    size = chunk_tokens(M, N, K, slots, cap, H200, portable)
+    plan = make_plan(size, N, K, slots, cap, H200)
+    lists = plan.num_groups * plan.num_panels
+    words = plan.M * plan.num_gate_tiles * (slots + 1) + plan.num_pairs * 2
+    words += lists * (plan.group_rounds * 32 + plan.group_batches * planning.BATCH_MASKS)
+    words += plan.M * K if plan.num_panels > 1 else 0
+    assert 4 * words <= 2.2 * 2**30 or size == 256
+    assert 2 * planning.heavy_window(M, N, K) * (N + K) <= 2**30
 
 
 def test_large_problems_fill_the_device():

@@ -321,10 +321,31 @@ def test_a_spoilt_file_of_choices_is_written_anew(timed, tmp_path, content):
     assert KIND.key in twell_route._read_kept()
 
 
-def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path):
-    (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": "best"}}}}')
+@pytest.mark.parametrize("kept", ['"best"', "[]", "{}"])
+def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path, kept):
+    (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": {kept}}}}}')
     assert chosen() == "dense"
     assert len(timed) == 1
+
+
+def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):
+    fits = {"twell"}
+
+    def median_ms(run, *, ahead):
+        if run not in fits:
+            raise torch.OutOfMemoryError("too large")
+        return 1.0
+
+    monkeypatch.setattr(twell_route, "median_ms", median_ms)
+    monkeypatch.setattr(twell_route, "_choices", {})
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    runs = {"dense": "dense", "twell": "twell"}
+    assert choose(KIND, 0.01, False, runs, lambda: 0.01) == "twell"
+    assert choose(KIND, 0.01, True, runs, lambda: 0.01) == "twell"
+    assert twell_route._read_kept() == {}
+    fits.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(replace(KIND, tokens=64), 0.01, False, runs, lambda: 0.01)
 
 
 def test_nothing_is_measured_during_a_capture(timed):

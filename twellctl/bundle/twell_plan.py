@@ -234,19 +234,24 @@ def max_tile_tokens(N: int, smem_bytes: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, portable: bool) -> int:
+def chunk_tokens(
+    M: int, N: int, K: int, slots: int, cap: int, limits: Limits, portable: bool
+) -> int:
     """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
+    panel_rows = choose_panel_rows(N, limits.smem_bytes)
+    num_panels = ceil_div(N, panel_rows)
     entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
     round_bytes = ROUND_BYTES + 4 * ROUND + 4 * BATCH_MASKS // BATCH
-    pairs = cap * (4 + 4) + round_bytes * rounds_for(min(cap, N)) // GROUP
-    most = max(256, _CHUNK_BYTES // (entries + pairs) // 256 * 256)
+    rounds = round_bytes * num_panels * rounds_for(min(cap, panel_rows)) // GROUP
+    sums = 4 * K if num_panels > 1 else 0
+    most = max(256, _CHUNK_BYTES // (entries + cap * (4 + 4) + rounds + sums) // 256 * 256)
     most = min(most, PORTABLE_TOKENS) if portable else most
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
 
 
-def heavy_window(M: int, N: int) -> int:
-    """Rows of the heavy list that are computed at a time."""
-    return min(M, max(256, _WINDOW_BYTES // (2 * N) // 256 * 256))
+def heavy_window(M: int, N: int, K: int) -> int:
+    """Rows of the heavy list that are computed at a time: [rows, K] and [rows, N] are kept."""
+    return min(M, max(256, _WINDOW_BYTES // (2 * max(N, K)) // 256 * 256))
 
 
 def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:

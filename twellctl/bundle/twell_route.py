@@ -127,6 +127,8 @@ def _kept_or_measured(
     choice = _parse(_read_kept().get(key), runs)
     if choice is None:
         choice, times = measure(runs)
+        if math.inf in times.values():  # there may be more memory another time
+            return choice
         kept = {"eager": choice.eager, "graph": choice.graph, "ms": times}
         content = json.dumps(_read_kept() | {key: kept}, indent=1) + "\n"
         keep(cache_dir() / "routes.json", content.encode())
@@ -134,11 +136,20 @@ def _kept_or_measured(
 
 
 def measure(runs: Mapping[str, Callable[[], object]]) -> tuple[Choice, dict[str, float]]:
-    """Time each of `runs` on the current CUDA stream: the choice, and milliseconds by name."""
-    times = {}
+    """Time each of `runs` on the current CUDA stream: the choice, and milliseconds by name.
+
+    What does not fit into memory takes for ever; the error is raised if that goes for all of them.
+    """
+    times, error = {}, None
     for mode, ahead in (("eager", False), ("graph", True)):
         for name, run in runs.items():
-            times[f"{mode} {name}"] = round(median_ms(run, ahead=ahead), 5)
+            try:
+                times[f"{mode} {name}"] = round(median_ms(run, ahead=ahead), 5)
+            except torch.OutOfMemoryError as too_large:
+                times[f"{mode} {name}"] = math.inf
+                error = too_large.with_traceback(None)  # which would hold tensors
+    if error is not None and all(time == math.inf for time in times.values()):
+        raise error
     best = [min(runs, key=lambda name, m=mode: times[f"{m} {name}"]) for mode in ("eager", "graph")]
     return Choice(*best), times
 
@@ -173,4 +184,5 @@ def _parse(kept: object, runs: Collection[str]) -> Choice | None:
     if not isinstance(kept, dict):
         return None
     choice = Choice(kept.get("eager"), kept.get("graph"))
-    return choice if choice.eager in runs and choice.graph in runs else None
+    names = list(runs)  # what is kept may be anything, a list too
+    return choice if choice.eager in names and choice.graph in names else None

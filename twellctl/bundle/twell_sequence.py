@@ -167,7 +167,7 @@ def launch_gate_pack(
 def _chunks(
     x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
 ) -> Iterator[tuple[Plan, Tensor, Tensor]]:
-    size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, portable)
+    size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, limits, portable)
     if size == x.shape[0]:
         yield make_plan(size, ffn.N, ffn.K, slots, cap, limits), x, y
         return
@@ -270,7 +270,7 @@ def _heavy_products(
 ) -> None:
     """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    window = heavy_window(M, N)
+    window = heavy_window(M, N, K)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
     num_sms = limits.num_sms
     maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, WEIGHT_BOX_ROWS)
