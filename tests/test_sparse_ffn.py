@@ -277,6 +277,14 @@ def test_copies_of_the_code_share_what_is_equal(tmp_path):
     assert torch.equal(changed.sparse_ffn(*tensors, sources=SOURCES), wanted)
 
 
+def test_shapes_alone_are_enough():
+    x, *weights = (
+        torch.empty(*s, device="meta") for s in ((2, 3, 64), (96, 64), (96, 64), (64, 96))
+    )
+    with torch.no_grad():
+        assert sparse_ffn(x, *weights, sources=SOURCES).shape == (2, 3, 64)
+
+
 # ---- routes ----
 
 

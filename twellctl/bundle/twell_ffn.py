@@ -73,7 +73,7 @@ def sparse_ffn(
             _say_once("gradients are asked for; torch.no_grad() asks for none")
         return gated_ffn(*tensors, **numbers)
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta has none, and raises
         dtype = torch.get_autocast_dtype(device)
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
