@@ -70,7 +70,7 @@ def sparse_ffn(
     numbers = {"threshold": threshold, "tile": tile, "slots": slots}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         if sources and x.is_cuda and not torch.compiler.is_compiling():
-            _say_once("gradients are asked for; torch.no_grad() asks for none")
+            _say_once("gradients are asked for, and slow here; torch.no_grad() asks for none")
         return gated_ffn(*tensors, **numbers)
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # meta has none, and raises
