@@ -21,7 +21,7 @@ from twellctl.bundle.twell_ffn import (
     why_no_kernels,
 )
 from twellctl.bundle.twell_format import gated_ffn
-from twellctl.bundle.twell_launch import KernelError, kernels_for
+from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_route import Choice, Kind, choose
 from twellctl.bundle.twell_sequence import FFN, dense_ffn
 from twellctl.convert import convert
@@ -188,12 +188,34 @@ def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    twell_ffn._why_not_here.cache_clear()
+    twell_ffn._why_never_here.cache_clear()
     try:
         assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
     finally:
-        twell_ffn._why_not_here.cache_clear()
+        twell_ffn._why_never_here.cache_clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
+    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_ffn, "what_is_missing", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    failures = [LoadError("out of memory"), KernelError("does not compile"), None]
+
+    class Kernels:
+        def prepare(self, names):
+            if failure := failures.pop(0):
+                raise failure
+
+    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: Kernels())
+    twell_ffn._why_never_here.cache_clear()
+    try:
+        assert why_no_kernels("a", 0) == "out of memory"
+        assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
+    finally:
+        twell_ffn._why_never_here.cache_clear()
+    assert failures == [None]
 
 
 def test_which_kernels(monkeypatch):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .twell_config import SLOTS, TILE, storable_threshold
 from .twell_format import fires, gated_ffn
-from .twell_launch import KernelError, device_limits, kernels_for, register_sources
+from .twell_launch import KernelError, LoadError, device_limits, kernels_for, register_sources
 from .twell_nvrtc import what_is_missing
 from .twell_plan import ceil_div, why_unfit
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
@@ -235,9 +235,17 @@ def _why_not(
     return None
 
 
-@functools.cache
 def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
     """None if the kernels are compiled and loaded on a device, else why they are not."""
+    try:
+        return _why_never_here(sources, index, hopper)
+    except LoadError as error:
+        return str(error)
+
+
+@functools.cache
+def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
+    """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
     if torch.version.cuda is None or device_limits(index).capability < (8, 0):
         return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
     if said := what_is_missing():
@@ -245,6 +253,8 @@ def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
     try:
         kernels = kernels_for(sources, index)
         kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
+    except LoadError:
+        raise
     except KernelError as error:
         return str(error)
     return None

@@ -32,6 +32,11 @@ TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
 
+
+class LoadError(KernelError):
+    """The driver did not load compiled kernels; it may another time (out of memory, a capture)."""
+
+
 _sources: dict[str, dict[str, bytes]] = {}
 _kernel_sets: dict[tuple[str, int], "KernelSet"] = {}
 _lock = threading.Lock()
@@ -173,7 +178,7 @@ class KernelSet:
         try:
             module.load(cubin.code)
         except Exception as error:  # of the driver: no code for this device, too new a CUDA
-            raise KernelError(f"the driver does not load {file} for {arch}: {error}") from error
+            raise LoadError(f"the driver does not load {file} for {arch}: {error}") from error
         return module
 
 
