@@ -12,16 +12,11 @@
 // tiles of 128 rows. `gate_pack_short`: 256 threads and 64 rows, for inputs so short that 128 would
 // leave much of the chip idle.
 #include "product.cuh"
+#include "twell_lists.cuh"
 
 namespace {
 
-constexpr int kNotFinite = 1 << 30;
-
-__device__ __forceinline__ unsigned round_pair(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
+static_assert(product::kBlockColumns == TILE);
 
 // 0xffff in each half that lies above the threshold or is NaN.
 __device__ __forceinline__ unsigned fires(unsigned pair, unsigned threshold_pair) {
@@ -75,7 +70,7 @@ class Row {
     __device__ __forceinline__ void round(const float (&sums)[128]) {
 #pragma unroll
         for (int j = 0; j < 32; ++j)
-            pairs_[j] = round_pair(sums[4 * j + OFFSET], sums[4 * j + OFFSET + 1]);
+            pairs_[j] = bf16_pair(sums[4 * j + OFFSET], sums[4 * j + OFFSET + 1]);
     }
 
     // compare, remember: bit j (low) and 16 + j (high) of mask[j / 16] for pair j; then count
@@ -98,7 +93,7 @@ class Row {
         if (quad_lane >= 2) upto += two_below;
         const unsigned total = __shfl_sync(~0u, upto, 3, 4);
         first_slot_ = (upto - own) & 0xffff;
-        if (quad_lane == 0 && count) *count = (total & 0xffff) | (total >> 16 ? kNotFinite : 0);
+        if (quad_lane == 0 && count) *count = (total & 0xffff) | (total >> 16 ? NOT_FINITE : 0);
     }
 
     // Writes what fired; of four pairs of columns together, if they fired in any row of the warp.
@@ -195,7 +190,7 @@ __device__ __forceinline__ void pack_product(const TensorMap* x_map, const Tenso
                  int* counts, int* entries, int* heavy_count) {                                   \
         const product::Shape<groups> shape{num_rows, num_columns, num_inner,                      \
                                            product::kBlockColumns};                               \
-        Packing packing{b_gate,    round_pair(threshold, threshold), num_rows, num_columns,       \
+        Packing packing{b_gate,    bf16_pair(threshold, threshold), num_rows, num_columns,       \
                         shape.column_tiles(), num_slots, counts, entries};                        \
         pack_product(&x_map, &w_map, shape, packing, heavy_count);                                \
     }

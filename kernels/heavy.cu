@@ -23,19 +23,8 @@ __device__ __forceinline__ int rows_in_window(const int* heavy_count, int window
     return heavy_count ? max(0, min(window, *heavy_count - window_start)) : window;
 }
 
-__device__ __forceinline__ float bf16_to_float(unsigned short bits) {
-    return __uint_as_float(static_cast<unsigned>(bits) << 16);
-}
-
-__device__ __forceinline__ float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(unsigned pair) {
     return __uint_as_float(pair & 0xffff0000);
-}
-
-__device__ __forceinline__ unsigned round_pair(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
 }
 
 // relu_t: the number itself above the threshold or where it is NaN, else +0.
@@ -45,8 +34,8 @@ __device__ __forceinline__ float keep_fired(float gate, float threshold) {
 
 __device__ __forceinline__ unsigned hidden_pair(const float* gate, const float* up,
                                                 float threshold) {
-    const unsigned gates = round_pair(gate[0], gate[1]), ups = round_pair(up[0], up[1]);
-    return round_pair(keep_fired(low_half(gates), threshold) * low_half(ups),
+    const unsigned gates = bf16_pair(gate[0], gate[1]), ups = bf16_pair(up[0], up[1]);
+    return bf16_pair(keep_fired(bf16_value(gates), threshold) * bf16_value(ups),
                       keep_fired(high_half(gates), threshold) * high_half(ups));
 }
 
@@ -83,7 +72,7 @@ class Patch {
 };
 
 __device__ __forceinline__ unsigned char* patches(unsigned char* dynamic_memory) {
-    const unsigned start = shared_address(dynamic_memory);
+    const unsigned start = smem_address(dynamic_memory);
     const unsigned aligned = (start + 1023) & ~1023u;
     return dynamic_memory + (aligned - start) + product::kStages * product::kStageBytes;
 }
@@ -96,7 +85,7 @@ __device__ __forceinline__ void add_bias(float (&sums)[128], int j0, const unsig
     for (int j = 0; j < COUNT; ++j) {
         const int column = first + 8 * j;
         if (column >= num_columns) continue;
-        const float low = bf16_to_float(bias[column]), high = bf16_to_float(bias[column + 1]);
+        const float low = bf16_value(bias[column]), high = bf16_value(bias[column + 1]);
         float* four = sums + 4 * (j0 + j);
         four[0] += low, four[1] += high, four[2] += low, four[3] += high;
     }
@@ -148,8 +137,8 @@ struct DownTiles {
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 const float* four = sums + 64 * half + 4 * j;
-                patch.put(j, false, round_pair(four[0], four[1]));
-                patch.put(j, true, round_pair(four[2], four[3]));
+                patch.put(j, false, bf16_pair(four[0], four[1]));
+                patch.put(j, true, bf16_pair(four[2], four[3]));
             }
             const int column = tile.column + 128 * half;
             patch.write(num_inner - column, [&](int row) -> unsigned short* {

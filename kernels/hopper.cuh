@@ -3,15 +3,12 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "twell.cuh"
 
 // A CUtensorMap as the driver encodes it, passed by value as a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
-
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
 
 // ---- mbarrier
 // No scope is named on arrive and wait: what they order here are copies of the engine and reads of
@@ -76,10 +73,6 @@ __device__ __forceinline__ void copy_box_to_cluster(unsigned target, const Tenso
         ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
         "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
         : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // ---- registers

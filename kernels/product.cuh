@@ -186,8 +186,8 @@ __device__ __forceinline__ void run(const Shape<GROUPS>& shape, const TensorMap*
                                     const TensorMap* columns0, const TensorMap* columns1,
                                     unsigned char* dynamic_memory, Finish& finish) {
     __shared__ alignas(8) unsigned long long full[kStages], empty[kStages];
-    const unsigned stages = (shared_address(dynamic_memory) + 1023) & ~1023u;
-    const Pipeline pipe{stages, shared_address(full), shared_address(empty)};
+    const unsigned stages = (smem_address(dynamic_memory) + 1023) & ~1023u;
+    const Pipeline pipe{stages, smem_address(full), smem_address(empty)};
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             barrier_init(pipe.full_at(stage), 1);

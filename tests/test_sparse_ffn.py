@@ -310,7 +310,7 @@ def test_shapes_alone_are_enough():
 # ---- routes ----
 
 
-KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, "hopper")
+KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, 8, "hopper")
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_a_choice_is_measured_once_and_kept(timed, monkeypatch):
     monkeypatch.setattr(twell_route, "_choices", {})  # another process
     assert chosen() == "dense"
     assert len(timed) == 1
-    chosen(Kind("a GPU", 2048, 5632, False, 128, -10, "hopper"))
+    chosen(Kind("a GPU", 2048, 5632, False, 128, -10, 8, "hopper"))
     assert len(timed) == 2
     assert len(twell_route._read_kept()) == 2
     assert set(twell_route.known_choices().values()) == {Choice("dense", "twell")}
@@ -387,7 +387,7 @@ def test_nothing_is_measured_during_a_capture(timed):
 
 
 def test_an_unknown_density_is_counted(timed):
-    kind = Kind("a GPU", 2048, 5632, False, 64, None, "hopper")
+    kind = Kind("a GPU", 2048, 5632, False, 64, None, 8, "hopper")
     assert chosen(kind, None) == "dense"
     assert list(twell_route._read_kept()) == [kind.key + " counted=-20"]
 

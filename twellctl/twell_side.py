@@ -77,9 +77,8 @@ def routes_taken(
     for slots, density in layers:
         bucket = None if density is None else twell_route.density_bucket(density)
         for kind, choice in twell_ffn.known_choices().items():
-            known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density)
-            wanted = (K, N, biases, twell_route.token_bucket(tokens), bucket)
-            if known == wanted and f" slots={slots} " in kind.sparse:
+            known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
+            if known == (K, N, biases, twell_route.token_bucket(tokens), bucket, slots):
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
 

@@ -195,7 +195,8 @@ def _by_route(
             len(ffn.tensors) > 3,
             token_bucket(rows.shape[0]),
             None if known is None else density_bucket(known),
-            f"{'hopper' if hopper else 'portable'} slots={slots} {sources[:12]}",
+            slots,
+            f"{'hopper' if hopper else 'portable'} {sources[:12]}",
         )
         with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
             route = choose(

@@ -41,7 +41,8 @@ class Kind:
     biases: bool
     tokens: int
     density: int | None
-    sparse: str  # route and sources of the candidate that is not dense
+    slots: int
+    kernels: str  # whose they are, Hopper's or the portable ones, and their sources
 
     @property
     def key(self) -> str:
@@ -49,7 +50,7 @@ class Kind:
         bias = "bias" if self.biases else "plain"
         return (
             f"{self.device} K={self.K} N={self.N} {bias} M<={self.tokens} "
-            f"density={self.density} {self.sparse}"
+            f"density={self.density} slots={self.slots} {self.kernels}"
         )
 
 
