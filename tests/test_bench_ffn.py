@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from twellctl.bench_ffn import FfnSettings, bench_ffn, measure_firing
-from twellctl.bundle.twell_route import ROUTES
+from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_route import ROUTES, Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union, UnionCount
 from twellctl.synthetic import FfnWeights, Spread, check_union, make_rows, make_weights
+from twellctl.twell_side import routes_taken
 
 TINY = ("--device", "cpu", "--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
 
@@ -179,3 +181,16 @@ def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
 def test_settings_are_checked_from_python_too():
     with pytest.raises(UsageError, match="rounds must be >= 1"):
         bench_ffn(FfnSettings(rounds=0))
+
+
+def test_which_way_auto_went(monkeypatch):
+    bucket = density_bucket(0.01)
+    kinds = {
+        Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper"): Choice("twell", "dense"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper"): Choice("dense", "fused"),
+        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper"): Choice("fused", "fused"),
+    }
+    monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
+    layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
+    assert routes_taken(64, 256, False, 10000, layers) == {"twell": 2, "fused": 1}
+    assert routes_taken(64, 256, False, 50, layers) == {"fused": 2}  # graphs are replayed there
