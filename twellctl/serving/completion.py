@@ -35,8 +35,8 @@ async def complete(
     async with aclosing(engine.generate(prompt, sampling)) as tokens:
         async for token in tokens:
             num_tokens += 1
-            ended = token in engine.eos_tokens
-            text, stopped = stops.add(detokenizer.rest() if ended else detokenizer.add(token))
+            ended = token.id in engine.eos_tokens
+            text, stopped = stops.add(detokenizer.rest() if ended else detokenizer.add(token.id))
             if stopped or ended:
                 yield Piece(text + ("" if stopped else stops.rest()), num_tokens, "stop")
                 return

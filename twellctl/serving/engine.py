@@ -1,22 +1,48 @@
-"""The seam between HTTP and the model: tokens in, tokens out. No torch, no text.
-
-`GenerateEngine` in generation.py stands behind it; a faster engine keeps these shapes.
-"""
+"""The seam between HTTP and the model: tokens in, tokens out. No torch, no text."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_TOP_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen, and at most how many."""
+    """How the next tokens are chosen, at most how many, and what is told of each."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     seed: int | None = None  # None: another draw each time
+    top_logprobs: int | None = None  # None: no log-probabilities; 0 to 20: how many others beside
+    densities: bool = False  # tell which share of each layer's neurons fired
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token that was chosen."""
+
+    id: int
+    # of the model's own distribution (temperature 1, nothing cut), if Sampling asked for it
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
+    # share of the neurons that fired in each gated FFN, in the pass that led to this token
+    densities: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and what is going on now."""
+
+    running: int  # sequences being continued
+    waiting: int  # sequences that wait for room
+    capacity: int  # sequences that can run at once
+    prompt_tokens: int
+    generated_tokens: int
+    cache_used: float  # share of the cache's room that is taken, 0 to 1
+    densities: tuple[float, ...]  # mean share that fired, by gated FFN; empty before the first
 
 
 class EngineError(Exception):
@@ -25,6 +51,10 @@ class EngineError(Exception):
 
 class OutOfMemory(EngineError):
     """There was no memory for this generation."""
+
+
+class QueueFull(EngineError):
+    """Too many generations wait already."""
 
 
 class EngineClosed(EngineError):
@@ -38,13 +68,17 @@ class Engine(Protocol):
     vocab_size: int
     eos_tokens: frozenset[int]
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[int, None]:
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token, None]:
         """The tokens after `prompt`, as they come, up to and with one of `eos_tokens`.
 
         Closing the generator stops the work. Raises `EngineError`.
         """
         ...
 
-    def close(self) -> None:
-        """Stop what runs and what waits; returns when the worker has ended."""
+    def stats(self) -> EngineStats:
+        """What the engine does and has done; from any thread."""
+        ...
+
+    def close(self, drain_seconds: float = 0) -> None:
+        """Take nothing new, let what runs go on for so long, then stop; returns when it has."""
         ...

@@ -13,7 +13,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory, Sampling
+from twellctl.serving.engine import (
+    EngineClosed,
+    EngineError,
+    EngineStats,
+    OutOfMemory,
+    Sampling,
+    Token,
+)
 
 
 class _Stopped(Exception):
@@ -68,7 +75,7 @@ class GenerateEngine:
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling
-    ) -> AsyncGenerator[int, None]:
+    ) -> AsyncGenerator[Token, None]:
         if self._closed:
             raise EngineClosed("the server is stopping")
         job = _Job(prompt, sampling)
@@ -77,11 +84,14 @@ class GenerateEngine:
             while (event := await job.events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                yield Token(event)
         finally:
             job.stopped.set()
 
-    def close(self) -> None:
+    def stats(self) -> EngineStats:
+        return EngineStats(int(self._running is not None), self._jobs.qsize(), 1, 0, 0, 0.0, ())
+
+    def close(self, drain_seconds: float = 0) -> None:
         self._closed = True
         self._jobs.put(None)
         self._worker.join()
