@@ -10,7 +10,7 @@ import threading
 import openai
 
 from twellctl.serve_local import serve
-from twellctl.serving.engine import Sampling
+from twellctl.serving.engine import Sampling, Token
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -53,11 +53,11 @@ class Scripted:
 
     async def generate(self, prompt, sampling):
         for token in self.tokens:
-            yield token
+            yield Token(token)
         if self.failure:
             raise self.failure
 
-    def close(self) -> None:
+    def close(self, drain_seconds: float = 0) -> None:
         pass
 
 
@@ -87,7 +87,7 @@ def engine_tokens(engine, text, count, tokenizer):
 
     async def collect():
         prompt = tokenizer.encode(text)
-        return [token async for token in engine.generate(prompt, Sampling(count, 0.0))]
+        return [token.id async for token in engine.generate(prompt, Sampling(count, 0.0))]
 
     return asyncio.run(collect())
 
