@@ -209,17 +209,49 @@ app.add_typer(cli_bench.app, name="bench")
 def serve_local(
     model: LocalModel,
     host: Annotated[
-        str, typer.Option(help="The address to listen on; this machine's own only.")
+        str, typer.Option(help="The address to listen on; beyond this machine only with a key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TWELL_API_KEY",
+            help="What clients must send as 'Authorization: Bearer KEY'. The variable is safer: "
+            "other users of this machine can read the command line.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of this server, behind a proxy for example; can be repeated. "
+            "Requests for, or from pages of, other names get 403.",
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600,
+    drain: Annotated[
+        float,
+        typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
+    ] = 30,
 ) -> None:
-    """Serve a model through OpenAI's API.
+    """Serve a model through OpenAI's API, and a page to chat.
 
-    To this machine only, until Ctrl-C.
+    /v1/chat/completions, /v1/completions, /v1/models; the page at /, which shows what share of each
+    layer's neurons fires for each token; /health; /metrics for Prometheus. To this machine only,
+    unless there is a key. Ctrl-C ends it once running answers are complete, a second one at once.
     """
     from twellctl.serve_local import serve_local as run
 
-    run(model, host=host, port=port, on_ready=lambda name, url: ui.say(f"serving {name} at {url}"))
+    run(
+        model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        allow_hosts=allow_host or (),
+        timeout=timeout,
+        drain=drain,
+        on_ready=lambda name, url: ui.say(f"serving {name} at {url}"),
+    )
 
 
 @app.command()

@@ -1,22 +1,25 @@
-"""twellctl serve-local: OpenAI's API for one ReLU model, to this machine alone: no key is asked."""
+"""twellctl serve-local: OpenAI's API for one ReLU model and a page to chat with it."""
 
 import asyncio
 import contextlib
 import errno
+import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
 
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.serving.http_guards import aiohttp_log, is_loopback
-from twellctl.serving.openai_server import make_app
+from twellctl.serving.access import Access, is_loopback
+from twellctl.serving.http_errors import aiohttp_log
+from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.text_tokens import encode_text
+from twellctl.serving.traffic import Traffic
 
 OnReady = Callable[[str, str], None]
 
@@ -26,21 +29,32 @@ def serve_local(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    api_key: str | None = None,
+    allow_hosts: Sequence[str] = (),
+    timeout: float = 600,
+    drain: float = 30,
     on_ready: OnReady | None = None,
 ) -> None:
     """Serve `model` (a ReLU folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
-    `on_ready` is called with the model's name and the API's URL once requests are taken. Port 0
-    takes a free one. Signals are only heeded in the main thread.
+    With `api_key` clients must send it; only then `host` may be one that others can reach.
+    `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). An answer
+    may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second one ends
+    it at once. `on_ready` is called with the model's name and the API's URL once requests are
+    taken. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
-    _check_address(host, port)
+    access = _access(host, api_key, allow_hosts)
+    _check_numbers(port, timeout, drain)
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
     with _listener(host, port) as listener:
         served = load_served_model(checkpoint)
         try:
-            asyncio.run(serve(served, listener, on_ready))
+            limits = Limits(answer_seconds=timeout)
+            asyncio.run(
+                serve(served, listener, on_ready, access=access, limits=limits, drain=drain)
+            )
         finally:
             served.engine.close()
 
@@ -62,27 +76,43 @@ async def serve(
     listener: socket.socket,
     on_ready: OnReady | None = None,
     stop: asyncio.Event | None = None,
+    *,
+    access: Access | None = None,
+    limits: Limits | None = None,
+    drain: float = 0,
 ) -> None:
-    """Answer requests until `stop` is set or a signal comes; then end what still runs."""
-    stop = stop or asyncio.Event()
+    """Answer requests until `stop` is set or a signal comes; what runs then has `drain` seconds."""
+    stop, hurry = stop or asyncio.Event(), asyncio.Event()
+    limits, traffic = limits or Limits(), Traffic()
     # handler_cancellation: a client that leaves stops its generation
     runner = web.AppRunner(
-        make_app(served),
+        make_app(served, access or Access(), limits, traffic),
         handler_cancellation=True,
         access_log=None,
         logger=aiohttp_log,
+        keepalive_timeout=limits.idle_seconds,
         shutdown_timeout=2,
     )
     await runner.setup()
     try:
-        with _signals_set(stop):
+        with _signals_set(stop, hurry):
             await _start(runner, listener)
             if on_ready:
                 on_ready(served.name, _url(listener))
             await stop.wait()
+            traffic.refuse_more()
+            await _first_of(drain, traffic.idle(), hurry.wait())
     finally:
         await asyncio.to_thread(served.engine.close)
         await runner.cleanup()
+
+
+async def _first_of(seconds: float, *events: Coroutine) -> None:
+    """Returns after one of `events`, or `seconds`."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 async def _start(runner: web.AppRunner, listener: socket.socket) -> None:
@@ -98,14 +128,29 @@ def _served_name(checkpoint: Checkpoint) -> str:
     return checkpoint.path.resolve().name if is_local else checkpoint.name
 
 
-def _check_address(host: str, port: int) -> None:
-    if not is_loopback(host):
+def _access(host: str, key: str | None, names: Sequence[str]) -> Access:
+    beyond = not is_loopback(host)
+    if beyond and key is None:
         raise UsageError(
-            f"host must be this machine's own (127.0.0.1, ::1 or localhost), got {host}: "
-            "serve-local asks for no key, so nobody else may reach it"
+            f"host must be this machine's own (127.0.0.1, ::1 or localhost), got {host}: what "
+            "others can reach needs a key, --api-key or TWELL_API_KEY"
         )
+    if key is not None and (not key.isascii() or not key.isprintable() or not key or " " in key):
+        raise UsageError("the key must be one or more ASCII characters without spaces")
+    for name in names:
+        if not re.fullmatch(r"[\w.:-]+", name):
+            raise UsageError(f"a host to allow is a name without scheme or port, got {name!r}")
+    own = {host, *names} if beyond else names
+    return Access(key, frozenset(name.lower() for name in own), beyond)
+
+
+def _check_numbers(port: int, timeout: float, drain: float) -> None:
     if not 0 <= port <= 65535:
         raise UsageError(f"port must be 0 to 65535, got {port}")
+    if not timeout > 0:
+        raise UsageError(f"timeout must be above 0 seconds, got {timeout:g}")
+    if not drain >= 0:
+        raise UsageError(f"drain must be 0 seconds or more, got {drain:g}")
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -132,15 +177,15 @@ def _url(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _signals_set(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop` inside; what they did before comes back after."""
+def _signals_set(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set `stop` inside, then `hurry`; what they did before comes back after."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     try:
         yield
     finally:

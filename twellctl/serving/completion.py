@@ -3,21 +3,35 @@
 No torch, no HTTP.
 """
 
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from twellctl.serving.engine import Engine, Sampling
+from twellctl.serving.engine import Engine, Sampling, Token
 from twellctl.serving.text_tokens import Detokenizer, StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token, and where its text begins in the completion's (in characters)."""
+
+    token: Token
+    offset: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that is certain now (may be empty), the tokens read so far, why it ended if it did."""
+    """Text that is certain now (may be empty), the tokens read so far, why it ended if it did.
+
+    `tokens`: those whose text begins in what is out by now, each of them once. Neither the end
+    token nor what a stop string cut off is ever among them.
+    """
 
     text: str
     num_tokens: int
     finish_reason: str | None = None  # "stop", "length"
+    tokens: tuple[PlacedToken, ...] = ()
 
 
 async def complete(
@@ -31,14 +45,48 @@ async def complete(
 
     A character that the token budget cut in half is left out.
     """
-    num_tokens = 0
+    transcript = _Transcript(detokenizer, stops)
     async with aclosing(engine.generate(prompt, sampling)) as tokens:
         async for token in tokens:
-            num_tokens += 1
             ended = token.id in engine.eos_tokens
-            text, stopped = stops.add(detokenizer.rest() if ended else detokenizer.add(token.id))
-            if stopped or ended:
-                yield Piece(text + ("" if stopped else stops.rest()), num_tokens, "stop")
+            piece = transcript.end_token() if ended else transcript.add(token)
+            yield piece
+            if piece.finish_reason:
                 return
-            yield Piece(text, num_tokens)
-    yield Piece(stops.rest(), num_tokens, "length")
+    yield transcript.cut()
+
+
+class _Transcript:
+    """The text so far, and the tokens whose text is not out yet."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings):
+        self._detokenizer, self._stops = detokenizer, stops
+        self._num_tokens = self._num_read = self._num_sent = 0  # the latter two in characters
+        self._waiting: deque[PlacedToken] = deque()
+
+    def add(self, token: Token) -> Piece:
+        self._num_tokens += 1
+        self._waiting.append(PlacedToken(token, self._num_read))
+        decoded = self._detokenizer.add(token.id)
+        self._num_read += len(decoded)
+        text, stopped = self._stops.add(decoded)
+        return self._piece(text, "stop" if stopped else None)
+
+    def end_token(self) -> Piece:
+        """The model ended the text itself: what was held back goes out."""
+        self._num_tokens += 1
+        text, stopped = self._stops.add(self._detokenizer.rest())
+        if stopped:
+            return self._piece(text, "stop")
+        return self._piece(text + self._stops.rest(), "stop", everything=True)
+
+    def cut(self) -> Piece:
+        """The budget ended it."""
+        return self._piece(self._stops.rest(), "length", everything=True)
+
+    def _piece(self, text: str, reason: str | None, *, everything: bool = False) -> Piece:
+        self._num_sent += len(text)
+        out = []
+        while self._waiting and (everything or self._waiting[0].offset < self._num_sent):
+            out.append(self._waiting.popleft())
+        return Piece(text, self._num_tokens, reason, tuple(out))

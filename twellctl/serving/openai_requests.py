@@ -7,6 +7,7 @@ nothing. No HTTP, no torch.
 from dataclasses import dataclass
 from typing import Any
 
+from twellctl.serving.engine import MAX_TOP_LOGPROBS
 from twellctl.serving.request_fields import (
     check_text,
     flag,
@@ -19,6 +20,7 @@ from twellctl.serving.request_fields import (
 )
 
 MAX_CHOICES = 128
+MAX_COMPLETION_LOGPROBS = 5
 MAX_STOPS = 4
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -34,6 +36,7 @@ _COMMON = {
     "temperature",
     "top_k",
     "top_p",
+    "twell_densities",
 }
 # Parameters that change nothing here, by OpenAI's own word: they only label the request.
 _LABELS = {"user", "safety_identifier"}
@@ -55,7 +58,6 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -66,14 +68,12 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (),
     "verbosity": (),
     "web_search_options": (),
 }
 _LACKING_IN_COMPLETIONS: dict[str, tuple] = {
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (),
     "suffix": (),
 }
 
@@ -92,6 +92,8 @@ class Options:
     n: int
     stream: bool
     include_usage: bool
+    top_logprobs: int | None  # None: no log-probabilities
+    densities: bool
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,18 @@ class CompletionRequest:
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """A /v1/chat/completions request; raises `ApiError`."""
-    _refuse_others(body, own="messages", lacking=_LACKING | _LACKING_IN_CHAT)
+    own = {"messages", "logprobs", "top_logprobs"}
+    _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_CHAT)
     messages = required(body, "messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "must be a list of at least one message", messages)
     checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return ChatRequest(checked, _options(body))
+    return ChatRequest(checked, _options(body, _chat_logprobs(body)))
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """A /v1/completions request; raises `ApiError`."""
-    _refuse_others(body, own="prompt", lacking=_LACKING | _LACKING_IN_COMPLETIONS)
+    _refuse_others(body, {"prompt", "logprobs"}, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
     prompt = required(body, "prompt")
     prompts = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not isinstance(prompts, list) or not all(
@@ -130,12 +133,17 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     for text in prompts:
         if isinstance(text, str):
             check_text("prompt", text)
-    return CompletionRequest(prompts, _options(body))
+    top_logprobs = whole(body, "logprobs", None, at_least=0, at_most=MAX_COMPLETION_LOGPROBS)
+    options = _options(body, top_logprobs)
+    if len(prompts) * options.n > MAX_CHOICES:
+        must = f"times n must be at most {MAX_CHOICES} choices"
+        raise invalid("prompt", must, len(prompts) * options.n)
+    return CompletionRequest(prompts, options)
 
 
-def _refuse_others(body: dict[str, Any], own: str, lacking: dict[str, tuple]) -> None:
+def _refuse_others(body: dict[str, Any], own: set[str], lacking: dict[str, tuple]) -> None:
     for name, value in body.items():
-        if name == own or name in _COMMON or name in _LABELS:
+        if name in own or name in _COMMON or name in _LABELS:
             continue
         if name not in lacking:
             raise unknown(name)
@@ -148,7 +156,7 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _options(body: dict[str, Any]) -> Options:
+def _options(body: dict[str, Any], top_logprobs: int | None) -> Options:
     return Options(
         model=check_text("model", required(body, "model")),
         max_tokens=_max_tokens(body),
@@ -160,7 +168,23 @@ def _options(body: dict[str, Any]) -> Options:
         n=whole(body, "n", 1, at_least=1, at_most=MAX_CHOICES),
         stream=flag(body, "stream"),
         include_usage=_include_usage(body),
+        top_logprobs=top_logprobs,
+        densities=_only_streamed(body, "twell_densities"),
     )
+
+
+def _chat_logprobs(body: dict[str, Any]) -> int | None:
+    wanted = flag(body, "logprobs")
+    top = whole(body, "top_logprobs", None, at_least=0, at_most=MAX_TOP_LOGPROBS)
+    if top is not None and not wanted:
+        raise invalid("top_logprobs", "is only for logprobs: true", top)
+    return (top or 0) if wanted else None
+
+
+def _only_streamed(body: dict[str, Any], name: str) -> bool:
+    if flag(body, name) and not flag(body, "stream"):
+        raise invalid(name, "is only for stream: true", True)
+    return flag(body, name)
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:

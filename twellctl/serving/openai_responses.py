@@ -3,19 +3,30 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twellctl.serving.completion import Piece
+from twellctl.serving.completion import Piece, PlacedToken
+from twellctl.serving.logprobs import chat_logprobs, densities, text_logprobs
+from twellctl.serving.openai_requests import Options
+from twellctl.serving.token_spelling import TokenSpelling
 
 
-@dataclass(frozen=True)
+@dataclass
 class Choice:
-    """One finished completion."""
+    """One completion, put together from its pieces."""
 
     index: int
-    text: str
-    finish_reason: str
+    text: str = ""
+    tokens: list[PlacedToken] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.num_tokens, self.finish_reason = piece.num_tokens, piece.finish_reason
 
 
 @dataclass
@@ -35,9 +46,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Answer(ABC):
-    """The form of one answer: its id and model, and how choices and chunks are spelled."""
+    """The form of one answer: its id, and how choices and chunks are spelled."""
 
-    model: str
+    options: Options
+    spelling: TokenSpelling
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -47,7 +59,9 @@ class Answer(ABC):
 
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
-        spelled = [_choice(c.index, self._text(c.text), c.finish_reason) for c in choices]
+        spelled = [
+            self._choice(c.index, self._text(c.text), c.finish_reason, c.tokens) for c in choices
+        ]
         return self._body(self.whole_object, spelled) | {"usage": usage.body()}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -65,15 +79,39 @@ class Answer(ABC):
     @abstractmethod
     def _text(self, text: str) -> dict[str, Any]: ...
 
-    def _chunk(self, index: int, text: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return self._body(self.chunk_object, [_choice(index, text, finish_reason)])
+    @abstractmethod
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]: ...
+
+    def _chunk(
+        self,
+        index: int,
+        text: dict[str, Any],
+        finish_reason: str | None = None,
+        tokens: Sequence[PlacedToken] = (),
+    ) -> dict[str, Any]:
+        choice = self._choice(index, text, finish_reason, tokens or None)
+        chunk = self._body(self.chunk_object, [choice])
+        if self.options.densities and tokens:
+            chunk["twell"] = {"densities": densities(tokens)}
+        return chunk
+
+    def _choice(
+        self,
+        index: int,
+        text: dict[str, Any],
+        finish_reason: str | None,
+        tokens: Sequence[PlacedToken] | None,
+    ) -> dict[str, Any]:
+        wanted = self.options.top_logprobs is not None and tokens is not None
+        logprobs = self._logprobs(tokens) if wanted else None
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.prefix + self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.options.model,
             "choices": choices,
         }
 
@@ -86,18 +124,21 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)]
+        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}})]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         made = []
-        if piece.text:
-            made.append(self._chunk(index, {"delta": {"content": piece.text}}, None))
+        if piece.text or piece.tokens:
+            made.append(self._chunk(index, {"delta": {"content": piece.text}}, None, piece.tokens))
         if piece.finish_reason:
             made.append(self._chunk(index, {"delta": {}}, piece.finish_reason))
         return made
 
     def _text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
+        return chat_logprobs(tokens, self.spelling)
 
 
 class TextAnswer(Answer):
@@ -108,24 +149,24 @@ class TextAnswer(Answer):
     chunk_object = "text_completion"
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        if not piece.text and not piece.finish_reason:
+        if not (piece.text or piece.tokens or piece.finish_reason):
             return []
-        return [self._chunk(index, self._text(piece.text), piece.finish_reason)]
+        return [self._chunk(index, self._text(piece.text), piece.finish_reason, piece.tokens)]
 
     def _text(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
+        return text_logprobs(tokens, self.spelling)
 
-def _choice(index: int, text: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
 
-
-def model_entry(name: str, created: int, context: int) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
+def model_entry(name: str, created: int, context: int, chats: bool) -> dict[str, Any]:
+    """A model as /v1/models lists it; `chats`: it has a chat template."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "twellctl",
         "max_model_len": context,
+        "twell": {"chat": chats},
     }

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
-from contextlib import aclosing, suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from aiohttp import web
 
-from twellctl.serving.completion import complete
-from twellctl.serving.http_guards import answer_errors, as_api_error, only_local
+from twellctl.serving.access import Access, guard
+from twellctl.serving.completion import Piece, complete
+from twellctl.serving.http_errors import answer_errors
+from twellctl.serving.metrics import Metrics, note_failure
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import (
     Answer,
@@ -18,18 +22,40 @@ from twellctl.serving.openai_responses import (
     Usage,
     model_entry,
 )
+from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
-from twellctl.serving.request_fields import parse_json
+from twellctl.serving.request_fields import ApiError, parse_json
 from twellctl.serving.text_tokens import Detokenizer, StopStrings
+from twellctl.serving.together import together
+from twellctl.serving.traffic import Traffic
 
-MAX_BODY = 4 << 20
+Request = TypeVar("Request")
 
 
-def make_app(model: ServedModel) -> web.Application:
+@dataclass(frozen=True)
+class Limits:
+    """How much and how long; seconds and bytes."""
+
+    answer_seconds: float = 600
+    body_seconds: float = 30  # for a request's body to arrive
+    idle_seconds: float = 30  # for a request's headers to arrive, and between requests
+    farewell_seconds: float = 5  # for a client that does not read to take its last event
+    body_bytes: int = 4 << 20
+
+
+def make_app(
+    model: ServedModel, access: Access, limits: Limits, traffic: Traffic
+) -> web.Application:
     """The application: routes, limits and guards."""
-    endpoints = Endpoints(model)
-    app = web.Application(middlewares=[answer_errors, only_local], client_max_size=MAX_BODY)
+    metrics = Metrics(model.engine)
+    endpoints = Endpoints(model, limits, traffic, metrics)
+    app = web.Application(
+        middlewares=[metrics.count, answer_errors, guard(access)],
+        client_max_size=limits.body_bytes,
+    )
+    app.router.add_get("/", endpoints.page)
     app.router.add_get("/health", endpoints.health)
+    app.router.add_get("/metrics", endpoints.metrics)
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{name:.+}", endpoints.model)
     app.router.add_post("/v1/chat/completions", endpoints.chat)
@@ -40,11 +66,20 @@ def make_app(model: ServedModel) -> web.Application:
 class Endpoints:
     """The handlers."""
 
-    def __init__(self, model: ServedModel):
-        self._model = model
+    def __init__(self, model: ServedModel, limits: Limits, traffic: Traffic, metrics: Metrics):
+        self._model, self._limits, self._traffic = model, limits, traffic
+        self._metrics = metrics
+
+    async def page(self, http: web.Request) -> web.Response:
+        return page_response()
 
     async def health(self, http: web.Request) -> web.Response:
+        if self._traffic.draining:
+            return web.json_response({"status": "draining"}, status=503)
         return web.json_response({"status": "ok"})
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        return self._metrics.response()
 
     async def models(self, http: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._entry()]})
@@ -54,63 +89,103 @@ class Endpoints:
         return web.json_response(self._entry())
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
-        request = parse_chat(parse_json(await http.read()))
-        plan = await asyncio.to_thread(plan_chat, self._model, request)
-        return await self._answer(http, plan, ChatAnswer(self._model.name))
+        return await self._handle(http, parse_chat, plan_chat, ChatAnswer)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        request = parse_completion(parse_json(await http.read()))
-        plan = await asyncio.to_thread(plan_completion, self._model, request)
-        return await self._answer(http, plan, TextAnswer(self._model.name))
+        return await self._handle(http, parse_completion, plan_completion, TextAnswer)
 
     def _entry(self) -> dict[str, Any]:
-        return model_entry(self._model.name, self._model.created, self._model.engine.context)
+        model = self._model
+        chats = model.tokenizer.chat_template is not None
+        return model_entry(model.name, model.created, model.engine.context, chats)
 
-    async def _answer(self, http: web.Request, plan: Plan, answer: Answer) -> web.StreamResponse:
-        if plan.options.stream:
-            return await self._stream(http, plan, answer)
-        usage = Usage(plan.prompt_tokens)
-        choices = [await self._choice(task, plan, usage) for task in plan.tasks]
+    async def _handle(
+        self,
+        http: web.Request,
+        parse: Callable[[dict[str, Any]], Request],
+        make_plan: Callable[[ServedModel, Request], Plan],
+        form: type[Answer],
+    ) -> web.StreamResponse:
+        with self._traffic.answering():
+            request = parse(parse_json(await self._body(http)))
+            plan = await asyncio.to_thread(make_plan, self._model, request)
+            answer = form(plan.options, self._model.spelling)
+            if plan.options.stream:
+                return await self._stream(http, plan, answer)
+            async with self._time_limit():
+                return await self._whole(plan, answer)
+
+    async def _body(self, http: web.Request) -> bytes:
+        if (http.content_length or 0) > self._limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, http.content_length)
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                return await http.read()
+        except TimeoutError:
+            message = f"the body did not arrive within {self._limits.body_seconds:g} s"
+            raise ApiError(408, message, code="body_timeout") from None
+
+    async def _whole(self, plan: Plan, answer: Answer) -> web.Response:
+        choices = [Choice(task.index) for task in plan.tasks]
+        async with aclosing(self._pieces(plan)) as pieces:
+            async for index, piece in pieces:
+                choices[index].add(piece)
+        usage = Usage(plan.prompt_tokens, sum(choice.num_tokens for choice in choices))
         return web.json_response(answer.whole(choices, usage))
-
-    async def _choice(self, task: Task, plan: Plan, usage: Usage) -> Choice:
-        texts = []
-        async with self._pieces(task, plan) as pieces:
-            async for piece in pieces:
-                texts.append(piece.text)
-        usage.completion_tokens += piece.num_tokens
-        return Choice(task.index, "".join(texts), piece.finish_reason)
 
     async def _stream(self, http: web.Request, plan: Plan, answer: Answer) -> web.StreamResponse:
         events = EventStream(http)
         with suppress(ConnectionError):  # the client has gone
             try:
-                await self._send_all(events, plan, answer)
+                async with self._time_limit():
+                    await self._send_all(events, plan, answer)
             except Exception as error:
                 if isinstance(error, ConnectionError) or not events.begun:
                     raise
-                await events.send(as_api_error(error, http).body())
+                await self._send_failure(events, note_failure(http, error))
         return events.response
 
     async def _send_all(self, events: "EventStream", plan: Plan, answer: Answer) -> None:
-        usage = Usage(plan.prompt_tokens)
-        for task in plan.tasks:
-            chunks = answer.opening(task.index)
-            async with self._pieces(task, plan) as pieces:
-                async for piece in pieces:
-                    for chunk in chunks + answer.chunks(task.index, piece):
-                        await events.send(chunk)
-                    chunks = []
-            usage.completion_tokens += piece.num_tokens
+        usage, begun = Usage(plan.prompt_tokens), set()
+        async with aclosing(self._pieces(plan)) as pieces:
+            async for index, piece in pieces:
+                opening = [] if index in begun else answer.opening(index)
+                begun.add(index)
+                for chunk in opening + answer.chunks(index, piece):
+                    await events.send(chunk)
+                if piece.finish_reason:
+                    usage.completion_tokens += piece.num_tokens
         if plan.options.include_usage:
             await events.send(answer.usage_chunk(usage))
         await events.end()
 
-    def _pieces(self, task: Task, plan: Plan) -> aclosing:
+    async def _send_failure(self, events: "EventStream", failure: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._limits.farewell_seconds):
+                await events.send(failure)
+        except TimeoutError:  # the client does not read: nothing can be told to it
+            if events.http.transport:
+                events.http.transport.abort()
+
+    def _pieces(self, plan: Plan) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(index of the choice, piece) of all choices, as they come."""
+        return together([self._timed(task, plan) for task in plan.tasks])
+
+    def _timed(self, task: Task, plan: Plan) -> AsyncGenerator[Piece, None]:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
         stops = StopStrings(plan.options.stops)
-        engine = self._model.engine
-        return aclosing(complete(engine, detokenizer, stops, task.prompt, task.sampling))
+        pieces = complete(self._model.engine, detokenizer, stops, task.prompt, task.sampling)
+        return self._metrics.timed(pieces)
+
+    @asynccontextmanager
+    async def _time_limit(self) -> AsyncGenerator[None, None]:
+        seconds = self._limits.answer_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            message = f"the answer was not complete within {seconds:g} s: lower max_tokens"
+            raise ApiError(504, message, code="timeout") from None
 
 
 class EventStream:
@@ -119,7 +194,7 @@ class EventStream:
     def __init__(self, http: web.Request):
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         self.response = web.StreamResponse(headers=headers)
-        self._http = http
+        self.http = http
 
     @property
     def begun(self) -> bool:
@@ -134,5 +209,5 @@ class EventStream:
 
     async def _write(self, data: str) -> None:
         if not self.response.prepared:
-            await self.response.prepare(self._http)
+            await self.response.prepare(self.http)
         await self.response.write(f"data: {data}\n\n".encode())

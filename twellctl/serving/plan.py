@@ -3,12 +3,14 @@
 import json
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from twellctl.serving.engine import Engine, Sampling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid
 from twellctl.serving.text_tokens import encode_chat, encode_text
+from twellctl.serving.token_spelling import TokenSpelling
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
@@ -21,6 +23,11 @@ class ServedModel:
     tokenizer: Any
     engine: Engine
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def spelling(self) -> TokenSpelling:
+        """How its tokens are written one by one."""
+        return TokenSpelling(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,15 @@ def _tasks(
         seed = options.seed
         if seed is not None and i:  # the first choice is the one that n = 1 gives
             seed = (seed + i) % 2**63
-        sampling = Sampling(budget, options.temperature, options.top_p, options.top_k, seed)
+        sampling = Sampling(
+            max_tokens=budget,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=seed,
+            top_logprobs=options.top_logprobs,
+            densities=options.densities,
+        )
         made.append(Task(first + i, prompt, continued, sampling))
     return made
 

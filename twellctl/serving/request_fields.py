@@ -16,7 +16,8 @@ class ApiError(Exception):
 
     def body(self) -> dict:
         """The error object as JSON goes out."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

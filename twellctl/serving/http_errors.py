@@ -1,22 +1,16 @@
-"""Before every endpoint: only this machine is answered, every failure is OpenAI's error JSON.
+"""Every failure as an HTTP status and OpenAI's error JSON."""
 
-A Host or Origin header that names another machine comes from a web page of somebody else's that
-found this port, and gets 403.
-"""
-
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory
+from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
 from twellctl.serving.request_fields import ApiError
 
 log = logging.getLogger(__name__)
 aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")  # what aiohttp itself has to say, see below
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 
 
 @web.middleware
@@ -26,36 +20,10 @@ async def answer_errors(http: web.Request, handler: Handler) -> web.StreamRespon
         return await handler(http)
     except Exception as error:
         failure = as_api_error(error, http)
-        headers = {}
+        headers = dict(_HEADERS.get(failure.status, {}))
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = error.headers["Allow"]
         return web.json_response(failure.body(), status=failure.status, headers=headers)
-
-
-@web.middleware
-async def only_local(http: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what a browser sends on behalf of a page from elsewhere."""
-    host, origin = http.headers.get("Host"), http.headers.get("Origin")
-    if host is not None and not _names_this_machine(f"//{host}"):
-        raise ApiError(403, "the Host header names another machine", code="forbidden_host")
-    if origin is not None and not _names_this_machine(origin):
-        raise ApiError(403, "the Origin header names another machine", code="forbidden_origin")
-    return await handler(http)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine and reachable from nowhere else."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _names_this_machine(url: str) -> bool:
-    try:
-        return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:
-        return False
 
 
 def as_api_error(error: Exception, http: web.Request) -> ApiError:
@@ -65,6 +33,8 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
             return error
         case OutOfMemory():
             return ApiError(503, str(error), code="out_of_memory")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full")
         case EngineClosed():
             return ApiError(503, str(error), code="stopping")
         case web.HTTPException():

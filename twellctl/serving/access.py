@@ -1,0 +1,94 @@
+"""Who is answered: the Host and Origin headers that are taken, and the key.
+
+A browser lets any web page send requests to any address, this machine's own included. Such a
+request tells the page's home in its Origin, and the name that led here in its Host. A page's owner
+can make his own names point here (DNS rebinding), but not a bare IP address. So a Host must be a
+loopback name, a name that was allowed, or, beyond loopback, an IP address; an Origin must be a
+loopback name, an allowed name or the Host's own. All else gets 403, whatever key it brings.
+"""
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from twellctl.serving.request_fields import ApiError
+
+OPEN_PATHS = {"/", "/health"}  # these need no key
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is asked of a client."""
+
+    key: str | None = None  # None: no key is asked
+    hosts: frozenset[str] = frozenset()  # names this server goes by, beside loopback, in lower case
+    beyond_loopback: bool = False  # other machines can reach the address
+
+    def check(self, http: web.Request) -> None:
+        """Raises `ApiError` for whom nothing may be done."""
+        host, origin = http.headers.get("Host"), http.headers.get("Origin")
+        host_name = _host_name(f"//{host}")
+        if host is not None and not self._is_own(host_name):
+            message = f"the Host header names another machine than this server: {host[:100]!r}"
+            raise ApiError(403, message, code="forbidden_host")
+        if origin is not None and not self._is_friendly(_host_name(origin), host_name):
+            message = f"the Origin header names another site than this server: {origin[:100]!r}"
+            raise ApiError(403, message, code="forbidden_origin")
+        if self.key is not None and http.path not in OPEN_PATHS:
+            self._check_key(http.headers.get("Authorization", ""))
+
+    def _is_own(self, host: str) -> bool:
+        return (
+            is_loopback(host) or host in self.hosts or (self.beyond_loopback and _is_address(host))
+        )
+
+    def _is_friendly(self, origin: str, host: str) -> bool:
+        return is_loopback(origin) or origin in self.hosts or origin == host != ""
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            message = "a key is needed: send the header 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+        # bytes: text is only compared in constant time if it is ASCII
+        given_bytes = given.strip().encode(errors="surrogateescape")
+        if not hmac.compare_digest(given_bytes, self.key.encode()):
+            raise ApiError(401, "the key is not this server's", code="invalid_api_key")
+
+
+def guard(access: Access):
+    """The middleware that lets in whom `access` does."""
+
+    @web.middleware
+    async def checked(http: web.Request, handler: Handler) -> web.StreamResponse:
+        access.check(http)
+        return await handler(http)
+
+    return checked
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine and reachable from nowhere else."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _host_name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,151 @@
+"""What /metrics tells Prometheus: requests, latencies, and the engine's own counters."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from twellctl.serving.completion import Piece
+from twellctl.serving.engine import Engine
+from twellctl.serving.http_errors import as_api_error
+
+CLIENT_LEFT = 499  # nginx's number for it; no client ever sees it
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+@dataclass
+class _Measured:
+    """The request that this task answers."""
+
+    began: float = field(default_factory=time.perf_counter)
+    failed_with: int | None = None  # the status that came too late to be sent
+
+
+_measured: ContextVar[_Measured] = ContextVar("measured")
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, engine: Engine):
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "twell_requests",
+            "Requests answered; status 499: the client left before the end.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._request_seconds = Histogram(
+            "twell_request_seconds",
+            "From a request's headers to the end of its answer.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._first_token_seconds = Histogram(
+            "twell_time_to_first_token_seconds",
+            "From a request's headers to the first token of each choice.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._token_seconds = Histogram(
+            "twell_time_per_token_seconds",
+            "Between two tokens of a choice.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        registry.register(_EngineCollector(engine))
+
+    def response(self) -> web.Response:
+        """All of it in Prometheus' text format."""
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=generate_latest(self._registry), headers=headers)
+
+    @web.middleware
+    async def count(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Around everything else: which endpoint answered with what, and how long it took."""
+        measured, status = _Measured(), 500
+        _measured.set(measured)
+        try:
+            response = await handler(http)
+            status = measured.failed_with or response.status
+            return response
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
+        finally:
+            endpoint = _endpoint(http)
+            self._requests.labels(endpoint, status).inc()
+            self._request_seconds.labels(endpoint).observe(time.perf_counter() - measured.began)
+
+    async def timed(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+        """The same pieces; when their tokens came is noted."""
+        before, num_tokens = _measured.get().began, 0
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if piece.num_tokens > num_tokens:
+                    now = time.perf_counter()
+                    seconds = self._token_seconds if num_tokens else self._first_token_seconds
+                    seconds.observe(now - before)
+                    before, num_tokens = now, piece.num_tokens
+                yield piece
+
+
+def note_failure(http: web.Request, error: Exception) -> dict:
+    """The error object for a stream whose status 200 is out; it is counted as what it is."""
+    failure = as_api_error(error, http)
+    _measured.get().failed_with = failure.status
+    return failure.body()
+
+
+def _endpoint(http: web.Request) -> str:
+    """The route's path; one word for all that have none, or anyone could make labels."""
+    resource = http.match_info.route.resource
+    return resource.canonical if resource else "unknown"
+
+
+class _EngineCollector(Collector):
+    """The engine's counters, read when they are asked for."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield CounterMetricFamily(
+            "twell_prompt_tokens", "Tokens of prompts.", value=stats.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "twell_generated_tokens", "Tokens generated.", value=stats.generated_tokens
+        )
+        gauges = {
+            "twell_sequences_running": ("Sequences being continued.", stats.running),
+            "twell_sequences_waiting": ("Sequences that wait for room.", stats.waiting),
+            "twell_sequences_capacity": ("Sequences that can run at once.", stats.capacity),
+            "twell_cache_used_ratio": ("Share of the cache that is taken.", stats.cache_used),
+        }
+        for name, (told, value) in gauges.items():
+            yield GaugeMetricFamily(name, told, value=value)
+        densities = GaugeMetricFamily(
+            "twell_density_ratio",
+            "Mean share of a layer's neurons that fired for a token.",
+            labels=["layer"],
+        )
+        for layer, density in enumerate(stats.densities):
+            densities.add_metric([str(layer)], density)
+        yield densities
