@@ -13,19 +13,21 @@
 // goes by: 4 clocks a round for the weights, 2 for values, 1 for codes. What a slot costs does not
 // depend on density, nor on how often a neuron fires.
 //
-// Shared memory: two planes of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low
-// three bits differ lie in different banks: the classes of plan.cu. Row m of a plane's 8 columns is
-// column 4 (m / 2) + m % 2 of the 16, two more in plane 1, so that after a transposition a lane has
-// four neighbouring columns of a token, 8 bytes. Behind the planes lie two stages a warp, of 16
-// rounds each: a warp goes step by step, a step being up to 16 rounds of a group, and while it
-// computes one, cp.async brings the next. The masks (round_masks.cuh) of a step go to registers.
+// W_down lies by rows of neurons, [N, K]; a block takes 32 bytes of each. Shared memory: 2 planes of
+// [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three bits differ lie in
+// different banks: the classes of plan.cu. In plane 1 neuron n has row n ^ 4: both halves of four
+// neurons, which arrive together, lie in different banks too. Behind the planes lie two stages a
+// warp, of 16 rounds each: a warp goes step by step, a step being up to 16 rounds of a group, and
+// while it computes one, cp.async brings the next. The masks (round_masks.cuh) of a step go to
+// registers.
 //
 // With several panels the launches follow one another: sums go through y32, whose order of columns
-// within 16 is its own: 2 m and 2 m + 1 are row m of the two planes.
+// within 16 is its own: 2 m and 2 m + 1 are columns m and m + 8.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the groups), once for each
-// panel. Dynamic shared memory: panel_rows * 32 + 32768 bytes, 32768 = 16 * 2 * 16 * 64.
-// y32 float32 [M, K] if num_panels > 1.
+// panel; K and panel_rows multiples of 16 and of 8, w_down at a multiple of 16 bytes. Dynamic
+// shared memory: panel_rows * 32 + 32768 bytes, 32768 = 16 * 2 * 16 * 64. y32 float32 [M, K] if
+// num_panels > 1.
 #include "twell_lists.cuh"
 #include "round_masks.cuh"
 #include "twell.cuh"
@@ -40,78 +42,25 @@ constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
 constexpr int kStageBytes = kStep * kRoundBytes;
 constexpr int kStages = 2;
 constexpr unsigned kNothing = ~0u;  // in place of a count of rounds: no group is left
-constexpr int kLoadParts = 4;  // of the weights: the first are turned over while others come
+constexpr int kFlip = 4;            // of rows in plane 1
 
-// Which column of the 16 lies in a row of a plane.
-__device__ __forceinline__ int column_of(int plane, int m) {
-    return 4 * (m >> 1) + (m & 1) + 2 * plane;
-}
-
-// Turns over the warp's matrices first, first + 64 .. of both planes, four at a time.
-__device__ __forceinline__ void transpose_planes(uint4* planes, int panel_rows, int first, int end,
-                                                 int lane) {
-    __syncwarp();
-#pragma unroll 1
-    for (int at = first; at < end; at += 64)
-#pragma unroll
-        for (int plane = 0; plane < 2; ++plane) {
-            uint4* four = planes + plane * panel_rows + at * 8;
-            unsigned* words = reinterpret_cast<unsigned*>(four) + lane;
-            unsigned v[4];
-            transpose_matrices(v, smem_address(four + (at + lane / 8 < end ? lane : lane % 8)));
-            __syncwarp();
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (at + j < end) words[32 * j] = v[j];
-        }
-}
-
-// The panel's weights for 16 columns of y, transposed. A warp copies 8 x 8 matrices, rows of 8
-// neurons, to where they belong, and turns them over in place; all copies are under way at once.
-__device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* w_down, int N,
-                                            int first_neuron, int panel_rows) {
-    const int lane = threadIdx.x % 32, m = lane % 8, num = panel_rows / 8;
-    const int first = threadIdx.x / 32 * 4;
-    const int part = ((num + 63) / 64 + kLoadParts - 1) / kLoadParts * 64;
-    int at = first + lane / 8;  // the lane's one of the warp's four matrices
-    const unsigned short* from0 =
-        w_down + static_cast<long long>(column_of(0, m)) * N + first_neuron + at * 8;
-    const unsigned short* from1 = from0 + static_cast<long long>(column_of(1, 0)) * N;
-    uint4* to = planes + at * 8 + m;
-#pragma unroll 1
-    for (int i = 1; i <= kLoadParts; ++i) {
-#pragma unroll 2
-        for (; at < min(i * part, num); at += 64) {
-            if (first_neuron + at * 8 < N) {
-                copy_async(smem_address(to), from0);
-                copy_async(smem_address(to + panel_rows), from1);
-            } else {
-                to[0] = to[panel_rows] = make_uint4(0, 0, 0, 0);
-            }
-            from0 += 512, from1 += 512, to += 512;
-        }
-        commit_copies();
+// The panel's weights for 16 columns of y, all copies under way at once. Two neighbouring lanes
+// take a neuron: the warp asks for whole sectors of 32 bytes. Zeros behind the last neuron.
+__device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* w_down, int K,
+                                            int num_neurons, int panel_rows) {
+    const int plane = threadIdx.x % 2;
+    int neuron = threadIdx.x / 2;
+    const unsigned short* from = w_down + static_cast<long long>(neuron) * K + 8 * plane;
+    uint4* to = planes + plane * panel_rows + (neuron ^ plane * kFlip);
+#pragma unroll 4
+    for (; neuron < panel_rows; neuron += kThreads / 2) {
+        if (neuron < num_neurons)
+            copy_async(smem_address(to), from);
+        else
+            *to = make_uint4(0, 0, 0, 0);
+        from += kThreads / 2 * K, to += kThreads / 2;
     }
-    wait_for_copies<3>();
-    transpose_planes(planes, panel_rows, first, min(part, num), lane);
-    wait_for_copies<2>();
-    transpose_planes(planes, panel_rows, first + part, min(2 * part, num), lane);
-    wait_for_copies<1>();
-    transpose_planes(planes, panel_rows, first + 2 * part, min(3 * part, num), lane);
-    wait_for_copies<0>();
-    transpose_planes(planes, panel_rows, first + 3 * part, num, lane);
-}
-
-// The same of weights whose rows of 8 neurons are not at multiples of 16 bytes.
-__device__ __noinline__ void load_odd_planes(uint4* planes, const unsigned short* w_down, int N,
-                                             int first_neuron, int panel_rows) {
-    unsigned short* to = reinterpret_cast<unsigned short*>(planes);
-    for (int i = 0; i < kColumns; ++i) {
-        const long long row = static_cast<long long>(column_of(i / 8, i % 8)) * N + first_neuron;
-        for (int n = threadIdx.x; n < panel_rows; n += kThreads)
-            to[(i / 8 * panel_rows + n) * 8 + i % 8] =
-                first_neuron + n < N ? __ldg(w_down + row + n) : 0;
-    }
+    commit_copies();
 }
 
 // The masks of a step's two batches.
@@ -196,7 +145,7 @@ struct Place {
 // round i belongs to the quad's token.
 template <int COUNT>
 __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place place, unsigned mask,
-                                           unsigned plane) {
+                                           unsigned plane, unsigned flip) {
     unsigned codes[COUNT];
     uint2 values[COUNT];
 #pragma unroll
@@ -206,7 +155,8 @@ __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place place, uns
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         unsigned w[4];
-        load_matrices_transposed(w, scale_and_add(codes[i] & COLUMN_MASK, kPlaneRow, plane));
+        const unsigned row = (codes[i] & COLUMN_MASK) ^ flip;
+        load_matrices_transposed(w, scale_and_add(row, kPlaneRow, plane));
         const unsigned signs = mask << (7 - i);
         const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
         const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
@@ -216,22 +166,22 @@ __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place place, uns
 
 // The `num` rounds of a step.
 __device__ __forceinline__ void add_step(float (&sums)[2][4], Place place, int num, Masks masks,
-                                         unsigned plane) {
+                                         unsigned plane, unsigned flip) {
     unsigned mask = masks.first;
 #pragma unroll 1
     for (; num >= BATCH; num -= BATCH) {
-        add_rounds<BATCH>(sums, place, mask, plane);
+        add_rounds<BATCH>(sums, place, mask, plane, flip);
         place.pass(BATCH), mask = masks.second;
     }
     if (num & 4) {
-        add_rounds<4>(sums, place, mask, plane);
+        add_rounds<4>(sums, place, mask, plane, flip);
         place.pass(4), mask >>= 4;
     }
     if (num & 2) {
-        add_rounds<2>(sums, place, mask, plane);
+        add_rounds<2>(sums, place, mask, plane, flip);
         place.pass(2), mask >>= 2;
     }
-    if (num & 1) add_rounds<1>(sums, place, mask, plane);
+    if (num & 1) add_rounds<1>(sums, place, mask, plane, flip);
 }
 
 }  // namespace
@@ -257,28 +207,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         num_groups, first_group, stride, num_panels, group_rounds, lane);
     Masks masks_behind = {};
     int behind = feed.bring(stages + lane * 16, masks_behind);
-    const unsigned short* rows = w_down + static_cast<long long>(first_column) * N;
-    if (N % 8 == 0 && panel_rows % 8 == 0 && reinterpret_cast<unsigned long long>(rows) % 16 == 0)
-        load_planes(planes, rows, N, panel * panel_rows, panel_rows);
-    else
-        load_odd_planes(planes, rows, N, panel * panel_rows, panel_rows);
+    const long long first_neuron = static_cast<long long>(panel) * panel_rows;
+    load_planes(planes, w_down + first_neuron * K + first_column, K,
+                N - static_cast<int>(first_neuron), panel_rows);
+    wait_for_copies<0>();
     __syncthreads();
 
     // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
     const int slot = (lane & 7) + (lane >> 4) * 8;
     const unsigned code_at = (slot & 7) / 2 * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
-    const unsigned plane = smem_address(planes + (lane >> 3 & 1) * panel_rows);
+    // (through a shuffle, or the compiler would make them anew for every step)
+    const int side = lane >> 3 & 1;
+    const unsigned plane = __shfl_sync(~0u, smem_address(planes + side * panel_rows), lane);
+    const unsigned flip = __shfl_sync(~0u, side * kFlip, lane);
     const unsigned values_at = stages + t * 16, codes_at = stages + code_at;
     const unsigned copies_at = stages + kStageBytes + lane * 16;
     const bool is_last = panel == num_panels - 1;
     float bias[2] = {};
     if (b_down && is_last) {
-        bias[0] = bf16_value(b_down[first_column + column_of(0, quad)]);
-        bias[1] = bf16_value(b_down[first_column + column_of(1, quad)]);
+        bias[0] = bf16_value(b_down[first_column + quad]);
+        bias[1] = bf16_value(b_down[first_column + 8 + quad]);
     }
 
     int token = first_group * GROUP + quad;
-    y = opaque(y + first_column + 4 * t);
+    const bool odd = t & 1;
+    y = opaque(y + first_column + (odd ? 8 + 2 * (t - 1) : 2 * t));
     float sums[2][4] = {{bias[0], bias[0], bias[1], bias[1]}};
     unsigned at = 0;  // of the stage, in bytes
     while (behind != kNothing) {
@@ -288,11 +241,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int left = behind;
         const Masks step_masks = masks_behind;
         behind = feed.bring(copies_at - at, masks_behind);
-        add_step(sums, {values_at + at, codes_at + at}, min(left, kStep), step_masks, plane);
+        add_step(sums, {values_at + at, codes_at + at}, min(left, kStep), step_masks, plane,
+                 flip);
         at = kStageBytes - at;
         if (left > kStep) continue;
 
-        float out[4];  // of row quad of both planes, tokens 2t and 2t + 1
+        float out[4];  // of columns quad and quad + 8, tokens 2t and 2t + 1
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             out[i] = sums[0][i] + sums[1][i];
@@ -316,7 +270,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (is_last) {
             const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
             const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
-            if (token < M) store_pair(offset_by(y, token, 2 * K), low, high);
+            // columns 2t and 2t + 1, and 8 more: of a pair of lanes one stores the lower four
+            const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+            if (token < M)
+                store_pair(offset_by(y, token, 2 * K), odd ? other : low, odd ? high : other);
         }
         token += stride * GROUP;
     }

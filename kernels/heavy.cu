@@ -5,15 +5,15 @@
 // window that starts behind the count costs an empty launch.
 //   heavy_gather   x_rows [window, K] = x[heavy_rows]
 //   heavy_hidden   hidden [window, N] = relu_t(x_rows W_gate^T + b_gate) * (x_rows W_up^T + b_up)
-//   heavy_down     y[heavy_rows] = hidden W_down^T + b_down
+//   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
 // `heavy_count` null: every row of the window (heavy_hidden then is a fused dense gate and up), and
 // `heavy_rows` null: row i of the list is row i.
 //
 // Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
-// of x_rows [window, K] and hidden [window, N] in boxes of 64 rows x 64 columns, of w_gate [N, K],
-// w_up [N, K] and w_down [K, N] in boxes of 128 x 64. N must be a multiple of 8.
+// of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
+// w_gate [N, K] and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
 #include "product.cuh"
 
 namespace {
@@ -198,5 +198,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     DownTiles tiles{Patch(patches(dynamic_memory)), b_down, heavy_rows, window_start, num_rows,
                     num_inner, y};
     const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
-    product::run(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
+    product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

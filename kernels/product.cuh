@@ -8,11 +8,13 @@
 // multiplying warpgroups do not wait for each other, and what becomes of a tile can be put off into
 // the next one's products (Multiplier): so the tensor cores stay busy.
 //
-// Columns come from two maps, `columns0` for rows 0-127 of the tile and `columns1` for 128-255: the
-// same weight twice, or gate and up side by side (tile_columns = 128 then).
+// Columns come from two maps, `columns0` for columns 0-127 of the tile and `columns1` for 128-255:
+// the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
+// the weight lies: `Along` as [N, inner], `Across` as [inner, N].
 //
 // Launch: cluster of 2 (even grid), 128 (1 + GROUPS) threads, kPipelineBytes (+ kPatchBytes) of
-// dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64, 128-byte swizzle.
+// dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,
+// of 64 x 64 if across, 128-byte swizzle.
 #pragma once
 
 #include "hopper.cuh"
@@ -72,8 +74,22 @@ struct Pipeline {
     __device__ unsigned empty_at(int stage) const { return empty + 8 * stage; }
 };
 
+// The block's half of a stage's columns, into both blocks; `column` is its first.
+template <class COLUMNS>
+__device__ __forceinline__ void load_columns(unsigned target, const TensorMap* columns, int column,
+                                             int inner, unsigned full) {
+    if constexpr (COLUMNS::kAcross) {
+#pragma unroll
+        for (int box = 0; box < kBlockColumns / 2 / 64; ++box)
+            copy_box_to_cluster(target + box * COLUMNS::kBoxBytes, columns, column + 64 * box,
+                                inner, full, 3);
+    } else {
+        copy_box_to_cluster(target, columns, inner, column, full, 3);
+    }
+}
+
 // One thread of the block: fills the stages, tile after tile.
-template <int GROUPS>
+template <class COLUMNS, int GROUPS>
 __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GROUPS>& shape,
                                            const TensorMap* rows, const TensorMap* columns0,
                                            const TensorMap* columns1) {
@@ -94,8 +110,8 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
             for (int group = 0; group < GROUPS; ++group)
                 copy_box(pipe.rows(stage) + group * kGroupBytes, rows, inner,
                          tile.row + group * kGroupRows, pipe.full_at(stage));
-            copy_box_to_cluster(pipe.columns(stage) + rank * (kColumnsBytes / 2), columns, inner,
-                                tile.column + half, pipe.full_at(stage), 3);
+            load_columns<COLUMNS>(pipe.columns(stage) + rank * (kColumnsBytes / 2), columns,
+                                  tile.column + half, inner, pipe.full_at(stage));
             if (++stage == kStages) stage = 0, parity ^= 1;
         }
     }
@@ -104,7 +120,7 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
 // One multiplying warpgroup. `finish.take(tile, sums)` gets each tile of 64 x 256 sums. It may
 // leave work to `finish.later<0>()` to `later<3>()`, which run while the tensor cores are at the
 // next tile (or at the end).
-template <int GROUPS, class Finish>
+template <class COLUMNS, int GROUPS, class Finish>
 class Multiplier {
   public:
     __device__ Multiplier(const Pipeline& pipe, int group, Finish& finish)
@@ -151,12 +167,14 @@ class Multiplier {
 
     __device__ __forceinline__ void multiply(float (&sums)[128], int add) {
         barrier_wait(pipe_.full_at(stage_), parity_);
-        const unsigned long long rows = tile_descriptor(pipe_.rows(stage_) + group_ * kGroupBytes);
-        const unsigned long long columns = tile_descriptor(pipe_.columns(stage_));
+        const unsigned long long rows =
+            Along::descriptor(pipe_.rows(stage_) + group_ * kGroupBytes);
+        const unsigned long long columns = COLUMNS::descriptor(pipe_.columns(stage_));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockInner / 16; ++k)
-            wgmma_64x256x16(sums, rows + 2 * k, columns + 2 * k, k > 0 ? 1 : add);
+            wgmma_64x256x16<COLUMNS::kAcross>(sums, rows + Along::kNext16 * k,
+                                              columns + COLUMNS::kNext16 * k, k > 0 ? 1 : add);
         wgmma_commit();
     }
 
@@ -181,7 +199,7 @@ class Multiplier {
 };
 
 // The whole block. A tile that `finish` gets begins at its warpgroup's own row.
-template <int GROUPS, class Finish>
+template <class COLUMNS = Along, int GROUPS, class Finish>
 __device__ __forceinline__ void run(const Shape<GROUPS>& shape, const TensorMap* rows,
                                     const TensorMap* columns0, const TensorMap* columns1,
                                     unsigned char* dynamic_memory, Finish& finish) {
@@ -199,10 +217,10 @@ __device__ __forceinline__ void run(const Shape<GROUPS>& shape, const TensorMap*
 
     if (threadIdx.x / 128 == 0) {
         if constexpr (GROUPS == 2) give_registers<40>();
-        if (threadIdx.x == 0) load_tiles(pipe, shape, rows, columns0, columns1);
+        if (threadIdx.x == 0) load_tiles<COLUMNS>(pipe, shape, rows, columns0, columns1);
     } else {
         if constexpr (GROUPS == 2) take_registers<232>();
-        Multiplier<GROUPS, Finish>(pipe, threadIdx.x / 128 - 1, finish).run(shape);
+        Multiplier<COLUMNS, GROUPS, Finish>(pipe, threadIdx.x / 128 - 1, finish).run(shape);
     }
     cluster_sync();  // neither block may leave while the other still signals it
 }

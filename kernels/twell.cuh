@@ -149,14 +149,6 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsig
         : "r"(smem_row));
 }
 
-// The same of memory that changes: all lanes have read when this returns.
-__device__ __forceinline__ void transpose_matrices(unsigned (&m)[4], unsigned smem_row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(smem_row)
-                 : "memory");
-}
-
 // A matrix of 8 x 8 of 16 bits, each lane with row g, columns 2t and 2t + 1: transposed.
 __device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
     unsigned column_pair;

@@ -1,16 +1,47 @@
 // The tensor core product of a warpgroup: 64 x 256 fp32 sums of 16 bf16 products, both operands in
-// shared memory as K-major tiles of 64 columns (128 bytes a row, 128-byte swizzle, 1024-aligned).
+// shared memory as the copy engine leaves boxes of 64 columns there: 128 bytes a row, 128-byte
+// swizzle, 1024-aligned. Rows lie by themselves (K-major: what is summed over lies along a row).
+// So do columns, or they lie across (MN-major): a row of a box has 64 of them for one of what is
+// summed over.
 //
 // Thread `lane` of warp `warp` holds of the 64 x 256 tile, with g = lane / 4 and t = lane % 4:
 //   d[4 j + 0], d[4 j + 1]   row 16 warp + g        columns 8 j + 2 t, 8 j + 2 t + 1
 //   d[4 j + 2], d[4 j + 3]   row 16 warp + g + 8    the same columns
 #pragma once
 
-// Describes such a tile to wgmma; 32 bytes (16 columns) further is + 2.
-__device__ __forceinline__ unsigned long long tile_descriptor(unsigned address) {
-    const unsigned long long kStride8Rows = 1024 >> 4, kSwizzle128 = 1;
-    return (address >> 4) | 1ull << 16 | kStride8Rows << 32 | kSwizzle128 << 62;
+// A descriptor tells wgmma where an operand lies, in units of 16 bytes: its address, the "leading"
+// and the "stride" offset, and the swizzle. The unit of the swizzle is an atom of 8 rows, 1024
+// bytes; base_offset stays 0 as long as addresses are multiples of that, but for what is added
+// along a row.
+__device__ __forceinline__ unsigned long long swizzled_descriptor(unsigned address,
+                                                                  unsigned leading,
+                                                                  unsigned stride) {
+    const unsigned long long swizzle_128 = 1;
+    return (address >> 4) | static_cast<unsigned long long>(leading >> 4) << 16 |
+           static_cast<unsigned long long>(stride >> 4) << 32 | swizzle_128 << 62;
 }
+
+// K-major, one box of any number of rows. Stride: from 8 rows to the next 8, one atom. Leading: not
+// used, 1 by the book. The next 16 of what is summed over are 32 bytes further along each row.
+struct Along {
+    static constexpr int kAcross = 0, kNext16 = 32 >> 4;
+
+    __device__ __forceinline__ static unsigned long long descriptor(unsigned address) {
+        return swizzled_descriptor(address, 16, 1024);
+    }
+};
+
+// MN-major, boxes of 64 rows one behind the other, 64 columns each. An atom is 64 columns x 8 of
+// what is summed over. Leading: from 64 columns to the next 64, one box. Stride: from 8 of what is
+// summed over to the next 8, one atom; the next 16 are two atoms further.
+struct Across {
+    static constexpr int kAcross = 1, kNext16 = 2048 >> 4;
+    static constexpr int kBoxBytes = 64 * 128;
+
+    __device__ __forceinline__ static unsigned long long descriptor(unsigned address) {
+        return swizzled_descriptor(address, kBoxBytes, 1024);
+    }
+};
 
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -26,7 +57,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// d = (add ? d : 0) + rows[64, 16] columns[256, 16]^T
+// d = (add ? d : 0) + rows[64, 16] columns[256, 16]^T, or columns[16, 256] that lie across
+template <int COLUMNS_ACROSS>
 __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned long long rows,
                                                 unsigned long long columns, int add) {
     asm volatile(
@@ -43,7 +75,7 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned long l
         "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125,"
         "%126, %127},"
-        " %128, %129, add, 1, 1, 0, 0;\n"
+        " %128, %129, add, 1, 1, 0, %131;\n"
         "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
           "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
@@ -66,5 +98,5 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned long l
           "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]),
           "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
           "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-        : "l"(rows), "l"(columns), "r"(add));
+        : "l"(rows), "l"(columns), "r"(add), "n"(COLUMNS_ACROSS));
 }

@@ -43,8 +43,7 @@ class Launches:
 
 
 def problem(M: int, K: int, N: int, biases: bool) -> tuple[Tensor, FFN]:
-    shapes = [(N, K), (N, K), (K, N)]
-    weights = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
     rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
     return torch.zeros(M, K, dtype=torch.bfloat16), FFN(*weights, *rest, 0.25)
 
@@ -122,6 +121,18 @@ def test_the_order():
     names = [launch[0] for launch in launches(10, 64, 96, portable=True)]
     assert names == ["pack", "plan", *sparse]
     assert launches(10000, 64, 520, portable=False)[0][0] == "gate_pack"
+
+
+def test_boxes_are_those_of_the_kernels():
+    M, K, N = 10000, 128, 520
+    boxes = {
+        name: [(arg.box_rows, *arg.tensor.shape) for arg in args if isinstance(arg, Map)]
+        for name, _, _, args, _ in launches(M, K, N, portable=False)
+    }
+    assert boxes["gate_pack"] == [(64, M, K), (128, N, K)]
+    window = boxes["heavy_hidden"][0][1]
+    assert boxes["heavy_hidden"] == [(64, window, K), (128, N, K), (128, N, K)]
+    assert boxes["heavy_down"] == [(64, window, N), (64, N, K)]
 
 
 def test_many_neurons_take_several_panels():

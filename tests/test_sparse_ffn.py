@@ -57,7 +57,8 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
     x[0, 0] = torch.nan
     x[0, 1] = torch.inf
     rows = x.reshape(-1, 64)
-    found = dense_ffn(rows, FFN(*weights, threshold))
+    w_gate, w_up, w_down, *rest = weights
+    found = dense_ffn(rows, FFN(w_gate, w_up, w_down.t(), *rest, threshold))
     wanted = gated_ffn(rows, *weights, threshold=threshold)
     assert torch.equal(found.isnan(), wanted.isnan())
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -91,6 +92,9 @@ def test_the_operator_holds_to_torch_rules():
     tensors = problem(torch.float32, biases=True)
     numbers = (0.25, 256, 64, -1.0, SOURCES, "auto")
     torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, *numbers))
+    x, w_gate, w_up, w_down, *biases = tensors
+    by_neurons = w_down.t().contiguous().t()
+    torch.library.opcheck(twell_ffn._gated_ffn_op, (x, w_gate, w_up, by_neurons, *biases, *numbers))
     meta = [t.to("meta") for t in tensors]
     assert twell_ffn._gated_ffn_op(*meta, *numbers).shape == (2, 5, 64)
     counts, entries = gate_pack(meta[0].view(10, 64), meta[1], slots=8, sources=SOURCES)
@@ -250,14 +254,17 @@ def test_reasons_are_collected_in_place_of_the_log(caplog):
 def test_what_is_not_taken(monkeypatch):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
     monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
-    x, *weights = problem()
-    rows, ffn = x.view(-1, 64), FFN(*weights, 0.0)
+    x, w_gate, w_up, w_down, *_ = problem()
+    rows, w_down = x.view(-1, 64), w_down.t()
+    ffn = FFN(w_gate, w_up, w_down, None, None, None, 0.0)
+    assert not w_down.is_contiguous()  # of which a copy would be made
     assert twell_ffn._why_not_ffn(rows, ffn, 256) is None
     assert "bf16, not float32" in twell_ffn._why_not_ffn(rows.float(), ffn, 256)
     assert "tiles of 256" in twell_ffn._why_not_ffn(rows, ffn, 128)
-    w_gate, w_up, w_down, *_ = weights
-    strided = FFN(w_gate, w_up, w_up.t(), None, None, None, 0.0)
+    strided = FFN(w_gate, w_up.t().contiguous().t(), w_down, None, None, None, 0.0)
     assert "contiguous weights" in twell_ffn._why_not_ffn(rows, strided, 256)
+    turned = FFN(w_gate, w_up, w_down.t(), None, None, None, 0.0)
+    assert "[K, N]" in twell_ffn._why_not_ffn(rows, turned, 256)
     mixed = FFN(w_gate, w_up.float(), w_down, None, None, None, 0.0)
     assert "dtype and device" in twell_ffn._why_not_ffn(rows, mixed, 256)
     for up, bias in ((w_up[:8], None), (w_up, w_up[0])):

@@ -110,6 +110,11 @@ def whole(*shape: int, most: int = 1) -> Tensor:
     return torch.randint(-most, most + 1, shape, device=DEVICE).bfloat16()
 
 
+def by_neurons(w_down: Tensor) -> Tensor:
+    """The same `[K, N]`, lying as the kernels read it; of others each call makes a copy."""
+    return w_down.t().contiguous().t()
+
+
 def check(problem: Problem, sources: str, route: str) -> None:
     found, wanted = problem.run(sources, route), reference(problem)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
@@ -141,6 +146,8 @@ def random_problem(draw: random.Random) -> Problem:
     if not exact:
         x, w_gate, w_up, w_down = (torch.randn_like(t) for t in (x, w_gate, w_up, w_down))
         w_gate, w_up, w_down = (w * w.shape[1] ** -0.5 for w in (w_gate, w_up, w_down))
+    if draw.random() < 0.5:
+        w_down = by_neurons(w_down)
     spread = (2 * K / 9) ** 0.5 if exact else 0.7
     level = draw.choice([-8.0, -4.2, -3.8, -3.4, -3.0, -2.5, -2.0, -1.0, 0.0, 8.0]) * spread
     tokens = torch.randn(M, device=DEVICE) * draw.choice([0.0, 0.3, 2.0]) * spread + level
@@ -257,6 +264,19 @@ def test_halves_of_a_fused_weight(sources, route):
     check(problem, sources, route)
 
 
+def test_any_layout_of_w_down_gives_the_same(sources, route):
+    problem = real_problem(M=200)
+    w_gate, w_up, w_down, *biases = problem.weights
+    wanted = problem.run(sources, route)
+    padded = torch.cat([w_down, w_down], 1)[:, : w_down.shape[1]]
+    spread = torch.stack([w_down, w_down], -1)[..., 0]
+    shifted = torch.cat([w_down.t().flatten()[:1], w_down.t().flatten()])[1:]  # not aligned
+    shifted = shifted.view(w_down.shape[1], -1).t()
+    for laid in (w_down.contiguous(), padded, spread, shifted):
+        problem.weights = (w_gate, w_up, laid, *biases)
+        assert torch.equal(problem.run(sources, route), wanted)
+
+
 def real_problem(M: int = 700, K: int = 256, N: int = 1024) -> Problem:
     torch.manual_seed(0)
     shapes = ((M, K), (N, K), (N, K), (K, N))
@@ -264,6 +284,7 @@ def real_problem(M: int = 700, K: int = 256, N: int = 1024) -> Problem:
     weights = [weight * weight.shape[1] ** -0.5 for weight in weights]
     x[:, 0] = -torch.linspace(1, 4, M, device=DEVICE)
     weights[0][:, 0] = 1
+    weights[2] = by_neurons(weights[2])
     return Problem(x, (*weights, None, None, None), 0.0, 64, exact=False)
 
 

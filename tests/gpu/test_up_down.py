@@ -141,8 +141,8 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
 def run_down(
     kernels, lists: Lists, rounds: np.ndarray, w_down: np.ndarray, bias: np.ndarray | None, splits
 ) -> np.ndarray:
-    """float32 [M, K]: y, over NaN."""
-    shape, K = lists.shape, len(w_down)
+    """float32 [M, K]: y, over NaN; `w_down` [N, K]."""
+    shape, K = lists.shape, w_down.shape[1]
     y = torch.full((shape.M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
     sums = torch.full((shape.M, K), float("nan"), device="cuda") if shape.num_panels > 1 else None
     given = [on_device(a) for a in (lists.num_rounds, rounds, masks_of(lists))]
@@ -169,9 +169,9 @@ def test_down_gives_y(kernels, kind, shape, K, splits, has_bias):
         pytest.skip("too large a panel for this device's shared memory")
     rng = np.random.default_rng(5)
     lists = build_lists(shape, kind, 6)
-    w_down = random_bf16(rng, K, shape.N, scale=0.05)
+    w_down = random_bf16(rng, shape.N, K, scale=0.05)
     bias = random_bf16(rng, K) if has_bias else None
-    wanted = lists.dense_gate() @ from_bf16(w_down).astype(float).T
+    wanted = lists.dense_gate() @ from_bf16(w_down).astype(float)
     wanted += from_bf16(bias) if has_bias else 0
     found = run_down(kernels, lists, lists.rounds, w_down, bias, splits)
     again = run_down(kernels, lists, lists.rounds, w_down, bias, splits)
@@ -184,7 +184,7 @@ def test_down_gives_y(kernels, kind, shape, K, splits, has_bias):
 def test_what_is_not_finite_stays_with_its_token(kernels, value):
     shape, K = Shape(700, 1408, 64, 64, 248, 1408), 64
     lists = build_lists(shape, "usual", 7)
-    w_down = random_bf16(np.random.default_rng(8), K, shape.N)
+    w_down = random_bf16(np.random.default_rng(8), shape.N, K)
     odd = np.arange(len(lists.dest)) % 997 == 5
     rounds = lists.rounds.copy()
     rounds.reshape(-1)[lists.dest[odd]] = value

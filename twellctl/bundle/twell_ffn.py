@@ -14,7 +14,8 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,6 +66,9 @@ def sparse_ffn(
     (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), "fused" (dense
     on Hopper, gate and up in one kernel), or "auto": the fastest, unless TWELL_ROUTE says which.
     `density`: the share of neurons that fire, if a profile tells it.
+
+    The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after
+    `w_down.t().contiguous().t()`; of any other layout each call makes a copy, which costs time.
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = {"threshold": threshold, "tile": tile, "slots": slots}
@@ -155,7 +159,7 @@ def _gated_ffn(
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():
         return x.new_empty(*x.shape[:-1], w_down.shape[0])
-    ffn = FFN(w_gate, w_up, w_down, b_gate, b_up, b_down, threshold)
+    ffn = FFN(w_gate, w_up, w_down.t(), b_gate, b_up, b_down, threshold)
     route = requested(route) if sources else "dense"
     hopper = takes_hopper_kernels(rows.device.index, route)
     if route != "dense" and (
@@ -178,10 +182,13 @@ def _by_route(
     limits = device_limits(rows.device.index)
     kernels = kernels_for(sources, rows.device.index)
 
+    lies_well = _lies_well(ffn.w_down)
+
     def sparse() -> Tensor:
+        laid = ffn if lies_well else replace(ffn, w_down=_aligned(ffn.w_down))
         if hopper:
-            return hopper_ffn(kernels, limits, rows, ffn, slots)
-        return portable_ffn(kernels, limits, rows, ffn)
+            return hopper_ffn(kernels, limits, rows, laid, slots)
+        return portable_ffn(kernels, limits, rows, laid)
 
     runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
     if hopper:
@@ -196,7 +203,7 @@ def _by_route(
             token_bucket(rows.shape[0]),
             None if known is None else density_bucket(known),
             slots,
-            f"{'hopper' if hopper else 'portable'} {sources[:12]}",
+            f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if lies_well else ' copying'}",
         )
         with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
             route = choose(
@@ -214,9 +221,11 @@ def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     N, K = ffn.N, ffn.K
     shapes = [tuple(tensor.shape) for tensor in ffn.tensors]
     biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
-    if shapes != [(N, K), (N, K), (K, N), *((n,) for n in biases)]:
+    if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
         return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
-    return _why_not(rows, ffn.tensors, K, N, tile)
+    said = _why_not(rows, ffn.tensors, K, N, tile)
+    as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
+    return said or _why_they_do_not_lie_well(as_they_are)
 
 
 def _why_not(
@@ -231,9 +240,17 @@ def _why_not(
     for weight in weights:
         if (weight.dtype, weight.device) != (rows.dtype, rows.device):
             return "the kernels take weights of the dtype and device of their input"
-        if not weight.is_contiguous() or weight.data_ptr() % 16:
-            return "the kernels take contiguous weights that begin at multiples of 16 bytes"
     return None
+
+
+def _lies_well(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _why_they_do_not_lie_well(weights: Iterable[Tensor]) -> str | None:
+    if all(map(_lies_well, weights)):
+        return None
+    return "the kernels take contiguous weights that begin at multiples of 16 bytes"
 
 
 def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
@@ -281,9 +298,9 @@ def _say_once(reason: str) -> None:
     logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
 
 
-def _aligned(rows: Tensor) -> Tensor:
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _sampled_density(rows: Tensor, ffn: FFN) -> float:
@@ -304,7 +321,12 @@ def _gate_pack(
         raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
     biases = () if b_gate is None else (b_gate,)
     index, (N, K) = x.device.index, w_gate.shape
-    if said := _why_not(x, (w_gate, *biases), K, N) or _why_not_here(sources, index, True):
+    weights = (w_gate, *biases)
+    if said := (
+        _why_not(x, weights, K, N)
+        or _why_they_do_not_lie_well(weights)
+        or _why_not_here(sources, index, True)
+    ):
         raise KernelError(f"gate_pack cannot run: {said}")
     counts, entries = _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources)
     if x.shape[0]:

@@ -23,6 +23,7 @@ from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import (
     BATCH_MASKS,
     DOWN_BLOCK,
+    DOWN_BOX_ROWS,
     GATE_PACK_SMEM,
     GATHER_BLOCK,
     HEAVY_SMEM,
@@ -61,7 +62,11 @@ PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
 
 @dataclass(frozen=True)
 class FFN:
-    """The weights of one gated FFN: `[N, K]`, `[N, K]`, `[K, N]`, biases `[N]`, `[N]`, `[K]`."""
+    """The weights of one gated FFN, all three by rows of neurons; biases `[N]`, `[N]`, `[K]`.
+
+    `w_gate`, `w_up` and `w_down` are `[N, K]`: the last is an nn.Linear's weight turned over, so
+    that what a neuron adds to y lies together. The kernels want all contiguous.
+    """
 
     w_gate: Tensor
     w_up: Tensor
@@ -96,14 +101,14 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     else:
         F.threshold_(gate, ffn.threshold, 0.0)
     gate.mul_(F.linear(x, ffn.w_up, ffn.b_up))
-    return F.linear(gate, ffn.w_down, ffn.b_down)
+    return F.linear(gate, ffn.w_down.t(), ffn.b_down)
 
 
 def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
     """The equation on Hopper with gate and up in one kernel: only their product is stored."""
     hidden = x.new_empty(x.shape[0], ffn.N)
     _launch_hidden(kernels, limits, x, ffn, None, 0, hidden)
-    return F.linear(hidden, ffn.w_down, ffn.b_down)
+    return F.linear(hidden, ffn.w_down.t(), ffn.b_down)
 
 
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
@@ -273,7 +278,7 @@ def _heavy_products(
     window = heavy_window(M, N, K)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
     num_sms = limits.num_sms
-    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, WEIGHT_BOX_ROWS)
+    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, DOWN_BOX_ROWS)
     for start in range(0, M, window):
         kernels.launch(
             "heavy_gather",

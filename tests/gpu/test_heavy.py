@@ -1,0 +1,104 @@
+"""The kernel `heavy_down` by itself: hidden W_down^T with W_down by rows of neurons, exactly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources, tensor_map
+from twellctl.bundle.twell_plan import (
+    DOWN_BOX_ROWS,
+    HEAVY_SMEM,
+    INPUT_BOX_ROWS,
+    PRODUCT_BLOCK,
+    product_grid,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+KERNELS = Path(__file__).parents[2] / "kernels"
+# M, N, K: one box and less, ragged in each, whole tiles, more tiles than a wave
+SIZES = [
+    (1, 8, 64),
+    (64, 64, 64),
+    (100, 72, 320),
+    (256, 64, 256),
+    (300, 520, 192),
+    (513, 1000, 2048),
+    (5000, 264, 1088),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
+    return kernels_for(register_sources(files), 0)
+
+
+def run_down(
+    kernels,
+    hidden: Tensor,
+    w_down: Tensor,
+    b_down: Tensor | None = None,
+    rows: Tensor | None = None,
+    count: Tensor | None = None,
+) -> Tensor:
+    """y `[M, K]`, over NaN."""
+    (M, N), K = hidden.shape, w_down.shape[1]
+    y = torch.full((M, K), torch.nan, dtype=torch.bfloat16, device="cuda")
+    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, DOWN_BOX_ROWS)
+    kernels.launch(
+        "heavy_down",
+        (product_grid(M, K, device_limits(0).num_sms),),
+        PRODUCT_BLOCK,
+        (*maps, b_down, rows, count, 0, M, N, K, y),
+        HEAVY_SMEM,
+    )
+    return y
+
+
+def whole(*shape: int, most: int) -> Tensor:
+    """Whole numbers of -most to most, bf16."""
+    return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize(("N", "K"), [(64, 64), (72, 320), (520, 192), (1000, 2048)])
+def test_a_hidden_of_one_neuron_brings_its_row(kernels, N, K):
+    """Every element of W_down by itself: what is at a wrong place is named."""
+    torch.manual_seed(0)
+    w_down = torch.randn(N, K, device="cuda").bfloat16()
+    y = run_down(kernels, torch.eye(N, device="cuda").bfloat16(), w_down)
+    wrong = (y != w_down).nonzero()
+    assert not len(wrong), (
+        f"{len(wrong)} of {N} x {K} differ; (neuron, column) {wrong[:8].tolist()} hold what is "
+        f"at {[(w_down == y[i, j]).nonzero()[:1].tolist() for i, j in wrong[:8].tolist()]}"
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("M", "N", "K"), SIZES)
+def test_whole_numbers_are_exact(kernels, M, N, K, bias):
+    torch.manual_seed(0)
+    hidden, w_down = whole(M, N, most=8), whole(N, K, most=8)
+    b_down = whole(K, most=100) if bias else None
+    wanted = hidden.double() @ w_down.double() + (b_down.double() if bias else 0)
+    y = run_down(kernels, hidden, w_down, b_down)
+    wrong = (y != wanted.bfloat16()).nonzero()
+    assert not len(wrong), f"{len(wrong)} differ, the first at (row, column) {wrong[:5].tolist()}"
+
+
+def test_listed_rows_alone_are_written(kernels):
+    torch.manual_seed(0)
+    M, N, K, count = 300, 264, 192, 130
+    hidden, w_down = whole(M, N, most=8), whole(N, K, most=8)
+    rows = torch.randperm(M, device="cuda").int()
+    y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([count]))
+    wanted = torch.full_like(y, torch.nan)
+    wanted[rows[:count].long()] = (hidden[:count].double() @ w_down.double()).bfloat16()
+    assert torch.equal(y.isnan(), wanted.isnan())
+    assert torch.equal(y.nan_to_num(), wanted.nan_to_num())
