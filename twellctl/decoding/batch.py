@@ -1,0 +1,207 @@
+"""The rows of a decoder's steps on its device: inputs, the choice of tokens, CUDA graphs.
+
+A step reads tokens, positions and tables from buffers that stay where they are, and writes the
+tokens it chose and the positions after them back there: the next step needs nothing from the host.
+What the host wants to know of a step is one record a row, copied behind it and read later. On a GPU
+a step is captured once for each (bucket of rows, width of tables, variant of sampling).
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.sampler import Field, Variant, choose, log_probabilities
+from twellctl.serving.engine import MAX_TOP_LOGPROBS, Sampling, Token
+
+logger = logging.getLogger(__name__)
+_WARM_UPS = 2
+_IN_FLIGHT = 2  # steps whose records were not read yet, at most
+
+
+def buckets(max_rows: int) -> list[int]:
+    """The numbers of rows that steps are made for: powers of two, and `max_rows` itself."""
+    return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
+
+
+class Record:
+    """What a step tells of each row: columns of int32, floats by their bits.
+
+    The token; the fired share of each layer; the token's log-probability, the likeliest tokens and
+    theirs. The last three are only written by variants that ask for log-probabilities.
+    """
+
+    def __init__(self, num_layers: int, vocab_size: int):
+        self.num_top = min(MAX_TOP_LOGPROBS, vocab_size)
+        self.fired = slice(1, 1 + num_layers)
+        self.logprob = 1 + num_layers
+        self.top_ids = slice(self.logprob + 1, self.logprob + 1 + self.num_top)
+        self.top_logprobs = slice(self.top_ids.stop, self.top_ids.stop + self.num_top)
+        self.width = self.top_logprobs.stop
+
+    def write(
+        self, record: Tensor, logits: Tensor, fired: Tensor, fields: Tensor, variant: Variant
+    ) -> Tensor:
+        """Choose tokens and fill `record` `[B, width]`; the tokens, int64 `[B]`."""
+        tokens, floats = choose(logits, fields, variant), record.view(torch.float32)
+        record[:, 0] = tokens
+        floats[:, self.fired] = fired.T
+        if variant.logprobs:
+            chosen, ids, logprobs = log_probabilities(logits, tokens)
+            floats[:, self.logprob] = chosen
+            record[:, self.top_ids] = ids
+            floats[:, self.top_logprobs] = logprobs
+        return tokens
+
+    def token(self, row: np.ndarray, sampling: Sampling) -> Token:
+        """The token of one row, with what `sampling` asks to be told."""
+        if sampling.top_logprobs is None and not sampling.densities:
+            return Token(int(row[0]))
+        floats, logprob, top = row.view(np.float32), None, ()
+        if (count := sampling.top_logprobs) is not None:
+            logprob = float(floats[self.logprob])
+            pairs = zip(row[self.top_ids].tolist(), floats[self.top_logprobs].tolist(), strict=True)
+            top = tuple(pairs)[:count]
+        densities = tuple(floats[self.fired].tolist()) if sampling.densities else None
+        return Token(int(row[0]), logprob, top, densities)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was launched."""
+
+    num_rows: int
+    _record: Tensor
+    _event: torch.cuda.Event | None
+
+    def read(self) -> np.ndarray:
+        """Its records, int32 `[num_rows, width]`; waits for it. Valid until two steps later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._record.numpy()[: self.num_rows]
+
+
+class Batch:
+    """Up to `max_rows` rows with tables of up to `max_pages` pages."""
+
+    def __init__(self, decoder: Decoder, max_rows: int, max_pages: int):
+        self.decoder = decoder
+        self.record = Record(decoder.num_layers, decoder.vocab_size)
+        self.on_gpu = decoder.device.type == "cuda"
+        self._buckets, self._widths = buckets(max_rows), decoder.widths(max_pages)
+        self._num_rows = 0
+        self._host_fields = self._on_host(len(Field), max_rows)
+        self._host_tables = self._on_host(max_rows, max_pages)
+        self._fields = self._host_fields.to(decoder.device, copy=True)
+        self._tables = self._host_tables.to(decoder.device, copy=True)
+        self._records = torch.zeros(
+            (max_rows, self.record.width), dtype=torch.int32, device=decoder.device
+        )
+        self._copies = [self._on_host(*self._records.shape) for _ in range(_IN_FLIGHT)]
+        self._grown: list[int] = []
+        self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
+        self._capturing = self.on_gpu and decoder.capturable
+        self._graph_memory = torch.cuda.graph_pool_handle() if self._capturing else None
+
+    def load(self, fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]) -> None:
+        """Set the rows anew; no step may be under way. Fields as `put_fields` writes them."""
+        self._num_rows = len(fields)
+        of_rows, tables = self._host_fields.numpy(), self._host_tables.numpy()
+        of_rows[:], tables[:] = 0, 0
+        for row, (values, taken) in enumerate(zip(fields, pages, strict=True)):
+            of_rows[:, row] = values
+            tables[row, : len(taken)] = taken
+        self._grown.clear()
+        self._fields.copy_(self._host_fields, non_blocking=True)
+        self._tables.copy_(self._host_tables, non_blocking=True)
+
+    def add_page(self, row: int, place: int, page: int) -> None:
+        """One more page of a row, for the steps to come."""
+        self._host_tables.numpy()[row, place] = page
+        self._grown.append(row)
+
+    def launch(self, num_pages: int, variant: Variant) -> Step:
+        """Start a step of all rows, none of which has more than `num_pages` pages."""
+        self._bring_tables()
+        B = next(bucket for bucket in self._buckets if bucket >= self._num_rows)
+        W = next(width for width in self._widths if width >= num_pages)
+        key = (B, W, variant)
+        if (run := self._runs.get(key)) is None:
+            run = self._runs[key] = self._prepared(*key)
+        run()
+        return self._followed(B)
+
+    def first(
+        self, logits: Tensor, fired: Tensor, fields: np.ndarray, variant: Variant
+    ) -> np.ndarray:
+        """Choose the token after a prompt from logits `[V]`; its record `[width]`. Waits."""
+        of_row = torch.from_numpy(fields)[:, None].to(self.decoder.device)
+        record = torch.zeros_like(self._records[:1])
+        self.record.write(record, logits[None], fired[:, None], of_row, variant)
+        return record[0].cpu().numpy()
+
+    def _on_host(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+
+    def _bring_tables(self) -> None:
+        # The host adds pages to its tables while an older copy may be under way: that is no race
+        # that matters, since steps launched before do not look at the new places.
+        if len(self._grown) > 1:
+            rows = slice(self._num_rows)
+            self._tables[rows].copy_(self._host_tables[rows], non_blocking=True)
+        elif self._grown:
+            self._tables[self._grown[0]].copy_(self._host_tables[self._grown[0]], non_blocking=True)
+        self._grown.clear()
+
+    def _followed(self, B: int) -> Step:
+        """The step just launched, with the copy of its records behind it."""
+        copy = self._copies[0]
+        self._copies.reverse()
+        copy[:B].copy_(self._records[:B], non_blocking=True)
+        event = None
+        if self.on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        return Step(self._num_rows, copy, event)
+
+    def _step(self, B: int, W: int, variant: Variant) -> None:
+        fields = self._fields[:, :B]
+        token, position, limit = (fields[i] for i in (Field.TOKEN, Field.POSITION, Field.LIMIT))
+        logits, fired = self.decoder.step(token, position, self._tables[:B, :W])
+        token.copy_(self.record.write(self._records[:B], logits, fired, fields, variant))
+        torch.minimum(position + 1, limit, out=position)
+
+    def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
+        """The step as a CUDA graph, or as it is where there are none."""
+        run = partial(self._step, B, W, variant)
+        if not self._capturing:
+            return run
+        with self._rows_kept():
+            for _ in range(_WARM_UPS):
+                run()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self.decoder.device)
+        try:
+            with torch.cuda.graph(
+                graph, self._graph_memory, stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except Exception as error:
+            self._capturing = False
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("a step could not be captured in a CUDA graph (%s): it is slow", reason)
+            return run
+        return graph.replay
+
+    @contextlib.contextmanager
+    def _rows_kept(self) -> Iterator[None]:
+        """Steps inside leave the rows where they stood. What they cache is written again later."""
+        kept = self._fields.clone()
+        yield
+        self._fields.copy_(kept)

@@ -1,0 +1,143 @@
+"""The engine that HTTP talks to: a worker thread around a scheduler, events back to asyncio."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from twellctl.decoding.scheduler import Event, Scheduler, check_fits, failure_of
+from twellctl.decoding.sequence import Sequence
+from twellctl.serving.engine import (
+    EngineClosed,
+    EngineError,
+    EngineStats,
+    QueueFull,
+    Sampling,
+    Token,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Client:
+    """The way back to who asked."""
+
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Token | EngineError | None]
+
+
+class DecodeEngine:
+    """An `Engine` (serving/engine.py) that continues many sequences at once."""
+
+    def __init__(self, scheduler: Scheduler, max_waiting: int):
+        self.context = scheduler.context
+        self.vocab_size = scheduler.decoder.vocab_size
+        self.eos_tokens = scheduler.eos_tokens
+        self._scheduler, self._max_waiting = scheduler, max_waiting
+        self._wake = threading.Condition()  # guards what follows
+        self._arrived: deque[Sequence] = deque()
+        self._left: deque[Sequence] = deque()
+        self._closed = self._stopping = self._idle = False
+        self._worker = threading.Thread(target=self._work, name="decoding", daemon=True)
+        self._worker.start()
+
+    async def generate(
+        self, prompt: Tokens[int], sampling: Sampling
+    ) -> AsyncGenerator[Token, None]:
+        client = _Client(asyncio.get_running_loop(), asyncio.Queue())
+        sequence = Sequence(prompt, sampling, client)
+        self._submit(sequence)
+        try:
+            while (event := await client.events.get()) is not None:
+                if isinstance(event, EngineError):
+                    raise event
+                yield event
+        finally:
+            self._forget(sequence)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        pool, generated = scheduler.pool, scheduler.generated_tokens
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting) + len(self._arrived),
+            capacity=scheduler.max_running,
+            prompt_tokens=scheduler.prompt_tokens,
+            generated_tokens=generated,
+            cache_used=1 - pool.free / pool.capacity,
+            densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
+        )
+
+    def close(self, drain_seconds: float = 0) -> None:
+        deadline = time.monotonic() + drain_seconds
+        with self._wake:
+            self._closed = True
+            while not self._idle and (left := deadline - time.monotonic()) > 0:
+                self._wake.wait(left)
+            self._stopping = True
+            self._wake.notify_all()
+        self._worker.join()
+
+    def _submit(self, sequence: Sequence) -> None:
+        check_fits(sequence, self.context)
+        with self._wake:
+            if self._closed:
+                raise EngineClosed("the server is stopping")
+            if len(self._scheduler.waiting) + len(self._arrived) >= self._max_waiting:
+                raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
+            self._arrived.append(sequence)
+            self._idle = False
+            self._wake.notify_all()
+
+    def _forget(self, sequence: Sequence) -> None:
+        if not sequence.gone:
+            with self._wake:
+                self._left.append(sequence)
+                self._wake.notify_all()
+
+    # ---- the worker ----
+
+    def _work(self) -> None:
+        while self._take_in():
+            try:
+                events = self._scheduler.advance()
+            except Exception as error:  # of the device, outside of any one generation
+                logger.exception("the engine failed")
+                events = self._scheduler.fail_all(failure_of(error))
+            self._tell(events)
+        self._tell(self._scheduler.fail_all(EngineClosed("the server is stopping")))
+
+    def _take_in(self) -> bool:
+        """Wait for something to do, and hand it to the scheduler; False: stop."""
+        with self._wake:
+            while not (self._arrived or self._left or self._stopping or self._scheduler.busy):
+                self._idle = True
+                self._wake.notify_all()
+                self._wake.wait()
+            while self._arrived:
+                self._scheduler.add(self._arrived.popleft())
+            while self._left:
+                self._scheduler.cancel(self._left.popleft())
+            return not self._stopping
+
+    def _tell(self, events: list[Event]) -> None:
+        """Wake each event loop once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
+        for event in events:
+            by_loop.setdefault(event[0].client.loop, []).append(event)
+        for loop, some in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, some)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                for sequence, _ in some:
+                    self._scheduler.cancel(sequence)
+
+
+def _put_all(events: list[Event]) -> None:
+    for sequence, event in events:
+        sequence.client.events.put_nowait(event)

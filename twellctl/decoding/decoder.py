@@ -1,0 +1,52 @@
+"""The seam between the engine and a model: a prompt or one token of many rows in, logits out.
+
+The engine knows sequences, pages and sampling; a `Decoder` knows the model and holds the cache.
+All calls come from one thread, under `torch.inference_mode`, on torch's current stream.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Decoder(Protocol):
+    """One model with its key-value cache, which lies in pages (pages.py)."""
+
+    device: torch.device
+    vocab_size: int
+    context: int  # tokens of a sequence, at most
+    num_layers: int  # L: gated FFNs whose fired share is told; 0: none is
+    page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
+    max_rows: int | None  # of one step; None: any number
+    prefill_chunk: int  # tokens of one prefill, at most
+    capturable: bool  # whether a step may be captured in a CUDA graph
+
+    def open_cache(self, num_pages: int) -> None:
+        """Allocate the cache; called once, before all else."""
+        ...
+
+    def widths(self, max_pages: int) -> list[int]:
+        """The widths W that `step` is to be called with, ascending, `max_pages` the last.
+
+        A decoder that reads no more of a table than its row needs has only that one.
+        """
+        ...
+
+    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens `[P]` at positions from `start` on of one sequence, with pages `table` `[W]`.
+
+        int32 on the device, W * PAGE >= start + P; what lies before `start` is cached. Returns, of
+        the last token, the logits `[V]` and the share of fired neurons, float32 `[L]`.
+        """
+        ...
+
+    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each row: tokens `[B]`, positions `[B]`, tables `[B, W]`, int32.
+
+        Row b writes at `positions[b]` and attends to all up to there. Rows of `tables` may lie
+        apart; entries behind a row's last page are 0. Cached values behind a row's position may
+        be anything, NaN too. Returns logits `[B, V]` and fired shares, float32 `[L, B]`. No host
+        reads: the call may be captured in a CUDA graph.
+        """
+        ...

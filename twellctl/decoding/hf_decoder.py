@@ -1,0 +1,157 @@
+"""Any causal model of transformers through its own forward, over a cache in pages: the plain form.
+
+Attention sees the whole block table of a row, gathered; what is not its own is masked. Slow and
+simple, on any device and in any dtype: the judge of faster decoders.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from twellctl.decoding.fired_shares import FiredShares
+from twellctl.decoding.paged_cache import PagedCache, cached_shapes
+from twellctl.decoding.pages import PAGE
+
+PREFILL_CHUNK = 1024
+_ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class HFDecoder:
+    """A `Decoder` (decoder.py) for models that cache keys and values of attention, nothing else."""
+
+    max_rows = None
+    prefill_chunk = PREFILL_CHUNK
+    capturable = True
+
+    @staticmethod
+    def why_not(model: PreTrainedModel) -> str | None:
+        """None if `model` can be driven so, else what stands against it."""
+        return _why_not(model)
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config()
+        self.device = model.device
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.context = config.max_position_embeddings
+        self._model, self._config = model, config
+        self._shapes = cached_shapes(model)
+        self._fired = FiredShares(model, config.num_hidden_layers)
+        self.num_layers = self._fired.num_layers
+        self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
+
+    def open_cache(self, num_pages: int) -> None:
+        self._cache = PagedCache(self._shapes, num_pages, self.device)
+
+    def widths(self, max_pages: int) -> list[int]:
+        powers = [1 << i for i in range(max_pages.bit_length())]
+        return sorted({*powers, max_pages})
+
+    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, start + len(tokens), device=self.device)
+        logits, fired = self._forward(tokens[None], positions[None], table[None])
+        return logits[0], fired[:, 0]
+
+    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        return self._forward(tokens[:, None], positions[:, None], tables)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones."""
+        rows = _Rows(self._cache, positions.long(), tables.long())
+        self._fired.expect(len(tokens))
+        done = self._model(
+            input_ids=tokens.long(),
+            position_ids=rows.positions,
+            attention_mask=self._masks(rows),
+            past_key_values=rows,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return done.logits[:, -1], self._fired.of_last_tokens(self.device)
+
+    def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
+        """One mask, or one for each kind of layer where the config tells several kinds."""
+        window = getattr(self._config, "sliding_window", None)
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is None:
+            return rows.mask(window, self._model.dtype)
+        return {
+            kind: rows.mask(window if kind == "sliding_attention" else None, self._model.dtype)
+            for kind in set(kinds)
+        }
+
+
+class _Rows(Cache):
+    """The pages of some rows, as the model's attention sees them: a cache for one forward."""
+
+    def __init__(self, cache: PagedCache, positions: Tensor, tables: Tensor):
+        super().__init__(layers=[])
+        self.positions, self._tables, self._cache = positions, tables, cache
+        self._pages = tables.gather(1, positions // PAGE)
+        self._slots = positions % PAGE
+        self._places = torch.arange(tables.shape[1] * PAGE, device=tables.device)
+        # `[B, 1, W * PAGE, 1]`: what lies behind may be NaN, and 0 * NaN is NaN
+        self._behind = (self._places > positions[:, -1:])[:, None, :, None]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Store `[B, kv_heads, Q, head_dim]`; returns all of the rows, `[.., W * PAGE, ..]`."""
+        paged = self._cache.keys[layer_idx], self._cache.values[layer_idx]
+        for pages, new in zip(paged, (keys, values), strict=True):
+            pages[self._pages, :, self._slots] = new.transpose(1, 2)
+        return tuple(self._gather(pages) for pages in paged)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, `[B, 1, Q, W * PAGE]`: nothing where a token may look."""
+        queries = self.positions[:, None, :, None]
+        hidden = self._places > queries
+        if window is not None:
+            hidden |= self._places <= queries - window
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, torch.finfo(dtype).min
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise NotImplementedError("each row has its own length: the model must use position_ids")
+
+    def _gather(self, pages: Tensor) -> Tensor:
+        return pages[self._tables].transpose(1, 2).flatten(2, 3).masked_fill(self._behind, 0)
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    name, config = type(model).__name__, model.config.get_text_config()
+    if getattr(model, "_is_stateful", False) or not _caches_attention_only(model.config):
+        return f"{name} keeps more than keys and values of attention"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if other := sorted(kinds.difference(_LAYER_TYPES)):
+        return f"{name} has {other[0]} layers"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return f"{name} attends in chunks"
+    if config._attn_implementation not in _ATTENTION:
+        return f"attention {config._attn_implementation} takes no mask (load the model with sdpa)"
+    if rope := _rope_by_length(model):
+        return f"{name}'s {rope} rotary positions depend on the longest sequence of a batch"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return f"{name} lies on several devices"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no position_ids"
+    return None
+
+
+def _caches_attention_only(config: PreTrainedConfig) -> bool:
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+
+
+def _rope_by_length(model: PreTrainedModel) -> str | None:
+    """The kind of rotary positions if they hang on the length (transformers' rope_type)."""
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = found.values() if isinstance(found, dict) else [found]
+        for kind in kinds:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                return kind
+    return None

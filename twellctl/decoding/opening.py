@@ -1,0 +1,96 @@
+"""From a loaded model to its engine: which decoder, how much room, which tokens end a sequence."""
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from twellctl.decoding.decode_engine import DecodeEngine
+from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.pages import pages_for
+from twellctl.decoding.scheduler import Scheduler
+from twellctl.errors import TwellError
+
+logger = logging.getLogger(__name__)
+DECODERS = (HFDecoder,)  # the best first; LoneDecoder takes what they do not
+MAX_RUNNING, MAX_WAITING = 64, 256
+GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
+CPU_CACHE_BYTES = 1 << 30
+
+
+def open_engine(
+    model: PreTrainedModel,
+    extra_eos: int | None = None,
+    *,
+    cache_bytes: int | None = None,
+    max_running: int = MAX_RUNNING,
+    max_waiting: int = MAX_WAITING,
+) -> DecodeEngine:
+    """An `Engine` (serving/engine.py) whose worker has started; the arguments of `open_scheduler`.
+
+    More than `max_waiting` generations that wait for room are refused.
+    """
+    scheduler = open_scheduler(model, extra_eos, cache_bytes=cache_bytes, max_running=max_running)
+    return DecodeEngine(scheduler, max_waiting)
+
+
+def open_scheduler(
+    model: PreTrainedModel,
+    extra_eos: int | None = None,
+    *,
+    cache_bytes: int | None = None,
+    max_running: int = MAX_RUNNING,
+) -> Scheduler:
+    """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
+
+    `extra_eos`: the tokenizer's end token, beside those the model's configs name. `cache_bytes`
+    bounds the key-value cache; None: a share of the GPU's free memory, or `CPU_CACHE_BYTES`.
+    """
+    eos_tokens = eos_tokens_of(model, extra_eos)
+    decoder = open_decoder(model)
+    if cache_bytes is None:
+        cache_bytes = _free_bytes(decoder.device)
+    num_pages = _num_pages(decoder, cache_bytes, max_running)
+    return Scheduler(decoder, num_pages, max_running, eos_tokens)
+
+
+def open_decoder(model: PreTrainedModel) -> Decoder:
+    """The best decoder that can drive `model`; why it must be the last resort is logged."""
+    why = []
+    for kind in DECODERS:
+        if (said := kind.why_not(model)) is None:
+            return kind(model)
+        why.append(said)
+    logger.warning("%s: one sequence is continued at a time", why[-1])
+    return LoneDecoder(model)
+
+
+def eos_tokens_of(model: PreTrainedModel, extra_eos: int | None = None) -> frozenset[int]:
+    """The tokens that end a text, by the model's configs, and `extra_eos`."""
+    found = {extra_eos}
+    for config in (model.config, model.generation_config):
+        eos = getattr(config, "eos_token_id", None)
+        found.update(eos if isinstance(eos, list) else [eos])
+    return frozenset(token for token in found if token is not None)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(GPU_SHARE * (free + held))
+
+
+def _num_pages(decoder: Decoder, cache_bytes: int, max_running: int) -> int:
+    """No more than all sequences can use at their longest, and what `cache_bytes` hold."""
+    most = min(max_running, decoder.max_rows or max_running) * pages_for(decoder.context) + 1
+    if not decoder.page_bytes:
+        return most
+    if (held := cache_bytes // decoder.page_bytes) < 2:
+        raise TwellError(
+            f"cache_bytes must hold two pages of {decoder.page_bytes} bytes, got {cache_bytes}"
+        )
+    return min(held, most)

@@ -1,0 +1,51 @@
+"""The key-value cache in pages: one tensor for the keys of a layer and one for its values.
+
+The token at position p of a row lies in page `table[p // PAGE]`, slot `p % PAGE`. Keys are stored
+as attention takes them, with their rotary positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from twellctl.decoding.pages import PAGE
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches for a token: `kv_heads` keys of `key_dim`, values of `value_dim`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE * self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class PagedCache:
+    """`keys[i]` and `values[i]` of layer i: `[num_pages, kv_heads, PAGE, head_dim]`, zeroed."""
+
+    def __init__(self, shapes: list[LayerShape], num_pages: int, device: torch.device):
+        def pages(shape: LayerShape, head_dim: int) -> Tensor:
+            size = (num_pages, shape.kv_heads, PAGE, head_dim)
+            return torch.zeros(size, dtype=shape.dtype, device=device)
+
+        self.keys = [pages(shape, shape.key_dim) for shape in shapes]
+        self.values = [pages(shape, shape.value_dim) for shape in shapes]
+
+
+@torch.inference_mode()
+def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """What each layer of `model` caches, seen from one token that goes through it."""
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=token, past_key_values=cache, use_cache=True)
+    return [
+        LayerShape(layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1], layer.dtype)
+        for layer in cache.layers
+    ]

@@ -1,0 +1,133 @@
+"""Which token follows, on the device: rows of logits in, one token of each row out. No host reads.
+
+A draw is the largest of logit / temperature + noise (Gumbel's), where the noise of a token hangs
+on the row's seed, its position and the token alone. So a row draws the same whoever is beside it,
+in whatever row it lies, and again when it is recomputed.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twellctl.serving.engine import MAX_TOP_LOGPROBS, Sampling
+
+GREEDY_BELOW = 1e-5  # temperatures that are taken as 0
+
+
+class Field(IntEnum):
+    """What a batch knows of its rows, int32 `[len(Field), B]`; floats by their bits."""
+
+    TOKEN = 0  # the next step's input
+    POSITION = 1  # where it stands
+    LIMIT = 2  # positions go no further
+    TEMPERATURE = 3  # float32; 0: greedy
+    TOP_P = 4  # float32
+    TOP_K = 5  # 0: all
+    SEED_LOW = 6
+    SEED_HIGH = 7
+
+
+class Variant(NamedTuple):
+    """What must be computed for some row: each variant is a CUDA graph of its own."""
+
+    drawn: bool = False  # False: all are greedy, the one argmax is enough
+    cut: bool = False  # some row has top_k or top_p: logits are sorted
+    logprobs: bool = False
+
+    def __or__(self, other: "Variant") -> "Variant":
+        return Variant(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def variant_of(sampling: Sampling) -> Variant:
+    """What one request needs."""
+    drawn = _temperature(sampling) > 0
+    cut = drawn and (sampling.top_k > 0 or sampling.top_p < 1)
+    return Variant(drawn, cut, sampling.top_logprobs is not None)
+
+
+def put_fields(
+    fields: np.ndarray, token: int, position: int, limit: int, sampling: Sampling, seed: int
+) -> None:
+    """Write one row: `fields` is int32 `[len(Field)]`, of any stride."""
+    floats = np.array([_temperature(sampling), sampling.top_p], np.float32).view(np.int32)
+    seeds = np.array([seed & (1 << 64) - 1], np.uint64).view(np.int32)
+    fields[:] = (token, position, limit, *floats, sampling.top_k, *seeds)
+
+
+def choose(logits: Tensor, fields: Tensor, variant: Variant) -> Tensor:
+    """The next token of each row, int64 `[B]`; logits `[B, V]`, fields int32 `[len(Field), B]`."""
+    best = logits.argmax(-1)
+    if not variant.drawn:
+        return best
+    temperature = fields[Field.TEMPERATURE].view(torch.float32)
+    scaled = logits.float() / temperature.clamp_min(GREEDY_BELOW)[:, None]
+    if variant.cut:
+        scaled = _cut(scaled, fields[Field.TOP_K], fields[Field.TOP_P].view(torch.float32))
+    drawn = scaled.add_(_gumbel(fields, logits.shape[-1])).argmax(-1)
+    return torch.where(temperature > 0, drawn, best)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the chosen `tokens` `[B]`, and the likeliest tokens `[B, n]` with theirs, likeliest first.
+
+    Of the model's own distribution, float32; n is `MAX_TOP_LOGPROBS` or the whole vocabulary.
+    """
+    all_of_them = logits.float().log_softmax(-1)
+    chosen = all_of_them.gather(-1, tokens[:, None])[:, 0]
+    top = all_of_them.topk(min(MAX_TOP_LOGPROBS, logits.shape[-1]))
+    return chosen, top.indices, top.values
+
+
+def _temperature(sampling: Sampling) -> float:
+    """0 for what is greedy, said so or not: of several best tokens all take the first."""
+    one_left = sampling.top_k == 1 or sampling.top_p <= 0
+    return 0.0 if one_left or sampling.temperature < GREEDY_BELOW else sampling.temperature
+
+
+def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`.
+
+    Tokens as likely as the last one kept are kept too.
+    """
+    size = scaled.shape[-1]
+    ordered = scaled.sort(-1, descending=True).values
+    kth = torch.where(top_k > 0, top_k.clamp(max=size), size).long() - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
+    # whole numbers: their sum is the same in whatever order a GPU adds them up
+    shares = (ordered.softmax(-1).double() * 2**40).long()
+    before = shares.cumsum(-1) - shares
+    kept = (before < (top_p.double() * 2**40).long()[:, None]) | (top_p >= 1)[:, None]
+    last = (kept & (ordered > -torch.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
+    return scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
+
+
+def _gumbel(fields: Tensor, size: int) -> Tensor:
+    """Noise float32 `[B, size]`."""
+    low, high, position = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.POSITION]
+    first = _mixed(low ^ _mixed(position + _ODD))
+    second = _mixed(high ^ _mixed(first + _ODD))
+    tokens = torch.arange(size, dtype=torch.int32, device=fields.device)
+    bits = _mixed(tokens * _ODD + first[:, None], second[:, None]) & 0x7FFFFFFF
+    # between 0 and 1, fine near 0: that is where the largest noise comes from
+    exponential = -torch.log1p(-(bits.float() + 0.5) * 2.0**-31)
+    return -exponential.log_()
+
+
+_ODD = 0x9E3779B9 - (1 << 32)
+
+
+def _mixed(bits: Tensor, more: Tensor | None = None) -> Tensor:
+    """A hash of int32 `bits` (and of `more`), one to one; products wrap around."""
+    bits = (bits ^ _shifted(bits, 16)) * 0x7FEB352D
+    if more is not None:
+        bits = bits ^ more
+    bits = (bits ^ _shifted(bits, 15)) * (0x846CA68B - (1 << 32))
+    return bits ^ _shifted(bits, 16)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, with zeros coming in."""
+    return (bits >> by) & ((1 << (32 - by)) - 1)

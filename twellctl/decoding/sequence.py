@@ -1,0 +1,61 @@
+"""One prompt that is being continued, as the host knows it."""
+
+import itertools
+import random
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+import numpy as np
+
+from twellctl.decoding.pages import PAGE
+from twellctl.decoding.sampler import Field, put_fields, variant_of
+from twellctl.serving.engine import Sampling
+
+_numbers = itertools.count()
+
+
+class Sequence:
+    """Its tokens, its pages, and who waits for it (`client`: not looked at here).
+
+    When it runs, all tokens but the last one are cached. `launched` steps were started and not yet
+    read. A sequence that loses its pages begins again with all tokens it has as its prompt.
+    """
+
+    def __init__(self, prompt: Tokens[int], sampling: Sampling, client: Any = None):
+        self.tokens, self.num_prompt = list(prompt), len(prompt)
+        self.sampling, self.client = sampling, client
+        self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        self.variant = variant_of(sampling)
+        self.number = next(_numbers)  # the order of arrival
+        self.pages: list[int] = []
+        self.cached = 0  # of the prompt, while it is being read
+        self.launched = 0
+        self.gone = False  # ended, failed, or nobody waits any more
+
+    @property
+    def most_tokens(self) -> int:
+        """How long it can become."""
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Where the next step's input will stand."""
+        return len(self.tokens) - 1 + self.launched
+
+    @property
+    def needs_page(self) -> bool:
+        """Whether the next step's input stands behind its last page."""
+        return self.next_position >= len(self.pages) * PAGE
+
+    @property
+    def all_launched(self) -> bool:
+        """Whether no further step is wanted, whatever those under way give."""
+        return len(self.tokens) + self.launched >= self.most_tokens
+
+    def fields(self) -> np.ndarray:
+        """What a batch knows of it, int32 `[len(Field)]`; nothing may be under way."""
+        fields = np.zeros(len(Field), np.int32)
+        position = len(self.tokens) - 1
+        limit = self.most_tokens - 2  # the last input that is wanted
+        put_fields(fields, self.tokens[-1], position, limit, self.sampling, self.seed)
+        return fields
