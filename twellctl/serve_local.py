@@ -62,12 +62,12 @@ def serve_local(
 def load_served_model(checkpoint: Checkpoint) -> ServedModel:
     """Weights and tokenizer loaded, the worker started."""
     # torch takes seconds to import: a wrong model or a busy port is told before
+    from twellctl.decoding.opening import open_engine
     from twellctl.model import load_model, load_tokenizer
-    from twellctl.serving.generation import GenerateEngine
 
     tokenizer = load_tokenizer(checkpoint)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
-    engine = GenerateEngine(load_model(checkpoint), tokenizer.eos_token_id)
+    engine = open_engine(load_model(checkpoint), tokenizer.eos_token_id)
     return ServedModel(_served_name(checkpoint), tokenizer, engine)
 
 

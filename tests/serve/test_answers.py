@@ -17,10 +17,10 @@ from serving_client import (
 )
 
 from twellctl.checkpoint import open_checkpoint
+from twellctl.decoding.opening import open_engine
 from twellctl.export import export
 from twellctl.model import load_model
 from twellctl.serve_local import load_served_model
-from twellctl.serving.generation import GenerateEngine
 
 
 def test_engine_gives_the_tokens_of_generate(served, client, reference, tokenizer):
@@ -48,7 +48,7 @@ def test_engine_takes_end_tokens_but_no_habits_from_generation_config(
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 30
     model.generation_config.eos_token_id = [0, expected[-1]]
-    engine = GenerateEngine(model, 300)
+    engine = open_engine(model, 300)
     try:
         assert engine.eos_tokens == {0, expected[-1], 300}
         tokens = engine_tokens(engine, PROMPT, 60, tokenizer)

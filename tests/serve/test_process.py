@@ -24,13 +24,19 @@ from serving_client import (
     streamed_completion,
 )
 
+from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.serve_local import serve, serve_local
 from twellctl.serving.engine import EngineClosed, EngineError
 from twellctl.serving.plan import ServedModel
 
 
-def test_requests_at_once_are_answered_in_turn(client):
+def decoder_of(served: ServedModel) -> HFDecoder:
+    """What the engine asks for logits."""
+    return served.engine._scheduler.decoder
+
+
+def test_requests_at_once_are_answered_as_if_alone(client):
     alone = [complete(client, prompt=f"x = {i}").choices[0].text for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         done = pool.map(lambda i: complete(client, prompt=f"x = {i}"), range(4))
@@ -38,16 +44,17 @@ def test_requests_at_once_are_answered_in_turn(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_worker(served, client, stream):
-    steps = []
+def test_a_client_that_leaves_frees_the_worker(served, client, stream, monkeypatch):
+    steps, step = [], decoder_of(served).step
 
-    def slow(*_):
+    def slow(*inputs):
         steps.append(time.monotonic())
         time.sleep(0.05)
+        return step(*inputs)
 
     expected = complete(client, max_tokens=1).choices[0].text
-    hook = served.engine._model.register_forward_pre_hook(slow)
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder_of(served), "step", slow)
         if stream:
             with complete(client, max_tokens=200, stream=True) as events:
                 next(iter(events))
@@ -56,8 +63,8 @@ def test_a_client_that_leaves_frees_the_worker(served, client, stream):
                 complete(client.with_options(timeout=0.5), max_tokens=200)
         left = time.monotonic()
         assert complete(client, max_tokens=1).choices[0].text == expected
-    finally:
-        hook.remove()
+        while served.engine.stats().running:
+            time.sleep(0.01)
     assert len([step for step in steps if step > left]) < 20  # of 200, had it gone on
 
 
@@ -66,7 +73,7 @@ def test_out_of_memory_fails_one_request_only(served, client, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
 
     with monkeypatch.context() as patched:
-        patched.setattr(served.engine._model, "generate", fail)
+        patched.setattr(decoder_of(served), "prefill", fail)
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
                 complete(client, stream=stream)
@@ -79,7 +86,7 @@ def test_unexpected_failure_is_logged_in_one_line(served, client, monkeypatch, c
         raise IndexError("no such\nlayer")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
-        patched.setattr(served.engine._model, "generate", fail)
+        patched.setattr(decoder_of(served), "prefill", fail)
         with pytest.raises(openai.InternalServerError) as caught:
             complete(client)
     assert (caught.value.status_code, caught.value.type) == (500, "server_error")
@@ -169,6 +176,7 @@ def test_busy_port_is_one_line(relu_llama):
 
 def test_sigterm_ends_the_command_with_0(relu_llama):
     command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
+    command += ["--drain", "0"]
     process = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -181,7 +189,7 @@ def test_sigterm_ends_the_command_with_0(relu_llama):
         assert line.startswith("serving model at http://127.0.0.1:"), process.stderr.read()
         url = line.split()[-1]
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
-            events = complete(client, max_tokens=200, n=100, stream=True)  # a minute of work
+            events = complete(client, max_tokens=200, n=100, stream=True)  # seconds of work
             next(iter(events))
             process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError, match="stopping"):
