@@ -13,8 +13,8 @@
 // goes by: 4 clocks a round for the weights, 2 for values, 1 for codes. What a slot costs does not
 // depend on density, nor on how often a neuron fires.
 //
-// W_down lies by rows of neurons, [N, K]; a block takes 32 bytes of each. Shared memory: 2 planes of
-// [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three bits differ lie in
+// W_down lies by rows of neurons, [N, K]; a block takes 32 bytes of each. Shared memory: two planes
+// of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three bits differ lie in
 // different banks: the classes of plan.cu. In plane 1 neuron n has row n ^ 4: both halves of four
 // neurons, which arrive together, lie in different banks too. Behind the planes lie two stages a
 // warp, of 16 rounds each: a warp goes step by step, a step being up to 16 rounds of a group, and

@@ -273,6 +273,22 @@ def test_what_is_not_taken(monkeypatch):
     assert "[M, 64], not [10, 32]" in twell_ffn._why_not_ffn(rows[:, :32], ffn, 256)
 
 
+def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch):
+    taken = []
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: None)
+    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: None)
+    monkeypatch.setattr(twell_ffn, "portable_ffn", lambda *args: taken.append(args[-1].w_down))
+    x, w_gate, w_up, w_down, *biases = problem()
+    shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
+    for laid in (w_down, shifted, w_down.t().contiguous().t()):
+        ffn = FFN(w_gate, w_up, laid.t(), *biases, 0.0)
+        twell_ffn._by_route(x.view(-1, 64), ffn, 8, -1.0, SOURCES, "portable", False)
+        assert taken[-1].is_contiguous()
+        assert taken[-1].data_ptr() % 16 == 0
+        assert torch.equal(taken[-1], w_down.t())
+    assert taken[-1].data_ptr() == laid.data_ptr()
+
+
 # ---- copies of the code ----
 
 

@@ -31,6 +31,7 @@ from twellctl.synthetic import (
     make_weights,
 )
 from twellctl.twell_side import (
+    as_loaded,
     check_routes,
     ffn_over_twell,
     require_kernels,
@@ -128,15 +129,17 @@ def _point(
     generator = torch.Generator(device).manual_seed(settings.seed)
     inputs = _inputs(settings, tokens, density, generator)
     rotated = rotated_weights(inputs.weights, device)
+    loaded = [as_loaded(weights) for weights in rotated]
 
     def contender(name: str, kind: str, ffn: Ffn) -> Contender:
-        return Contender(name, kind, lambda number: ffn(inputs.x, rotated[number]))
+        weights = loaded if kind == TWELL else rotated
+        return Contender(name, kind, lambda number: ffn(inputs.x, weights[number]))
 
     def over_twell(route: str) -> Ffn:
         return ffn_over_twell(route, inputs.slots, inputs.density)
 
     without_kernels = require_kernels(
-        settings.routes, lambda route: over_twell(route)(inputs.x[:8], inputs.weights), device
+        settings.routes, lambda route: over_twell(route)(inputs.x[:8], loaded[0]), device
     )
     contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
     contenders += [

@@ -5,14 +5,21 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_ffn, twell_route
-from twellctl.bundle.twell_model import kernel_sources, put_over_twell, use_kernels
+from twellctl.bundle.twell_model import (
+    by_rows_of_neurons,
+    gated_ffns,
+    kernel_sources,
+    lay_down_by_rows,
+    put_over_twell,
+    use_kernels,
+)
 from twellctl.errors import TwellError, UsageError
 from twellctl.resources import bundle_files
 from twellctl.synthetic import FfnWeights
@@ -98,6 +105,11 @@ def ffn_over_twell(
     return lambda x, w: run(x, *w.split)
 
 
+def as_loaded(weights: FfnWeights) -> FfnWeights:
+    """`weights` as they lie in a model that was loaded; gate and up are shared."""
+    return replace(weights, down=by_rows_of_neurons(weights.down))
+
+
 @dataclass(frozen=True)
 class TwellNumbers:
     """What an export's config.json says of its layers; `densities` None without a profile."""
@@ -109,9 +121,15 @@ class TwellNumbers:
 
 
 def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module:
-    """`model` over TwELL as its export is: a copy that shares its weights."""
+    """`model` over TwELL as its export is: a copy that shares its weights.
+
+    Not those of the down projections, where the kernels want another layout of them.
+    """
     tensors = itertools.chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     put_over_twell(twin, asdict(numbers))
     use_kernels(twin, own_kernels(), route)
+    for ffn in gated_ffns(twin):  # the same numbers, but a layout of its own
+        ffn.down_proj.weight = nn.Parameter(ffn.down_proj.weight.detach(), requires_grad=False)
+    lay_down_by_rows(twin)
     return twin

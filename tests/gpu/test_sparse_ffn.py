@@ -397,6 +397,8 @@ def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
         tmp_path / "out", dtype=torch.bfloat16, twell_route=route
     )
     model.to(DEVICE)
+    for layer in model.model.layers:
+        assert layer.mlp.down_proj.weight.stride() == (1, 128)
     ids = ((torch.arange(34).view(2, 17) * 37) % 512).to(DEVICE)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits

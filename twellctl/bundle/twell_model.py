@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -150,6 +151,27 @@ def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
         ffn.twell_sources, ffn.twell_route = sources, route
 
 
+def by_rows_of_neurons(w_down: Tensor) -> Tensor:
+    """`w_down` `[K, N]` with strides (1, K), as the kernels read it; itself where none will."""
+    return w_down.t().contiguous().t() if _kernels_read(w_down) else w_down
+
+
+def _kernels_read(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype == torch.bfloat16
+
+
+def lay_down_by_rows(model: nn.Module) -> None:
+    """Lay the weight of each down projection by rows of neurons, where `use_kernels` gave kernels.
+
+    Its name, shape and values stay, and so does what is saved. Without this each call of the
+    kernels would make a copy. What is not a plain nn.Linear, or lies elsewhere, stays as it is.
+    """
+    for ffn in gated_ffns(model):
+        if getattr(ffn, "twell_sources", "") and _is_plain(ffn.down_proj, nn.Linear):
+            weight = ffn.down_proj.weight
+            weight.data = by_rows_of_neurons(weight.data)
+
+
 class TwellModel:
     """Mixed into a stock ...ForCausalLM class: installs the FFNs, guards and carries the bundle."""
 
@@ -175,7 +197,13 @@ class TwellModel:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._twell_bundle = bundle
         use_kernels(model, kernel_sources(bundle), route)
+        lay_down_by_rows(model)
         return loaded
+
+    def _apply(self, *args, **kwargs):
+        super()._apply(*args, **kwargs)  # of to(), cuda(), bfloat16()
+        lay_down_by_rows(self)
+        return self
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
         if self._twell_bundle is None:

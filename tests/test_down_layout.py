@@ -1,0 +1,166 @@
+"""How the weights of down projections lie in a loaded model: by rows of neurons, unseen outside."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from twellctl.bundle import twell_model
+from twellctl.bundle.twell_model import gated_ffns, lay_down_by_rows, twell_class
+from twellctl.convert import convert
+from twellctl.export import export
+from twellctl.synthetic import FfnWeights
+from twellctl.twell_side import TwellNumbers, as_loaded, twell_twin
+
+IDS = (torch.arange(34).view(2, 17) * 37) % 512
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exported(family, make_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layout")
+    convert(make_model(family), folder / "relu")
+    export(folder / "relu", folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture
+def load(family, exported):
+    """`load(**settings)` gives the exported model over TwELL."""
+    return lambda **more: twell_class(FAMILIES[family]).from_pretrained(exported, **more)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """Weights on the CPU count as such that kernels read."""
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+
+
+def layouts(model: nn.Module) -> set[str]:
+    """How the down projections of a model lie."""
+    weights = [ffn.down_proj.weight for ffn in gated_ffns(model)]
+    return {
+        "by columns" if w.is_contiguous() else "by neurons" if w.t().is_contiguous() else "oddly"
+        for w in weights
+    }
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+def test_on_the_cpu_weights_stay_as_they_are(load):
+    assert layouts(load()) == {"by columns"}
+    assert layouts(load(dtype=torch.bfloat16)) == {"by columns"}
+
+
+def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, as_if_on_a_gpu, monkeypatch):
+    model = load()
+    assert layouts(model) == {"by neurons"}
+    pointers = [weight.data_ptr() for weight in model.parameters()]
+    lay_down_by_rows(model)
+    assert [weight.data_ptr() for weight in model.parameters()] == pointers, "laid twice"
+    monkeypatch.undo()
+    plain = load()
+    for (name, ours), (other, theirs) in zip(
+        model.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
+        assert (name, ours.shape) == (other, theirs.shape)
+        assert torch.equal(ours, theirs), name
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-4)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), logits(plain), rtol=0, atol=1e-4)
+
+
+def test_moving_a_model_lays_it_down(load, monkeypatch):
+    model = load()
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: weight.dtype == torch.bfloat16)
+    identities = [id(weight) for weight in model.parameters()]
+    assert layouts(model.to("cpu")) == {"by columns"}
+    assert layouts(model.to(torch.bfloat16)) == {"by neurons"}
+    assert layouts(model.float()) == {"by neurons"}
+    assert [id(weight) for weight in model.parameters()] == identities
+    assert layouts(copy.deepcopy(model)) == {"by neurons"}
+
+
+def test_saved_files_do_not_tell(load, exported, as_if_on_a_gpu, tmp_path):
+    model = load()
+    assert layouts(model) == {"by neurons"}
+    model.save_pretrained(tmp_path / "saved")
+    (ours,), (theirs,) = (
+        list(folder.glob("*.safetensors")) for folder in (tmp_path / "saved", exported)
+    )
+    assert ours.read_bytes() == theirs.read_bytes()
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert layouts(stock) == {"by columns"}
+
+
+def test_a_state_dict_is_taken_and_given(load, as_if_on_a_gpu):
+    model, wanted = load(), load()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    taken = {name: tensor.contiguous() for name, tensor in wanted.state_dict().items()}
+    model.load_state_dict(taken)
+    assert layouts(model) == {"by neurons"}
+    assert torch.equal(logits(model), logits(wanted))
+
+
+def test_what_kernels_do_not_read_stays(load, as_if_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(twell_model, "kernel_sources", lambda bundle: "")
+    assert layouts(load()) == {"by columns"}
+    monkeypatch.undo()
+    model = load()
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+    first, second = (ffn.down_proj for ffn in gated_ffns(model))
+    first.register_forward_hook(lambda *args: None)
+
+    class Other(nn.Linear):
+        pass
+
+    second.__class__ = Other
+    lay_down_by_rows(model)
+    assert layouts(model) == {"by columns"}
+
+
+def test_what_lies_elsewhere_stays(load, monkeypatch):
+    from accelerate import cpu_offload
+
+    meta = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    assert not twell_model._kernels_read(meta)
+    model = load()
+    wanted = logits(model)
+    cpu_offload(model, torch.device("cpu"))
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+    lay_down_by_rows(model)
+    assert layouts(model) == {"by columns"}
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):
+    body = AutoModelForCausalLM.from_pretrained(relu_llama).model
+    twin = twell_twin(body, TwellNumbers(256, (0.0,) * 2, (64,) * 2, None), "auto")
+    assert layouts(body) == {"by columns"}
+    assert layouts(twin) == {"by neurons"}
+    for (name, ours), theirs in zip(twin.named_parameters(), body.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours is theirs) == ("down_proj" not in name)
+
+
+def test_a_bench_has_weights_as_loaded(as_if_on_a_gpu, monkeypatch):
+    weights = FfnWeights(torch.randn(192, 64), torch.randn(64, 96))
+    laid = as_loaded(weights)
+    assert laid.gate_up is weights.gate_up
+    assert laid.down.t().is_contiguous()
+    assert torch.equal(laid.down, weights.down)
+    monkeypatch.undo()
+    assert as_loaded(weights).down is weights.down
