@@ -10,7 +10,7 @@ import threading
 import openai
 
 from twellctl.serve_local import serve
-from twellctl.serving.engine import Sampling, Token
+from twellctl.serving.engine import EngineStats, Sampling, Token
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -18,8 +18,11 @@ UNDECODED = "\N{REPLACEMENT CHARACTER}"
 
 
 @contextlib.contextmanager
-def running(served):
-    """Serve in a thread of its own; yields an openai client that never retries."""
+def running(served, *, api_key="none", **settings):
+    """Serve in a thread of its own; yields an openai client that never retries.
+
+    `settings`: those of `serve`.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     ready: list[str] = []
     loop, stop, up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
@@ -29,12 +32,14 @@ def running(served):
         up.set()
 
     thread = threading.Thread(
-        target=loop.run_until_complete, args=[serve(served, listener, on_ready, stop)]
+        target=loop.run_until_complete,
+        args=[serve(served, listener, on_ready, stop, **settings)],
     )
     thread.start()
     assert up.wait(20)
     try:
-        with openai.OpenAI(base_url=ready[0], api_key="none", max_retries=0, timeout=40) as client:
+        options = {"base_url": ready[0], "api_key": api_key, "max_retries": 0, "timeout": 40}
+        with openai.OpenAI(**options) as client:
             yield client
     finally:
         loop.call_soon_threadsafe(stop.set)
@@ -44,18 +49,58 @@ def running(served):
 
 
 class Scripted:
-    """An engine that says what it was told to, then fails if it was told to."""
+    """An engine that says what it was told to, then fails if it was told to.
+
+    What it tells of a token follows from its number and place; `delay`: seconds before each.
+    """
 
     context, vocab_size, eos_tokens = 256, 512, frozenset({0})
 
-    def __init__(self, tokens: list[int], failure: Exception | None = None):
+    def __init__(
+        self,
+        tokens: list[int],
+        failure: Exception | None = None,
+        *,
+        delay: float = 0,
+        num_layers: int = 3,
+    ):
         self.tokens, self.failure = tokens, failure
+        self.delay, self.num_layers = delay, num_layers
+        self.samplings: list[Sampling] = []
+        self.num_running = self.num_generated = 0
 
     async def generate(self, prompt, sampling):
-        for token in self.tokens:
-            yield Token(token)
-        if self.failure:
-            raise self.failure
+        self.samplings.append(sampling)
+        self.num_running += 1
+        try:
+            for place, token in enumerate(self.tokens[: sampling.max_tokens]):
+                await asyncio.sleep(self.delay)
+                self.num_generated += 1
+                yield self.told(place, token, sampling)
+            if self.failure:
+                raise self.failure
+        finally:
+            self.num_running -= 1
+
+    def told(self, place: int, token: int, sampling: Sampling) -> Token:
+        logprob, top, densities = None, (), None
+        if sampling.top_logprobs is not None:
+            logprob = self.logprob(token)
+            others = [((token + i) % self.vocab_size, logprob - i / 2) for i in range(20)]
+            top = tuple(others[: sampling.top_logprobs])
+        if sampling.densities:
+            densities = self.densities(place)
+        return Token(token, logprob, top, densities)
+
+    def logprob(self, token: int) -> float:
+        return -(token % 5) / 4
+
+    def densities(self, place: int) -> tuple[float, ...]:
+        return tuple((place + 1) * (layer + 1) / 1000 for layer in range(self.num_layers))
+
+    def stats(self) -> EngineStats:
+        densities = self.densities(0) if self.num_generated else ()
+        return EngineStats(self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
 
     def close(self, drain_seconds: float = 0) -> None:
         pass

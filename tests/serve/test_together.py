@@ -1,0 +1,71 @@
+"""Streams that are read side by side."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from twellctl.serving.together import together
+
+
+class Source:
+    def __init__(self, items, *, delay=0.0, failure=None):
+        self.items, self.delay, self.failure = items, delay, failure
+        self.closed = False
+
+    async def stream(self):
+        try:
+            for item in self.items:
+                await asyncio.sleep(self.delay)
+                yield item
+            if self.failure:
+                raise self.failure
+        finally:
+            self.closed = True
+
+
+async def all_of(*sources):
+    async with aclosing(together([source.stream() for source in sources])) as merged:
+        return [event async for event in merged]
+
+
+def test_each_keeps_its_order_and_none_waits_for_another():
+    slow, fast = Source("abc", delay=0.05), Source("defg", delay=0.001)
+    got = asyncio.run(all_of(slow, fast))
+    assert [item for index, item in got if index == 0] == list("abc")
+    assert got[:4] == [(1, "d"), (1, "e"), (1, "f"), (1, "g")]
+    assert asyncio.run(all_of()) == []
+
+
+def test_a_failure_ends_them_all():
+    endless = Source(range(10**9), delay=0.001)
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(all_of(endless, Source("ab", failure=ValueError("broken"))))
+    assert endless.closed
+
+
+def test_a_reader_that_leaves_closes_them_all():
+    sources = [Source(range(10**9), delay=0.001) for _ in range(3)]
+
+    async def leave():
+        async with aclosing(together([source.stream() for source in sources])) as merged:
+            async for _ in merged:
+                if all(source.closed is False for source in sources):
+                    break
+
+    asyncio.run(leave())
+    assert all(source.closed for source in sources)
+
+
+def test_a_reader_that_is_cancelled_closes_them_all():
+    sources = [Source(range(10**9), delay=0.001) for _ in range(3)]
+
+    async def cancel():
+        task = asyncio.create_task(all_of(*sources))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert all(source.closed for source in sources)

@@ -1,0 +1,199 @@
+"""serve-local: what it tells of each token, log-probabilities and densities, whole and streamed."""
+
+import math
+
+import pytest
+from serving_client import UNDECODED, Scripted, chat, complete, running
+
+from twellctl.serving.engine import Token
+from twellctl.serving.plan import ServedModel
+
+TEXT = "for x in [é, 日本]:\n    print(x)"
+
+
+class Certain(Scripted):
+    """Some tokens had no chance at all, some were the only one."""
+
+    def logprob(self, token):
+        return -math.inf
+
+
+@pytest.fixture
+def spoken(tokenizer):
+    """An engine that says TEXT and ends it, and a client before it."""
+    engine = Scripted([*tokenizer.encode(TEXT), 0])
+    with running(ServedModel("model", tokenizer, engine)) as client:
+        yield engine, client
+
+
+def joined(content) -> str:
+    return b"".join(bytes(entry.bytes) for entry in content).decode()
+
+
+def whole_chat(client, **options):
+    return chat(client, max_tokens=100, logprobs=True, **options).choices[0].logprobs.content
+
+
+def test_chat_tells_every_token(spoken, tokenizer):
+    engine, client = spoken
+    content = whole_chat(client, top_logprobs=3)
+    assert engine.samplings[-1].top_logprobs == 3
+    assert joined(content) == TEXT
+    assert [entry.logprob for entry in content] == [engine.logprob(t) for t in engine.tokens[:-1]]
+    for token, entry in zip(engine.tokens, content, strict=False):
+        best = entry.top_logprobs
+        assert [other.logprob for other in best] == [entry.logprob - i / 2 for i in range(3)]
+        assert (best[0].token, best[0].bytes) == (entry.token, entry.bytes)
+        spelled = tokenizer.decode([(token + 1) % 512])
+        if UNDECODED not in spelled:
+            assert (best[1].token, bytes(best[1].bytes).decode()) == (spelled, spelled)
+
+
+def test_parts_of_a_character_are_told_as_bytes(spoken, tokenizer):
+    _, client = spoken
+    content = whole_chat(client)
+    parts = [entry for entry in content if entry.token.startswith("\\x")]
+    assert all(entry.top_logprobs == [] for entry in content)
+    assert parts
+    for entry in parts:
+        assert entry.token == "".join(f"\\x{byte:02x}" for byte in entry.bytes)
+    logprobs = complete(client, max_tokens=100, logprobs=0).choices[0].logprobs
+    for entry, name in zip(content, logprobs.tokens, strict=True):
+        assert name == (f"bytes:{entry.token}" if entry in parts else entry.token)
+
+
+def test_completion_tells_every_token(spoken):
+    engine, client = spoken
+    told = complete(client, max_tokens=100, logprobs=2).choices[0].logprobs
+    assert engine.samplings[-1].top_logprobs == 2
+    ids = engine.tokens[:-1]
+    assert told.token_logprobs == [engine.logprob(token) for token in ids]
+    assert [len(best) for best in told.top_logprobs] == [2] * len(ids)
+    for name, logprob, best in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+    ):
+        assert best[name] == logprob
+    for name, offset in zip(told.tokens, told.text_offset, strict=True):
+        if not name.startswith("bytes:"):
+            assert TEXT[offset : offset + len(name)] == name
+    assert told.text_offset[0] == 0
+    assert sorted(told.text_offset) == told.text_offset
+
+
+def test_logprobs_0_tells_the_chosen_alone(spoken):
+    _, client = spoken
+    told = complete(client, max_tokens=100, logprobs=0).choices[0].logprobs
+    pairs = zip(told.tokens, told.token_logprobs, strict=True)
+    assert told.top_logprobs == [{name: logprob} for name, logprob in pairs]
+
+
+@pytest.mark.parametrize("stop", [None, "日本", "in [é"])
+def test_streamed_chat_tells_the_same(spoken, stop):
+    _, client = spoken
+    whole = chat(client, max_tokens=100, logprobs=True, top_logprobs=2, stop=stop).choices[0]
+    text, content = "", []
+    options = {"max_tokens": 100, "logprobs": True, "top_logprobs": 2, "stop": stop}
+    for chunk in chat(client, stream=True, **options):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        content += choice.logprobs.content if choice.logprobs else []
+        assert len(joined_length(content)) <= len(text.encode())
+    assert text == whole.message.content
+    assert content == whole.logprobs.content
+    if stop is None:
+        assert joined(content) == TEXT
+    else:  # the token in which the stop string begins may stand there whole
+        assert joined_length(content)[: len(text.encode())] == text.encode()
+
+
+def joined_length(content) -> bytes:
+    """The bytes of the tokens that begin within the text sent."""
+    return b"".join(bytes(entry.bytes) for entry in content[:-1])
+
+
+@pytest.mark.parametrize("stop", [None, "日本", "in [é"])
+def test_streamed_completion_tells_the_same(spoken, stop):
+    _, client = spoken
+    options = {"max_tokens": 100, "logprobs": 3, "stop": stop}
+    whole = complete(client, **options).choices[0]
+    text = ""
+    told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for chunk in complete(client, stream=True, **options):
+        text += chunk.choices[0].text
+        if chunk.choices[0].logprobs:
+            for name, values in chunk.choices[0].logprobs.model_dump().items():
+                told[name] += values
+        assert all(offset <= len(text) for offset in told["text_offset"])
+    assert text == whole.text == (TEXT if stop is None else TEXT[: TEXT.index(stop)])
+    assert told == whole.logprobs.model_dump()
+    assert all(offset < len(text) for offset in told["text_offset"])
+
+
+def test_nothing_is_told_unasked(spoken):
+    engine, client = spoken
+    assert chat(client).choices[0].logprobs is None
+    assert all(not c.choices[0].logprobs for c in complete(client, stream=True))
+    assert {sampling.top_logprobs for sampling in engine.samplings} == {None}
+    assert not any(sampling.densities for sampling in engine.samplings)
+
+
+def test_a_budget_that_cuts_a_character_tells_its_part(tokenizer):
+    tokens = [*tokenizer.encode("x"), tokenizer.encode("é")[0]]
+    with running(ServedModel("model", tokenizer, Scripted(tokens))) as client:
+        told = complete(client, max_tokens=2, logprobs=0).choices[0]
+        assert (told.text, told.logprobs.tokens) == ("x", ["x", "bytes:\\xc3"])
+        chunks = list(chat(client, max_tokens=2, logprobs=True, stream=True))
+        content = [
+            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
+        ]
+        assert [entry.token for entry in content] == ["x", "\\xc3"]
+
+
+def test_no_chance_is_a_number(tokenizer):
+    engine = Certain(tokenizer.encode("print"))
+    with running(ServedModel("model", tokenizer, engine)) as client:
+        told = complete(client, logprobs=1).choices[0].logprobs
+        assert set(told.token_logprobs) == {-9999.0}
+        assert whole_chat(client)[0].logprob == -9999.0
+
+
+def test_every_choice_has_its_own(tokenizer):
+    class Two(Scripted):
+        def told(self, place, token, sampling):
+            shifted = token + (sampling.seed or 0)
+            return Token(shifted, -float(sampling.seed or 0), densities=(0.5,) * 2)
+
+    ids = tokenizer.encode("abc")
+    engine = Two(ids, delay=0.002)
+    with running(ServedModel("model", tokenizer, engine)) as client:
+        options = {"n": 3, "seed": 5, "temperature": 1, "logprobs": True}
+        whole = chat(client, **options)
+        assert [c.logprobs.content[0].logprob for c in whole.choices] == [-5, -6, -7]
+        assert whole.usage.completion_tokens == 3 * len(ids)
+        texts, order = {0: "", 1: "", 2: ""}, []
+        for chunk in chat(client, stream=True, extra_body={"twell_densities": True}, **options):
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+            if choice.delta.content:
+                order.append(choice.index)
+                assert {entry.logprob for entry in choice.logprobs.content} == {-5.0 - choice.index}
+        assert list(texts.values()) == [choice.message.content for choice in whole.choices]
+        assert order != sorted(order)  # side by side, not one after another
+
+
+def test_densities_of_every_token_are_streamed(spoken):
+    engine, client = spoken
+    for ask, told_by in ((chat, "delta"), (complete, "text")):
+        told, text = [], ""
+        for chunk in ask(client, max_tokens=100, stream=True, extra_body={"twell_densities": True}):
+            piece = getattr(chunk.choices[0], told_by)
+            piece = piece if isinstance(piece, str) else piece.content or ""
+            text += piece
+            densities = (
+                chunk.model_extra["twell"]["densities"] if "twell" in chunk.model_extra else []
+            )
+            assert bool(piece) == bool(densities)
+            told += densities
+        assert text == TEXT
+        count = len(engine.tokens) - 1
+        assert told == [[round(d, 6) for d in engine.densities(place)] for place in range(count)]
