@@ -1,0 +1,103 @@
+// rms_norm: y = norm(x). add_rms_norm: x += delta, then y = norm(x), where
+// norm(x) = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16.
+//
+// Rounded as transformers' LlamaRMSNorm in bf16: the sum x + delta; x / sqrt(..), once more after
+// the weight. A row is a block, which has all of it under way at once and meets at one barrier:
+// with few rows latency is all that counts.
+//
+// Launch: a block a row, of ceil(K / 8) threads rounded up to warps, at most 1024. K a multiple of
+// 8 up to 16384; rows are contiguous. y may be delta.
+#include "dependent.cuh"
+#include "eights.cuh"
+
+namespace {
+
+constexpr int kMaxWarps = 32;
+constexpr int kParts = 2;  // eights of a thread
+
+// The sum over the block of one value a thread; every thread gets it.
+__device__ __forceinline__ float sum_over_block(float value, float* sums) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        value += __shfl_xor_sync(~0u, value, distance);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    const int num_warps = blockDim.x / 32;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = 0; i < num_warps; ++i) sum += sums[i];
+    return sum;
+}
+
+__device__ __forceinline__ void add_rounded(float (&values)[8], const uint4& added) {
+    float terms[8];
+    unpack(added, terms);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = rounded(values[i] + terms[i]);
+}
+
+template <bool ADDS>
+__device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, const uint4* weight,
+                                              float eps, int K, uint4* y, float* sums) {
+    const int num = K / 8;
+    const long long start = static_cast<long long>(blockIdx.x) * num;
+    const float share = 1.f / K;
+
+    // weights, before the previous kernel has ended
+    uint4 weights[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int i = threadIdx.x + part * blockDim.x;
+        weights[part] = make_uint4(0, 0, 0, 0);
+        load_streamed_if(i < num, weight + i, weights[part]);
+    }
+    wait_for_previous();
+    let_next_start();
+
+    // the row
+    uint4 old[kParts], added[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int i = threadIdx.x + part * blockDim.x;
+        old[part] = added[part] = make_uint4(0, 0, 0, 0);
+        if (i < num) {
+            old[part] = load_written(x + start + i);
+            if (ADDS) added[part] = load_written(delta + start + i);
+        }
+    }
+    float values[kParts][8];
+    float sum = 0.f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        unpack(old[part], values[part]);
+        if (ADDS) {
+            const int i = threadIdx.x + part * blockDim.x;
+            add_rounded(values[part], added[part]);
+            if (i < num) x[start + i] = pack(values[part]);
+        }
+        sum += sum_of_squares(values[part]);
+    }
+
+    // its norm
+    const float root = reciprocal_root(sum_over_block(sum, sums) * share + eps);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int i = threadIdx.x + part * blockDim.x;
+        normalise(values[part], root, weights[part]);
+        if (i < num) y[start + i] = pack(values[part]);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm(uint4* x, const uint4* weight, float eps, int K, uint4* y) {
+    __shared__ float sums[kMaxWarps];
+    normalise_row<false>(x, nullptr, weight, eps, K, y, sums);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    add_rms_norm(uint4* x, const uint4* delta, const uint4* weight, float eps, int K, uint4* y) {
+    __shared__ float sums[kMaxWarps];
+    normalise_row<true>(x, delta, weight, eps, K, y, sums);
+}

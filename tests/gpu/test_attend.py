@@ -1,0 +1,274 @@
+"""`attend` and the norms by themselves: against float64, and against transformers' own layers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3 import modeling_qwen3
+
+from twellctl.bundle.twell_launch import kernels_for
+from twellctl.decoding.attention import (
+    AttendLayer,
+    add_rms_norm,
+    attend,
+    open_workspace,
+    plan_attend,
+    rms_norm,
+    rotary_tables,
+)
+from twellctl.decoding.pages import PAGE, pages_for
+from twellctl.twell_side import own_kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICE = "cuda"
+NAN = float("nan")
+EPS = 1e-5
+# H, Hkv, D: alone and shared by 2, 3, 4, 7 (two blocks, one not full); all head sizes
+HEADS = [(3, 3, 64), (4, 2, 64), (6, 2, 64), (8, 2, 128), (7, 1, 64), (2, 2, 96), (3, 1, 96)]
+# positions of rows: first token, ends of batches and pages, several pages, several splits
+SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
+LONG = [700, 127, 0, 1023, 128]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return kernels_for(own_kernels(), 0)
+
+
+def random_bf16(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.bfloat16().to(DEVICE)
+
+
+class Pages:
+    """Keys and values of rows, in pages in a random order; all that is not theirs is NaN."""
+
+    def __init__(self, positions: list[int], Hkv: int, D: int, seed: int = 0):
+        counts = [pages_for(position + 1) for position in positions]
+        order = 1 + np.random.default_rng(seed).permutation(sum(counts))
+        self.positions, self.width = positions, max(counts) + 2
+        self.tables = torch.zeros(len(counts), self.width, dtype=torch.int32)
+        for table, pages in zip(self.tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
+            table[: len(pages)] = torch.from_numpy(pages)
+        self.tables = self.tables.to(DEVICE)
+        shape = (sum(counts) + 1, Hkv, PAGE, D)
+        self.keys, self.values = (
+            torch.full(shape, NAN, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
+        )
+        for row, position in enumerate(positions):
+            old = [random_bf16(Hkv, position, D, seed=9 * row + i) for i in (1, 2)]
+            self.put(row, *old)
+
+    def put(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Keys and values `[Hkv, positions, D]` from position 0 on."""
+        for p in range(keys.shape[1]):
+            page = int(self.tables[row, p // PAGE])
+            self.keys[page, :, p % PAGE] = keys[:, p]
+            self.values[page, :, p % PAGE] = values[:, p]
+
+    def of_row(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[Hkv, positions + 1, D]`."""
+        pages = self.tables[row].long()
+        end = self.positions[row] + 1
+        return tuple(
+            c[pages].transpose(0, 1).flatten(1, 2)[:, :end] for c in (self.keys, self.values)
+        )
+
+
+def tables_of_angles(D: int, num: int = 2048) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(num)[:, None] * 1e4 ** (-torch.arange(0, D, 2) / D)
+    angles = torch.cat((angles, angles), 1)
+    return angles.cos().bfloat16().to(DEVICE), angles.sin().bfloat16().to(DEVICE)
+
+
+def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv: int):
+    """q, k, v of the new tokens `[B, heads, D]`, as transformers makes them in bf16."""
+    q, k, v = qkv.view(len(qkv), H + 2 * Hkv, -1).split((H, Hkv, Hkv), 1)
+    if layer.q_norm is not None:
+        q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+    at = torch.tensor(pages.positions, device=DEVICE)
+    q, k = apply_rotary_pos_emb(q, k, rotary[0][at], rotary[1][at])
+    return q, k, v
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    layer = LlamaRMSNorm(len(weight), eps).to(DEVICE)
+    layer.weight.data = weight
+    with torch.no_grad():
+        return layer(x)
+
+
+def wanted_rows(pages: Pages, q: Tensor, window: int | None, scale: float) -> Tensor:
+    """softmax(q K^T scale) V in float64, of each row's own length: `[B, H D]`."""
+    rows = []
+    for row, position in enumerate(pages.positions):
+        start = max(0, position + 1 - window) if window else 0
+        k, v = (part[:, start:].double() for part in pages.of_row(row))
+        sharing = q.shape[1] // len(k)
+        scores = torch.einsum("gsd,gpd->gsp", q[row].double().unflatten(0, (-1, sharing)), k)
+        rows.append(torch.einsum("gsp,gpd->gsd", (scores * scale).softmax(-1), v).flatten())
+    return torch.stack(rows)
+
+
+def close(found: Tensor, wanted: Tensor, steps: float = 1.0) -> None:
+    """Within so many roundings of bf16, and of float32 sums of numbers near 1."""
+    torch.testing.assert_close(
+        found.double(), wanted.double(), rtol=steps * 2**-8, atol=2e-5 * steps
+    )
+
+
+def check_attend(
+    kernels, heads, positions, *, window=None, normed=False, splits=None, warps=None, least=1
+) -> Tensor:
+    """One step over random pages; the rows it gives."""
+    H, Hkv, D = heads
+    pages = Pages(positions, Hkv, D)
+    weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
+    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *weights, EPS)
+    plan = plan_attend(len(positions), H, Hkv, D, pages.width * PAGE, 132)
+    plan = replace(
+        plan,
+        splits=splits or plan.splits,
+        num_warps=warps or plan.num_warps,
+        least_batches=least,
+    )
+    qkv = random_bf16(len(positions), (H + 2 * Hkv) * D, seed=5)
+    rotary, workspace = tables_of_angles(D), open_workspace([plan], torch.device(DEVICE))
+    at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+    args = (qkv, at, pages.tables, rotary, workspace)
+    found = attend(kernels, plan, layer, *args)
+
+    q, k, v = new_heads(qkv, rotary, pages, layer, H, Hkv)
+    for row, position in enumerate(positions):
+        new_k, new_v = (part[:, position] for part in pages.of_row(row))
+        assert torch.equal(new_v, v[row]), f"row {row}: v in the cache"
+        if normed:
+            close(new_k, k[row], 2)
+        else:
+            assert torch.equal(new_k, k[row]), f"row {row}: k in the cache"
+    close(found, wanted_rows(pages, q, window, layer.scale), 2 if normed else 1)
+    untouched = (~pages.keys.isnan()).sum() + (~pages.values.isnan()).sum()
+    assert untouched == sum(position + 1 for position in positions) * Hkv * D * 2
+
+    again = attend(kernels, plan, layer, *args)
+    assert torch.equal(found.view(torch.int16), again.view(torch.int16)), "differs from run to run"
+    assert not workspace.tickets.any()
+    return found
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("positions", [SHORT, LONG], ids=["short", "long"])
+def test_attend(kernels, heads, positions):
+    check_attend(kernels, heads, positions, least=3)
+
+
+@pytest.mark.parametrize("heads", HEADS[::2], ids=str)
+@pytest.mark.parametrize(("splits", "warps", "least"), [(5, 5, 1), (16, 4, 1), (3, 8, 2)])
+def test_splits(kernels, heads, splits, warps, least):
+    check_attend(kernels, heads, LONG, splits=splits, warps=warps, least=least)
+
+
+@pytest.mark.parametrize("heads", HEADS[1::2], ids=str)
+@pytest.mark.parametrize("window", [1, 33, 64, 300, 5000])
+def test_window(kernels, heads, window):
+    check_attend(kernels, heads, LONG, window=window, splits=3, warps=4)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_norm_of_heads(kernels, heads):
+    check_attend(kernels, heads, [0, 77, 300], normed=True, splits=2, warps=4)
+
+
+def test_rows_do_not_depend_on_their_neighbours(kernels):
+    H, Hkv, D = 4, 2, 64
+    plan = replace(plan_attend(4, H, Hkv, D, 1024, 132), splits=3, num_warps=4)
+    qkv, rotary = random_bf16(4, (H + 2 * Hkv) * D, seed=7), tables_of_angles(D)
+    workspace = open_workspace([plan], torch.device(DEVICE))
+    pages = Pages([600, 600, 600, 600], Hkv, D)
+    pages.tables[1:] = 0  # rows that only fill up the batch, at the dump
+    found = []
+    for row in range(4):
+        at = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        at[row] = 600
+        tables, rows = torch.zeros_like(pages.tables), qkv.clone()
+        tables[row], rows[row] = pages.tables[0], qkv[0]
+        layer = AttendLayer(pages.keys, pages.values, D**-0.5)
+        found.append(attend(kernels, plan, layer, rows, at, tables, rotary, workspace)[row])
+    assert found[0].isfinite().all()
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("length", [1, 65, 200])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_as_transformers(kernels, family, length):
+    config, module = {
+        "llama": (LlamaConfig, modeling_llama.LlamaAttention),
+        "qwen3": (Qwen3Config, modeling_qwen3.Qwen3Attention),
+    }[family]
+    H, Hkv, D, K = 8, 4, 64, 128
+    config = config(
+        hidden_size=K, num_attention_heads=H, num_key_value_heads=Hkv, head_dim=D,
+        num_hidden_layers=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    theirs = module(config, 0).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    theirs.o_proj = torch.nn.Identity()
+    embedding = {
+        "llama": modeling_llama.LlamaRotaryEmbedding,
+        "qwen3": modeling_qwen3.Qwen3RotaryEmbedding,
+    }[family](config).to(DEVICE)
+    x = random_bf16(1, length + 1, K, seed=2, scale=4.0)
+    at = torch.arange(length + 1, device=DEVICE)[None]
+    cos, sin = embedding(x, at)
+    cache = DynamicCache(config=config)
+    theirs(x[:, :-1], (cos[:, :-1], sin[:, :-1]), None, past_key_values=cache)
+    pages = Pages([length], Hkv, D)
+    pages.put(0, cache.layers[0].keys[0], cache.layers[0].values[0])
+    wanted, _ = theirs(x[:, -1:], (cos[:, -1:], sin[:, -1:]), None, past_key_values=cache)
+
+    norms = (theirs.q_norm.weight, theirs.k_norm.weight) if family == "qwen3" else (None, None)
+    layer = AttendLayer(pages.keys, pages.values, theirs.scaling, None, *norms, config.rms_norm_eps)
+    weights = [part.weight for part in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
+    qkv = F.linear(x[:, -1], torch.cat(weights))
+    plan = plan_attend(1, H, Hkv, D, 512, 132)
+    found = attend(
+        kernels, plan, layer, qkv, torch.tensor([length], dtype=torch.int32, device=DEVICE),
+        pages.tables, rotary_tables(embedding, 512, DEVICE),
+        open_workspace([plan], torch.device(DEVICE)),
+    )  # fmt: skip
+    keys, values = pages.of_row(0)
+    close(keys, cache.layers[0].keys[0], 2)
+    close(values, cache.layers[0].values[0], 2)
+    largest = wanted.abs().max().item()  # theirs rounds probabilities, too
+    torch.testing.assert_close(found, wanted[0], rtol=2**-6, atol=2**-9 * largest)
+
+
+@pytest.mark.parametrize("B", [1, 5])
+@pytest.mark.parametrize("K", [8, 64, 264, 2048, 4096, 8200, 16384])
+def test_norms(kernels, B, K):
+    x, delta = random_bf16(B, K, seed=1, scale=3.0), random_bf16(B, K, seed=2)
+    weight = 1 + random_bf16(K, seed=3, scale=0.2)
+    close(rms_norm(kernels, x, weight, EPS), norm(x, weight), 2)
+    wanted = x + delta
+    found = add_rms_norm(kernels, x, delta, weight, EPS)
+    assert torch.equal(x, wanted)
+    close(found, norm(wanted, weight), 2)
+    share = (found == norm(wanted, weight)).float().mean()  # the sum's order may move a rounding
+    assert share > 0.99
+
+
+def test_norm_keeps_what_is_not_finite_in_its_row(kernels):
+    x, weight = random_bf16(3, 512, seed=1), torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
+    x[1, 7] = NAN
+    found = rms_norm(kernels, x, weight, EPS)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()

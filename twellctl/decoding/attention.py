@@ -1,0 +1,255 @@
+"""What stands around the FFN in a decode step, over our own kernels: attention of one new token a
+row over paged keys and values, with rotary, and RMSNorm.
+
+B rows, K hidden size, H heads of q, Hkv heads of k and v, D their size. All bf16, contiguous, on
+one device. What is computed, and how it is rounded, stands in kernels/attend.cu and norm.cu; how a
+launch is laid out, here. Nothing depends on values on the device: a CUDA graph can hold it all. The
+kernels may start before the one in front of them has ended, as kernels/dependent.cuh says.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_launch import KernelSet
+from twellctl.decoding.pages import PAGE
+
+HEAD_DIMS = (64, 96, 128)
+HEADS_A_BLOCK = (1, 2, 4)
+LONGEST_ROW = 16384  # K of the norms
+_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
+_MAX_WARPS, _MAX_SPLITS = 8, 64
+_LEAST_BATCHES = 3  # a warp's, before a row is split: parts are put together in some 2 us
+_SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others
+
+
+# ---- attention ----
+
+
+def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
+    """None if `attend` takes such heads, else a sentence."""
+    if D not in HEAD_DIMS:
+        return f"the attention kernel takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {D}"
+    if H % Hkv:
+        return f"the attention kernel shares {Hkv} heads of keys evenly, and {H} are not a multiple"
+    return None
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """How `attend` is laid over B rows."""
+
+    B: int
+    H: int
+    Hkv: int
+    D: int
+    splits: int  # of a row, at most
+    num_warps: int  # of a block
+    least_batches: int = _LEAST_BATCHES
+
+    @cached_property
+    def heads(self) -> int:
+        """Heads of q in one block."""
+        return _heads_of_block(self.H // self.Hkv)
+
+    @cached_property
+    def entry(self) -> str:
+        return f"attend_{self.D}_{self.heads}"
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        return self.Hkv * -(-self.H // self.Hkv // self.heads), self.B, self.splits
+
+    @cached_property
+    def smem_bytes(self) -> int:
+        return 4 * (self.heads * self.D + self.D + self.num_warps * self.heads * (self.D + 2))
+
+    @cached_property
+    def num_parts(self) -> int:
+        """float32 values that splits leave for each other."""
+        blocks = self.grid[0] * self.B * self.splits
+        return blocks * self.heads * (self.D + 2) if self.splits > 1 else 0
+
+    @cached_property
+    def num_tickets(self) -> int:
+        return self.grid[0] * self.B if self.splits > 1 else 0
+
+
+def _heads_of_block(sharing: int) -> int:
+    return next((heads for heads in HEADS_A_BLOCK if heads >= sharing), HEADS_A_BLOCK[-1])
+
+
+def batch_positions(D: int) -> int:
+    """Positions that a warp of `attend` takes at a time."""
+    lanes = 8 if D <= 64 else 16  # of a position
+    return _LOADS * 32 // lanes
+
+
+def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int) -> AttendPlan:
+    """The plan for B rows of up to `max_positions`; splits fill the multiprocessors once.
+
+    `ValueError` if `why_not_attend` has a reason.
+    """
+    if reason := why_not_attend(H, Hkv, D):
+        raise ValueError(reason)
+    sharing = H // Hkv
+    heads = _heads_of_block(sharing)
+    blocks = B * Hkv * -(-sharing // heads)
+    at_once = num_sms * (2 if heads == 1 else 1)  # blocks of 8 warps, by their registers
+    num_warps = 8 if blocks <= at_once else 4
+    of_split = batch_positions(D) * num_warps * _LEAST_BATCHES
+    splits = max(at_once // blocks, -(-max_positions // _SPLIT_POSITIONS))
+    splits = max(1, min(splits, -(-max_positions // of_split), _MAX_SPLITS))
+    return AttendPlan(B, H, Hkv, D, splits, num_warps)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the splits of a row hand to each other; for launches that follow one another."""
+
+    parts: Tensor  # float32
+    tickets: Tensor  # int32, zero between launches
+
+
+def open_workspace(plans: Iterable[AttendPlan], device: torch.device) -> Workspace:
+    """One workspace for all of `plans`, and for all layers."""
+    plans = list(plans)
+    parts = max((plan.num_parts for plan in plans), default=0)
+    tickets = max((plan.num_tickets for plan in plans), default=0)
+    return Workspace(
+        torch.empty(max(parts, 1), dtype=torch.float32, device=device),
+        torch.zeros(max(tickets, 1), dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class AttendLayer:
+    """What `attend` needs of a layer."""
+
+    keys: Tensor  # [num_pages, Hkv, PAGE, D]
+    values: Tensor
+    scale: float
+    window: int | None = None  # positions that count, the new one included
+    q_norm: Tensor | None = None  # [D], RMSNorm over each head before rotary; both or none
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+def attend(
+    kernels: KernelSet,
+    plan: AttendPlan,
+    layer: AttendLayer,
+    qkv: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    workspace: Workspace,
+) -> Tensor:
+    """`[B, (H + 2 Hkv) D]` of the new tokens to `[B, H D]`; their k and v go into the cache.
+
+    `positions` int32 `[B]`; `tables` int32 `[B, W]`, rows may lie further apart; `rotary` cos and
+    sin, `[positions, D]`. A row attends to what is cached below its position, and to itself.
+    """
+    _check(plan, layer, qkv, positions, tables, rotary)
+    out = qkv.new_empty(plan.B, plan.H * plan.D)
+    kernels.launch(
+        plan.entry,
+        plan.grid,
+        32 * plan.num_warps,
+        (
+            *(qkv, positions, tables, tables.stride(0), tables.shape[1], *rotary),
+            *(layer.q_norm, layer.k_norm, float(layer.eps), layer.keys, layer.values),
+            *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.least_batches),
+            *(float(layer.scale), workspace.parts, workspace.tickets, out),
+        ),
+        plan.smem_bytes,
+        overlap=True,
+    )
+    return out
+
+
+def _check(plan: AttendPlan, layer: AttendLayer, qkv, positions, tables, rotary) -> None:
+    _check_bf16("qkv", qkv, (plan.B, (plan.H + 2 * plan.Hkv) * plan.D))
+    cache = (len(layer.keys), plan.Hkv, PAGE, plan.D)
+    _check_bf16("keys", layer.keys, cache)
+    _check_bf16("values", layer.values, cache)
+    for name, table in zip(("cos", "sin"), rotary, strict=True):
+        _check_bf16(name, table, (len(rotary[0]), plan.D))
+    if (layer.q_norm is None) != (layer.k_norm is None):
+        raise ValueError("attend takes q_norm and k_norm, or neither")
+    for name, weight in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        if weight is not None:
+            _check_bf16(name, weight, (plan.D,))
+    if (positions.dtype, positions.shape) != (torch.int32, (plan.B,)):
+        raise ValueError(f"positions must be int32 [{plan.B}], got {_told(positions)}")
+    if tables.dtype != torch.int32 or tables.dim() != 2 or tables.stride(1) != 1:
+        raise ValueError(f"tables must be int32 with contiguous rows, got {_told(tables)}")
+
+
+def _check_bf16(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.bfloat16 or tensor.shape != shape or not tensor.is_contiguous():
+        what = f"{name} must be bf16 {list(shape)} and contiguous"
+        raise ValueError(f"{what}, got {_told(tensor)}")
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+# ---- rotary ----
+
+
+def why_no_rotary_tables(rotary: nn.Module) -> str | None:
+    """None if the angles of a transformers rotary embedding depend on the position alone."""
+    kind = getattr(rotary, "rope_type", "default")
+    if kind == "longrope" or "dynamic" in kind:
+        return f"the rotary embedding is {kind}: its angles change with the length of a sequence"
+    return None
+
+
+@torch.inference_mode()
+def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
+    """cos and sin `[num_positions, D]` in bf16, as the model's rotary embedding computes them."""
+    like = torch.empty(1, dtype=torch.bfloat16, device=device)
+    positions = torch.arange(num_positions, device=device)[None]
+    parts = [rotary(like, part) for part in positions.split(8192, dim=1)]
+    cos, sin = (torch.cat([table[0] for table in tables]) for tables in zip(*parts, strict=True))
+    return cos.contiguous(), sin.contiguous()
+
+
+# ---- norm ----
+
+
+def why_no_norm(K: int) -> str | None:
+    """None if the kernels take rows of K, else a sentence."""
+    if K % 8 or K > LONGEST_ROW:
+        return f"the norm kernel takes rows of a multiple of 8 up to {LONGEST_ROW}, not of {K}"
+    return None
+
+
+def rms_norm(kernels: KernelSet, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the rows of `x` `[B, K]`."""
+    return _norm(kernels, "rms_norm", (x,), weight, eps)
+
+
+def add_rms_norm(
+    kernels: KernelSet, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """`x += delta` in place, then RMSNorm of it; all `[B, K]`."""
+    return _norm(kernels, "add_rms_norm", (x, delta), weight, eps)
+
+
+def _norm(kernels: KernelSet, entry: str, rows: tuple[Tensor, ...], weight, eps: float) -> Tensor:
+    B, K = rows[0].shape
+    if reason := why_no_norm(K):
+        raise ValueError(reason)
+    for name, tensor in zip(("x", "delta"), rows, strict=False):
+        _check_bf16(name, tensor, (B, K))
+    _check_bf16("weight", weight, (K,))
+    y = torch.empty_like(rows[0])
+    block = min(1024, -(-K // 256) * 32)
+    kernels.launch(entry, (B,), block, (*rows, weight, float(eps), K, y), overlap=True)
+    return y
