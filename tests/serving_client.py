@@ -6,11 +6,13 @@ import http.client
 import json
 import socket
 import threading
+from dataclasses import dataclass
+from email.message import Message
 
 import openai
 
 from twellctl.serve_local import serve
-from twellctl.serving.engine import EngineStats, Sampling, Token
+from twellctl.serving.engine import EngineClosed, EngineStats, Sampling, Token
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -21,7 +23,7 @@ UNDECODED = "\N{REPLACEMENT CHARACTER}"
 def running(served, *, api_key="none", **settings):
     """Serve in a thread of its own; yields an openai client that never retries.
 
-    `settings`: those of `serve`.
+    `settings`: those of `serve`. The client's `stop()` is what a signal does.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     ready: list[str] = []
@@ -40,6 +42,7 @@ def running(served, *, api_key="none", **settings):
     try:
         options = {"base_url": ready[0], "api_key": api_key, "max_retries": 0, "timeout": 40}
         with openai.OpenAI(**options) as client:
+            client.stop = lambda: loop.call_soon_threadsafe(stop.set)
             yield client
     finally:
         loop.call_soon_threadsafe(stop.set)
@@ -68,13 +71,16 @@ class Scripted:
         self.delay, self.num_layers = delay, num_layers
         self.samplings: list[Sampling] = []
         self.num_running = self.num_generated = 0
+        self.closed = False
 
     async def generate(self, prompt, sampling):
         self.samplings.append(sampling)
         self.num_running += 1
         try:
-            for place, token in enumerate(self.tokens[: sampling.max_tokens]):
+            for place, token in enumerate(self.tokens):
                 await asyncio.sleep(self.delay)
+                if self.closed:
+                    raise EngineClosed("the server is stopping")
                 self.num_generated += 1
                 yield self.told(place, token, sampling)
             if self.failure:
@@ -103,7 +109,7 @@ class Scripted:
         return EngineStats(self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
 
     def close(self, drain_seconds: float = 0) -> None:
-        pass
+        self.closed = True
 
 
 def chat(client, **changes):
@@ -137,12 +143,32 @@ def engine_tokens(engine, text, count, tokenizer):
     return asyncio.run(collect())
 
 
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Message
+    body: bytes
+
+
+def get(client, path: str, **headers) -> Answer:
+    """A raw GET without the client's key."""
+    url = client.base_url
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.headers, answer.read())
+    finally:
+        connection.close()
+
+
 def post(client, body: bytes, path: str = "/v1/completions", **headers):
     """A raw POST: status and JSON, for what the client would not send."""
     url = client.base_url
     connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
+        encoded = {name: value.encode() for name, value in headers.items()}
+        connection.request("POST", path, body, {"Content-Type": "application/json"} | encoded)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
     finally:

@@ -228,6 +228,10 @@ def serve_local(
             "Requests for, or from pages of, other names get 403.",
         ),
     ] = None,
+    max_running: Annotated[
+        int, typer.Option(help="How many choices are written side by side at most.")
+    ] = 64,
+    max_waiting: Annotated[int, typer.Option(help="How many more may wait; others get 429.")] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600,
     drain: Annotated[
         float,
@@ -248,6 +252,8 @@ def serve_local(
         port=port,
         api_key=api_key,
         allow_hosts=allow_host or (),
+        max_running=max_running,
+        max_waiting=max_waiting,
         timeout=timeout,
         drain=drain,
         on_ready=lambda name, url: ui.say(f"serving {name} at {url}"),

@@ -31,6 +31,8 @@ def serve_local(
     port: int = 8000,
     api_key: str | None = None,
     allow_hosts: Sequence[str] = (),
+    max_running: int = 64,
+    max_waiting: int = 256,
     timeout: float = 600,
     drain: float = 30,
     on_ready: OnReady | None = None,
@@ -38,18 +40,19 @@ def serve_local(
     """Serve `model` (a ReLU folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
     With `api_key` clients must send it; only then `host` may be one that others can reach.
-    `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). An answer
-    may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second one ends
-    it at once. `on_ready` is called with the model's name and the API's URL once requests are
-    taken. Port 0 takes a free one. Signals are only heeded in the main thread.
+    `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). Up to
+    `max_running` choices are written side by side, `max_waiting` more wait, others are refused. An
+    answer may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second
+    one ends it at once. `on_ready` is called with the model's name and the API's URL once requests
+    are taken. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
     access = _access(host, api_key, allow_hosts)
-    _check_numbers(port, timeout, drain)
+    _check_numbers(port, max_running, max_waiting, timeout, drain)
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
     with _listener(host, port) as listener:
-        served = load_served_model(checkpoint)
+        served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         try:
             limits = Limits(answer_seconds=timeout)
             asyncio.run(
@@ -59,15 +62,15 @@ def serve_local(
             served.engine.close()
 
 
-def load_served_model(checkpoint: Checkpoint) -> ServedModel:
-    """Weights and tokenizer loaded, the worker started."""
+def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
+    """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
     # torch takes seconds to import: a wrong model or a busy port is told before
     from twellctl.decoding.opening import open_engine
     from twellctl.model import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
-    engine = open_engine(load_model(checkpoint), tokenizer.eos_token_id)
+    engine = open_engine(load_model(checkpoint), tokenizer.eos_token_id, **limits)
     return ServedModel(_served_name(checkpoint), tokenizer, engine)
 
 
@@ -144,9 +147,15 @@ def _access(host: str, key: str | None, names: Sequence[str]) -> Access:
     return Access(key, frozenset(name.lower() for name in own), beyond)
 
 
-def _check_numbers(port: int, timeout: float, drain: float) -> None:
+def _check_numbers(
+    port: int, max_running: int, max_waiting: int, timeout: float, drain: float
+) -> None:
     if not 0 <= port <= 65535:
         raise UsageError(f"port must be 0 to 65535, got {port}")
+    if max_running < 1:
+        raise UsageError(f"max-running must be 1 or more, got {max_running}")
+    if max_waiting < 1:
+        raise UsageError(f"max-waiting must be 1 or more, got {max_waiting}")
     if not timeout > 0:
         raise UsageError(f"timeout must be above 0 seconds, got {timeout:g}")
     if not drain >= 0:

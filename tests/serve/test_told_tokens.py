@@ -26,8 +26,8 @@ def spoken(tokenizer):
         yield engine, client
 
 
-def joined(content) -> str:
-    return b"".join(bytes(entry.bytes) for entry in content).decode()
+def spelled(content) -> bytes:
+    return b"".join(bytes(entry.bytes) for entry in content)
 
 
 def whole_chat(client, **options):
@@ -38,15 +38,15 @@ def test_chat_tells_every_token(spoken, tokenizer):
     engine, client = spoken
     content = whole_chat(client, top_logprobs=3)
     assert engine.samplings[-1].top_logprobs == 3
-    assert joined(content) == TEXT
+    assert spelled(content).decode() == TEXT
     assert [entry.logprob for entry in content] == [engine.logprob(t) for t in engine.tokens[:-1]]
     for token, entry in zip(engine.tokens, content, strict=False):
         best = entry.top_logprobs
         assert [other.logprob for other in best] == [entry.logprob - i / 2 for i in range(3)]
         assert (best[0].token, best[0].bytes) == (entry.token, entry.bytes)
-        spelled = tokenizer.decode([(token + 1) % 512])
-        if UNDECODED not in spelled:
-            assert (best[1].token, bytes(best[1].bytes).decode()) == (spelled, spelled)
+        other = tokenizer.decode([(token + 1) % 512])
+        if UNDECODED not in other:
+            assert (best[1].token, bytes(best[1].bytes).decode()) == (other, other)
 
 
 def test_parts_of_a_character_are_told_as_bytes(spoken, tokenizer):
@@ -97,18 +97,12 @@ def test_streamed_chat_tells_the_same(spoken, stop):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         content += choice.logprobs.content if choice.logprobs else []
-        assert len(joined_length(content)) <= len(text.encode())
+        assert len(spelled(content[:-1])) <= len(text.encode())
     assert text == whole.message.content
     assert content == whole.logprobs.content
-    if stop is None:
-        assert joined(content) == TEXT
-    else:  # the token in which the stop string begins may stand there whole
-        assert joined_length(content)[: len(text.encode())] == text.encode()
-
-
-def joined_length(content) -> bytes:
-    """The bytes of the tokens that begin within the text sent."""
-    return b"".join(bytes(entry.bytes) for entry in content[:-1])
+    assert spelled(content).startswith(text.encode())
+    assert len(spelled(content[:-1])) < len(text.encode())  # nothing that was cut off
+    assert text == TEXT.partition(stop or "never")[0]
 
 
 @pytest.mark.parametrize("stop", [None, "日本", "in [é"])
@@ -142,10 +136,8 @@ def test_a_budget_that_cuts_a_character_tells_its_part(tokenizer):
     with running(ServedModel("model", tokenizer, Scripted(tokens))) as client:
         told = complete(client, max_tokens=2, logprobs=0).choices[0]
         assert (told.text, told.logprobs.tokens) == ("x", ["x", "bytes:\\xc3"])
-        chunks = list(chat(client, max_tokens=2, logprobs=True, stream=True))
-        content = [
-            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
-        ]
+        choices = [c.choices[0] for c in chat(client, max_tokens=2, logprobs=True, stream=True)]
+        content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
         assert [entry.token for entry in content] == ["x", "\\xc3"]
 
 
@@ -183,16 +175,15 @@ def test_every_choice_has_its_own(tokenizer):
 
 def test_densities_of_every_token_are_streamed(spoken):
     engine, client = spoken
-    for ask, told_by in ((chat, "delta"), (complete, "text")):
+    for ask in (chat, complete):
         told, text = [], ""
-        for chunk in ask(client, max_tokens=100, stream=True, extra_body={"twell_densities": True}):
-            piece = getattr(chunk.choices[0], told_by)
-            piece = piece if isinstance(piece, str) else piece.content or ""
-            text += piece
-            densities = (
-                chunk.model_extra["twell"]["densities"] if "twell" in chunk.model_extra else []
-            )
+        options = {"max_tokens": 100, "extra_body": {"twell_densities": True}}
+        for chunk in ask(client, stream=True, **options):
+            choice = chunk.choices[0]
+            piece = choice.text if ask is complete else choice.delta.content or ""
+            densities = chunk.model_extra.get("twell", {}).get("densities", [])
             assert bool(piece) == bool(densities)
+            text += piece
             told += densities
         assert text == TEXT
         count = len(engine.tokens) - 1

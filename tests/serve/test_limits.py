@@ -1,0 +1,274 @@
+"""serve-local: sizes and times that are bounded, clients that leave or stall, and stopping."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import openai
+import pytest
+from serving_client import PROMPT, Scripted, chat, complete, get, post, running
+
+from twellctl.errors import UsageError
+from twellctl.serve_local import serve_local
+from twellctl.serving.engine import OutOfMemory, QueueFull
+from twellctl.serving.openai_server import Limits
+from twellctl.serving.plan import ServedModel
+
+
+def serving(tokenizer, engine, **settings):
+    return running(ServedModel("model", tokenizer, engine), **settings)
+
+
+def eventually(true, seconds=5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["length told", "chunked"])
+def test_a_body_of_100_mb_is_refused(tokenizer, told):
+    with serving(tokenizer, Scripted([5])) as client:
+        url = client.base_url
+        connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
+        connection.putrequest("POST", "/v1/completions")
+        size = 100 << 20
+        header = ("Content-Length", size) if told else ("Transfer-Encoding", "chunked")
+        connection.putheader(*header)
+        connection.endheaders()
+        piece = b"x" * (1 << 20)
+        chunk = piece if told else b"100000\r\n" + piece + b"\r\n"
+        try:
+            for _ in range(size // len(piece)):
+                connection.send(chunk)
+            if not told:
+                connection.send(b"0\r\n\r\n")
+        except ConnectionError:
+            pass  # the server need not take it all
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert json.loads(answer.read())["error"]["code"] == "body_too_large"
+        connection.close()
+        assert complete(client).choices[0].text
+
+
+def test_a_length_that_is_too_large_is_refused_before_the_body(tokenizer):
+    with serving(tokenizer, Scripted([5])) as client, raw(client) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        connection.sendall(b"Content-Length: 104857600\r\n\r\n")
+        assert b" 413 " in connection.recv(1000)
+
+
+def raw(client):
+    return socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
+
+
+def test_a_body_that_does_not_come_is_a_timeout(tokenizer):
+    limits = Limits(body_seconds=0.2)
+    with serving(tokenizer, Scripted([5]), limits=limits) as client, raw(client) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        connection.sendall(b'Content-Length: 100\r\n\r\n{"model"')
+        answer = connection.recv(1000)
+        assert b" 408 " in answer
+        assert b"body_timeout" in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"GET"])
+def test_headers_that_do_not_come_are_not_waited_for(tokenizer, sent):
+    limits = Limits(idle_seconds=0.3)
+    with serving(tokenizer, Scripted([5]), limits=limits) as client, raw(client) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        assert connection.recv(1000) == b""
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET  /\r\n\r\n",
+        b"\r\n\r\n\r\n\x00",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil\x00\r\n\r\n",
+        os.urandom(4000),
+    ],
+    ids=range(10),
+)
+def test_malformed_http_hurts_nobody_else(tokenizer, sent):
+    with serving(tokenizer, Scripted([5]), limits=Limits(idle_seconds=1)) as client:
+        with raw(client) as connection:
+            try:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                answer = connection.recv(1000)
+            except ConnectionError:
+                answer = b""
+            assert answer == b"" or re.match(rb"HTTP/1.[01] 4", answer)
+        assert complete(client).choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_ended(tokenizer, stream):
+    engine = Scripted([5] * 200, delay=0.05)
+    with serving(tokenizer, engine, limits=Limits(answer_seconds=0.4)) as client:
+        with pytest.raises(openai.APIError, match=r"within 0.4 s") as caught:
+            list(complete(client, max_tokens=200, stream=stream))
+        assert caught.value.code == "timeout"
+        assert eventually(lambda: engine.num_running == 0)
+        assert engine.num_generated < 20
+
+
+def test_a_client_that_does_not_read_is_cut_off(tokenizer):
+    engine = Scripted([5] * 10**6)
+    engine.context = 10**7
+    limits = Limits(answer_seconds=1, farewell_seconds=0.2)
+    body = json.dumps(
+        {"model": "model", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    ).encode()
+    with serving(tokenizer, engine, limits=limits) as client, raw(client) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        assert eventually(lambda: engine.num_running == 1)
+        assert eventually(lambda: engine.num_running == 0)
+        made = engine.num_generated
+        time.sleep(0.3)
+        assert engine.num_generated == made < 10**6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_all_its_choices(tokenizer, stream, n):
+    engine = Scripted([5] * 200, delay=0.02)
+    with serving(tokenizer, engine) as client:
+        if stream:
+            with complete(client, max_tokens=200, stream=True, n=n) as events:
+                next(iter(events))
+                assert engine.num_running == n
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                complete(client.with_options(timeout=0.3), max_tokens=200, n=n)
+        assert eventually(lambda: engine.num_running == 0)
+        assert engine.num_generated < 100 * n
+
+
+def test_a_full_queue_says_when_to_come_again(tokenizer):
+    engine = Scripted([], QueueFull("64 generations wait already: try again later"))
+    with serving(tokenizer, engine) as client:
+        for ask in (chat, complete):
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError, match="64 generations wait") as caught:
+                    ask(client, stream=stream, n=2)
+                assert caught.value.code == "queue_full"
+                assert int(caught.value.response.headers["Retry-After"]) >= 1
+
+
+def test_out_of_memory_ends_one_request_only(tokenizer):
+    class Small(Scripted):
+        async def generate(self, prompt, sampling):
+            if len(prompt) > 20:
+                raise OutOfMemory("out of memory: shorten the prompt")
+            async for token in super().generate(prompt, sampling):
+                yield token
+
+    engine = Small([5] * 20, delay=0.02)
+    with serving(tokenizer, engine) as client:
+        other = iter(complete(client, prompt=[5], max_tokens=20, stream=True))
+        next(other)
+        with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
+            complete(client, prompt=[[5], [5] * 21])
+        assert (caught.value.status_code, caught.value.code) == (503, "out_of_memory")
+        assert len(list(other)) >= 19
+
+
+def test_stopping_lets_running_answers_finish(tokenizer):
+    engine = Scripted([5] * 60, delay=0.02)
+    done = []
+    with serving(tokenizer, engine, drain=20) as client:
+        events = iter(complete(client, max_tokens=60, stream=True))
+        done.append(next(events))
+        probe = threading.Thread(target=lambda: seen.append(while_stopping(client)))
+        seen = []
+        reader = threading.Thread(target=lambda: done.extend(events))
+        reader.start()
+        threading.Timer(0.2, probe.start).start()
+        client.stop()
+        reader.join(20)
+        assert eventually(lambda: not probe.is_alive())
+    assert len([chunk for chunk in done if chunk.choices[0].text]) == 60
+    assert done[-1].choices[0].finish_reason == "length"
+    health, refused = seen[0]
+    assert (health.status, json.loads(health.body)) == (503, {"status": "draining"})
+    assert (refused[0], refused[1]["error"]["code"]) == (503, "stopping")
+
+
+def while_stopping(client):
+    body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
+    return get(client, "/health"), post(client, body)
+
+
+def test_stopping_waits_no_longer_than_told(tokenizer):
+    engine = Scripted([5] * 200, delay=0.05)
+    with serving(tokenizer, engine, drain=0.3) as client:
+        events = iter(complete(client, max_tokens=200, stream=True))
+        next(events)
+        began = time.monotonic()
+        client.stop()
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(events)
+        assert time.monotonic() - began < 5
+    assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_signals_drain_then_hurry(relu_llama, signals):
+    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
+        try:
+            url = process.stdout.readline().split()[-1]
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=40) as client:
+                prompts = [PROMPT] * (1 if signals == 1 else 128)  # the latter take seconds
+                events = iter(complete(client, prompt=prompts, max_tokens=200, stream=True))
+                chunks = [next(events)]
+                for _ in range(signals):
+                    process.send_signal(signal.SIGTERM)
+                    time.sleep(0.2)
+                if signals == 1:
+                    chunks += events
+                    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+                else:
+                    with pytest.raises(openai.APIError, match="stopping"):
+                        list(events)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("drain", -1),
+        ("max_running", 0),
+        ("max_waiting", 0),
+        ("port", 70000),
+    ],
+)
+def test_settings_out_of_range_are_refused(relu_llama, setting, value):
+    with pytest.raises(UsageError, match=f"{setting.replace('_', '-')} must be .*got {value}"):
+        serve_local(relu_llama, **{setting: value})
