@@ -88,11 +88,15 @@ class DecodeEngine:
         with self._wake:
             if self._closed:
                 raise EngineClosed("the server is stopping")
-            if len(self._scheduler.waiting) + len(self._arrived) >= self._max_waiting:
+            if self._num_here() >= self._scheduler.max_running + self._max_waiting:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
             self._idle = False
             self._wake.notify_all()
+
+    def _num_here(self) -> int:
+        scheduler = self._scheduler
+        return scheduler.num_running + len(scheduler.waiting) + len(self._arrived)
 
     def _forget(self, sequence: Sequence) -> None:
         if not sequence.gone:

@@ -1,6 +1,7 @@
 """Which share of each layer's neurons fired for the last token of each row: hooks, no host read."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from twellctl.bundle.twell_model import activation_name, gated_ffns
 
 
 class FiredShares:
-    """Hooks on the activations of a model's gated FFNs; they stay for the model's life.
+    """Hooks on the activations of a model's gated FFNs, which look at forwards in `counted` only.
 
     Where a layer has several FFNs (experts) none is metered; nor is one that runs over TwELL's
     kernels, since a hook would keep those away.
@@ -21,24 +22,30 @@ class FiredShares:
         if over_kernels or len(ffns) > num_hidden_layers:
             ffns = []
         self.num_layers = len(ffns)
-        self._num_rows = 1
+        self._num_rows = 0  # of the forward that is made now; 0: it is not ours
         self._shares: list[Tensor | None] = [None] * len(ffns)
         for i, ffn in enumerate(ffns):
             getattr(ffn, activation_name(ffn)).register_forward_hook(self._hook(i))
 
-    def expect(self, num_rows: int) -> None:
-        """The next forward has so many rows."""
+    @contextlib.contextmanager
+    def counted(self, num_rows: int) -> Iterator[None]:
+        """A forward of so many rows is made inside."""
         self._num_rows = num_rows
+        try:
+            yield
+        finally:
+            self._num_rows = 0
 
-    def of_last_tokens(self, device: torch.device) -> Tensor:
-        """float32 `[L, B]`, of the forward that was made last."""
+    def of_last_tokens(self, num_rows: int, device: torch.device) -> Tensor:
+        """float32 `[L, num_rows]`, of the forward counted last."""
         if not self._shares:
-            return torch.empty((0, self._num_rows), device=device)
+            return torch.empty((0, num_rows), device=device)
         return torch.stack(self._shares)
 
     def _hook(self, i: int) -> Callable:
         def hook(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
-            last = active.reshape(self._num_rows, -1, active.shape[-1])[:, -1]
-            self._shares[i] = (last != 0).float().mean(-1)
+            if self._num_rows:
+                last = active.reshape(self._num_rows, -1, active.shape[-1])[:, -1]
+                self._shares[i] = (last != 0).float().mean(-1)
 
         return hook

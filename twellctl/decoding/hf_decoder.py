@@ -62,16 +62,16 @@ class HFDecoder:
     def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones."""
         rows = _Rows(self._cache, positions.long(), tables.long())
-        self._fired.expect(len(tokens))
-        done = self._model(
-            input_ids=tokens.long(),
-            position_ids=rows.positions,
-            attention_mask=self._masks(rows),
-            past_key_values=rows,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return done.logits[:, -1], self._fired.of_last_tokens(self.device)
+        with self._fired.counted(len(tokens)):
+            done = self._model(
+                input_ids=tokens.long(),
+                position_ids=rows.positions,
+                attention_mask=self._masks(rows),
+                past_key_values=rows,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return done.logits[:, -1], self._fired.of_last_tokens(len(tokens), self.device)
 
     def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer where the config tells several kinds."""

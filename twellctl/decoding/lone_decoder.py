@@ -39,10 +39,11 @@ class LoneDecoder:
         return self._forward(tokens)
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        done = self._model(
-            input_ids=tokens.to(torch.long)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return done.logits[:, -1], self._fired.of_last_tokens(self.device)
+        with self._fired.counted(1):
+            done = self._model(
+                input_ids=tokens.to(torch.long)[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return done.logits[:, -1], self._fired.of_last_tokens(1, self.device)

@@ -45,10 +45,11 @@ class Scheduler:
         self._under_way: tuple[Step, list[Sequence]] | None = None
         self._variant = Variant()
         self._changed = False
+        self._settled = False  # the rows are ready for a step that was put off
         on_gpu = decoder.device.type == "cuda"
-        self._stream = (
-            torch.cuda.Stream(decoder.device) if on_gpu else None
-        )  # graphs want their own
+        # graphs are not captured on the default stream
+        stream = torch.cuda.Stream(decoder.device) if on_gpu else None
+        self._on_stream = torch.cuda.stream(stream)
         with torch.inference_mode():
             decoder.open_cache(num_pages)
             self._batch = Batch(decoder, self.max_running, pages_for(self.context))
@@ -72,6 +73,7 @@ class Scheduler:
         """Forget a sequence: nothing more is told of it, its pages are free for the next step."""
         if not sequence.gone:
             sequence.gone = self._changed = True
+            self._settled = False
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
 
@@ -104,12 +106,15 @@ class Scheduler:
 
     @torch.inference_mode()
     def advance(self) -> list[Event]:
-        """Read prompts for a while, or launch one step; what is known of steps before."""
+        """Read prompts for a while or launch one step; what is known of steps before."""
         events: list[Event] = []
-        with torch.cuda.stream(self._stream):
-            if self._changed or self._can_enter() or not self._can_go_on():
+        with self._on_stream:
+            if not self._settled and (self._changed or self._can_enter() or not self._can_go_on()):
                 self._settle(events)
-            if self.running:
+            if events or not self.running:  # nobody shall wait a step longer for a first token
+                self._settled = bool(events)
+            else:
+                self._settled = False
                 self._launch(events)
         return events
 

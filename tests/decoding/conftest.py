@@ -1,0 +1,64 @@
+"""Tiny random models in memory, and what transformers' generate says of them."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 40},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8},
+    "phi3": {"sliding_window": 30},
+    "smollm3": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 30, "hidden_activation": "relu"},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """`tiny(family)`: a ReLU model in float32 that no token ends."""
+
+    def make(family: str = "llama", **changes):
+        settings = {
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "initializer_range": 0.3,
+            "hidden_act": "relu",
+        }
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **settings | FAMILIES.get(family, {}) | changes)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def generated():
+    """`generated(model, prompt, count)`: the greedy tokens of transformers' generate."""
+
+    def generate(model, prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        done = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+        )
+        return done[0, len(prompt) :].tolist()
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Shorter and longer than a page, and just one page."""
+    torch.manual_seed(1)
+    return [torch.randint(1, 512, (length,)).tolist() for length in (5, 70, 130, 1, 64)]

@@ -1,0 +1,230 @@
+"""Models of transformers in the engine: token for token what their own generate gives."""
+
+import pytest
+import torch
+
+from twellctl.bundle.twell_model import set_thresholds
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.opening import open_scheduler
+from twellctl.errors import TwellError
+from twellctl.firing import FiredMeter
+from twellctl.serving.engine import Sampling
+
+PAGED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2"]
+PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
+
+
+def greedy(scheduler, prompts: list[list[int]], count: int) -> list[list[int]]:
+    tokens = [[] for _ in prompts]
+    for events in scheduler.run(prompts, Sampling(count, 0)):
+        for sequence, event in events:
+            assert not isinstance(event, Exception), event
+            tokens[sequence.client] += [event.id] if event else []
+    assert scheduler.pool.free == scheduler.pool.capacity
+    return tokens
+
+
+@pytest.mark.parametrize("family", [*PAGED, "falcon_h1"])
+def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, caplog):
+    model = tiny(family)
+    known = [generated(model, prompt, 60) for prompt in prompts]
+    scheduler = open_scheduler(model, max_running=3)
+    kind = HFDecoder if family in PAGED else LoneDecoder
+    assert type(scheduler.decoder) is kind
+    assert greedy(scheduler, prompts, 60) == known  # side by side, some joining later
+    assert greedy(scheduler, prompts[:1], 60) == known[:1]
+    said = [record.getMessage() for record in caplog.records if "decoding" in record.name]
+    assert said == (
+        []
+        if kind is HFDecoder
+        else [
+            "FalconH1ForCausalLM keeps more than keys and values of attention: "
+            "one sequence is continued at a time"
+        ]
+    )
+
+
+def test_little_room_changes_no_token(tiny, generated, prompts):
+    model, prompts = tiny(), [prompts[i] for i in (0, 3, 4)]
+    known = [generated(model, prompt, 100) for prompt in prompts]
+    scheduler = open_scheduler(model, cache_bytes=6 * PAGE_BYTES, max_running=5)
+    assert scheduler.decoder.page_bytes == PAGE_BYTES
+    assert scheduler.pool.capacity == 5
+    calls, prefill = [], scheduler.decoder.prefill
+    scheduler.decoder.prefill = lambda *inputs: calls.append(inputs) or prefill(*inputs)
+    assert greedy(scheduler, prompts, 100) == known
+    assert len(calls) > len(prompts)  # one was evicted, and read again
+
+
+def test_chunks_of_a_prompt_change_no_token(tiny, generated, prompts, monkeypatch):
+    monkeypatch.setattr(HFDecoder, "prefill_chunk", 50)
+    for family in ("llama", "mistral"):
+        model = tiny(family)
+        known = [generated(model, prompt, 20) for prompt in prompts]
+        assert greedy(open_scheduler(model), prompts, 20) == known
+
+
+def test_thresholds_are_kept(tiny, generated, prompts):
+    model = tiny()
+    plain = generated(model, prompts[0], 30)
+    set_thresholds(model, [0.5, 0.25])
+    known = generated(model, prompts[0], 30)
+    assert known != plain
+    assert greedy(open_scheduler(model), prompts[:1], 30) == [known]
+
+
+def fired_shares(model, tokens: list[int]) -> torch.Tensor:
+    """`[len(tokens), L]`, as the profile counts them."""
+    shares = []
+    with torch.no_grad(), FiredMeter(model, lambda _, __, active: shares.append(active != 0)):
+        model(torch.tensor([tokens]))
+    return torch.stack([share.float().mean(-1) for share in shares], 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_densities_are_counted_at_the_activation(tiny, prompts, family):
+    model, found = tiny(family), []
+    scheduler = open_scheduler(model)
+    for events in scheduler.run(prompts[1:3], Sampling(8, 0, densities=True)):
+        found += [(sequence, token) for sequence, token in events if token]
+    for i in range(2):
+        (sequence, *_), tokens = zip(*[e for e in found if e[0].client == i], strict=True)
+        known = fired_shares(model, sequence.tokens[:-1])[-8:]
+        assert torch.allclose(torch.tensor([token.densities for token in tokens]), known)
+        assert 0.2 < known.mean() < 0.8
+    total = sum(torch.tensor(token.densities) for _, token in found)
+    assert scheduler.fired.tolist() == pytest.approx(total.tolist())
+
+
+def test_log_probabilities_are_the_models_own(tiny, prompts):
+    model = tiny()
+    sampling = Sampling(6, 1.3, 0.8, 20, seed=4, top_logprobs=3)
+    found = []
+    for events in open_scheduler(model).run([prompts[1]], sampling):
+        found += [(sequence, token) for sequence, token in events if token]
+    tokens = found[0][0].tokens
+    with torch.no_grad():
+        known = model(torch.tensor([tokens])).logits[0, -7:-1].log_softmax(-1)
+    for (_, token), row in zip(found, known, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+        values, ids = row.topk(3)
+        assert [t for t, _ in token.top] == ids.tolist()
+        assert [value for _, value in token.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_a_seeded_draw_is_the_same_alone_in_a_crowd_and_after_eviction(tiny, prompts):
+    model = tiny()
+    sampling = Sampling(100, 0.8, 0.95, 40, seed=11)
+
+    def draw(scheduler, prompts) -> list[int]:
+        tokens = []
+        for events in scheduler.run(prompts, sampling):
+            tokens += [e.id for sequence, e in events if e and sequence.client == len(prompts) - 1]
+        return tokens
+
+    alone = draw(open_scheduler(model), prompts[:1])
+    crowd = [prompts[3], prompts[4], prompts[0]]
+    assert draw(open_scheduler(model), crowd) == alone
+    assert draw(open_scheduler(model, cache_bytes=6 * PAGE_BYTES, max_running=5), crowd) == alone
+
+
+def test_the_same_again_has_the_same_bits(tiny, prompts):
+    scheduler = open_scheduler(tiny().bfloat16())
+    sampling = Sampling(40, 1.0, seed=5, top_logprobs=20)
+
+    def tokens() -> list:
+        return [event for events in scheduler.run(prompts, sampling) for _, event in events]
+
+    assert tokens() == tokens()
+
+
+def test_bf16_parts_only_where_the_best_two_are_close(tiny, prompts):
+    model = tiny().bfloat16()
+    scheduler = open_scheduler(model)
+    for prompt, tokens in zip(prompts, greedy(scheduler, prompts, 40), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits.amax(-1) - chosen).max() < 0.1
+
+
+def test_garbage_behind_a_row_is_not_seen(tiny):
+    """Pages come from others who may have left NaN there."""
+    decoder = HFDecoder(tiny())
+    tokens = torch.arange(1, 71, dtype=torch.int32)
+    table = torch.tensor([3, 1], dtype=torch.int32)
+
+    def logits(garbage: float) -> list[torch.Tensor]:
+        decoder.open_cache(5)
+        for pages in (*decoder._cache.keys, *decoder._cache.values):
+            pages.fill_(garbage)
+        first, _ = decoder.prefill(tokens, 0, table)
+        rows = torch.tensor([9, 0], dtype=torch.int32), torch.tensor([70, 0], dtype=torch.int32)
+        second, _ = decoder.step(*rows, torch.stack([table, torch.zeros_like(table)]))
+        return [first, second]
+
+    with torch.inference_mode():
+        for clean, full in zip(logits(0.0), logits(torch.nan), strict=True):
+            assert torch.equal(clean, full)
+
+
+def test_widths_are_few_and_enough(tiny):
+    decoder = HFDecoder(tiny())
+    assert decoder.widths(1) == [1]
+    assert decoder.widths(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert decoder.widths(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("falcon_h1", {}, "keeps more than keys and values"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic rotary"),
+        ("llama", {"attn_implementation": "flex_attention"}, "flex_attention takes no mask"),
+        ("llama", {"attention_chunk_size": 64}, "attends in chunks"),
+    ],
+)
+def test_what_it_cannot_drive_is_told(tiny, family, changes, said):
+    assert said in HFDecoder.why_not(tiny(family, **changes))
+
+
+def test_dynamic_rotary_positions_are_those_of_generate(tiny, generated, prompts):
+    model = tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    known = [generated(model, prompt, 20) for prompt in prompts]
+    scheduler = open_scheduler(model)
+    assert isinstance(scheduler.decoder, LoneDecoder)
+    assert greedy(scheduler, prompts, 20) == known
+
+
+def test_eager_attention_too(tiny, generated, prompts):
+    model = tiny("mistral", attn_implementation="eager")
+    assert greedy(open_scheduler(model), prompts, 20) == [
+        generated(model, prompt, 20) for prompt in prompts
+    ]
+
+
+def test_a_cache_too_small_for_a_page_is_refused(tiny):
+    with pytest.raises(TwellError, match="two pages of 16384 bytes, got 20000"):
+        open_scheduler(tiny(), cache_bytes=20_000)
+
+
+def test_the_context_is_no_longer_than_the_cache(tiny):
+    assert open_scheduler(tiny()).context == 256
+    assert open_scheduler(tiny(), cache_bytes=4 * PAGE_BYTES).context == 3 * 64
+
+
+def test_a_real_model(real_model, generated):
+    from twellctl.checkpoint import open_checkpoint
+    from twellctl.model import load_model, load_tokenizer
+
+    checkpoint = open_checkpoint(real_model)
+    model = load_model(
+        checkpoint, dtype=torch.float32, device=torch.device("cpu"), activation="silu"
+    )
+    tokenizer = load_tokenizer(checkpoint)
+    texts = ["The capital of France is", "Once upon a time", "def fib(n):\n"]
+    prompts = [tokenizer.encode(text) for text in texts]
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    known = [generated(model, prompt, 40) for prompt in prompts]
+    assert greedy(open_scheduler(model), prompts, 40) == known

@@ -1,0 +1,135 @@
+"""Drawing tokens: the distribution, its cuts, and what a draw depends on."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.decoding.sampler import (
+    Field,
+    Variant,
+    _gumbel,
+    choose,
+    log_probabilities,
+    put_fields,
+    variant_of,
+)
+from twellctl.serving.engine import Sampling
+
+VOCAB = 12
+
+
+def fields_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -> Tensor:
+    fields = np.zeros((len(Field), len(samplings)), np.int32)
+    rows = zip(samplings, seeds, positions, strict=True)
+    for i, (sampling, seed, position) in enumerate(rows):
+        put_fields(fields[:, i], 0, position, 0, sampling, seed)
+    return torch.from_numpy(fields)
+
+
+def drawn(logits: Tensor, sampling: Sampling, seed: int, count: int) -> Tensor:
+    """Tokens of one seed at positions 0 to `count` - 1, all from the same logits `[VOCAB]`."""
+    fields = fields_of([sampling] * count, [seed] * count, list(range(count)))
+    return choose(logits.expand(count, -1), fields, variant_of(sampling))
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    torch.manual_seed(0)
+    return 2 * torch.randn(VOCAB)
+
+
+def chi_square(tokens: Tensor, shares: Tensor) -> float:
+    """Of the counts; about its degrees of freedom if tokens come in these shares."""
+    counts, means = tokens.bincount(minlength=VOCAB).double(), shares.double() * len(tokens)
+    assert not counts[means == 0].any()
+    return float(((counts - means) ** 2 / means)[means > 0].sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_have_the_shares_of_softmax(logits, temperature):
+    tokens = drawn(logits, Sampling(1, temperature), 3, 40_000)
+    assert chi_square(tokens, (logits / temperature).softmax(-1)) < 35  # 11 degrees: 1 in 4000
+
+
+def test_top_k_and_top_p_cut_as_transformers_does(logits):
+    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+    for top_k, top_p in [(3, 1.0), (0, 0.6), (5, 0.7), (0, 0.999), (100, 0.3), (2, 0.999999)]:
+        warped = logits[None] / 0.9
+        if top_k:
+            warped = TopKLogitsWarper(top_k)(None, warped)
+        if top_p < 1:
+            warped = TopPLogitsWarper(top_p)(None, warped)
+        tokens = drawn(logits, Sampling(1, 0.9, top_p, top_k), 5, 20_000)
+        shares = warped[0].softmax(-1)
+        assert chi_square(tokens, shares) < 35, (top_k, top_p)
+
+
+def test_noise_is_gumbels_and_of_no_pattern():
+    seeds, positions = [1, 1, 2, 1 << 40], [7, 8, 7, 7]
+    noise = _gumbel(fields_of([Sampling(1)] * 4, seeds, positions), 100_000)
+    assert noise.isfinite().all()
+    assert noise.mean(-1).sub(0.5772).abs().max() < 0.02
+    assert noise.var(-1).sub(math.pi**2 / 6).abs().max() < 0.05
+    beside = torch.cat([noise, noise[:1].roll(1), noise[:1].roll(256)])
+    assert torch.corrcoef(beside).fill_diagonal_(0).abs().max() < 0.015
+
+
+def test_a_draw_hangs_on_seed_position_and_logits_alone():
+    torch.manual_seed(0)
+    logits = torch.randn(8, 1000)
+    warm, cut, greedy = Sampling(1, 1.0), Sampling(1, 1.2, 0.9, 50), Sampling(1, 0)
+    mine = fields_of([warm], [99], [12])
+    alone = choose(logits[:1], mine, variant_of(warm))
+    for row in range(8):
+        mixed = [cut, greedy, warm, cut, greedy, warm, cut, greedy]
+        mixed[row] = warm
+        seeds, positions = list(range(8)), list(range(20, 28))
+        seeds[row], positions[row] = 99, 12
+        several = logits.clone()
+        several[row] = logits[0]
+        tokens = choose(several, fields_of(mixed, seeds, positions), Variant(True, True))
+        assert tokens[row] == alone
+        others = [i for i in (1, 4, 7) if i != row]
+        assert tokens[others].tolist() == several[others].argmax(-1).tolist()
+
+
+def test_other_seeds_and_positions_draw_other_tokens():
+    logits = torch.zeros(1000)
+    fields = fields_of([Sampling(1)] * 4, [1, 2, 1, (1 << 32) + 1], [5, 5, 6, 5])
+    assert len(set(choose(logits.expand(4, -1), fields, Variant(True)).tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1, 0), Sampling(1, 2, top_k=1), Sampling(1, 2, top_p=0)]
+)
+def test_what_leaves_one_token_is_greedy_and_needs_no_noise(logits, sampling):
+    assert variant_of(sampling) == Variant()
+    tied = torch.stack([logits, logits.clone().fill_(1.0)])
+    fields = fields_of([sampling] * 2, [1, 2], [3, 4])
+    for variant in (Variant(), Variant(True), Variant(True, True)):
+        assert choose(tied, fields, variant).tolist() == [int(logits.argmax()), 0]
+
+
+def test_half_precision_is_drawn_from_like_float32(logits):
+    rounded = logits.bfloat16()
+    sampling = Sampling(1, 0.7, 0.9, 8)
+    assert torch.equal(drawn(rounded, sampling, 1, 500), drawn(rounded.float(), sampling, 1, 500))
+
+
+def test_log_probabilities(logits):
+    chosen, ids, values = log_probabilities(logits[None], torch.tensor([4]))
+    known = logits.log_softmax(-1)
+    assert chosen.item() == pytest.approx(known[4].item())
+    assert ids.shape == (1, VOCAB)
+    assert ids[0].tolist() == known.argsort(descending=True).tolist()
+    assert torch.allclose(values[0], known[ids[0]])
+    assert log_probabilities(torch.zeros(2, 100), torch.tensor([1, 2]))[1].shape == (2, 20)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64 - 1])
+def test_any_seed_of_64_bits(logits, seed):
+    assert drawn(logits, Sampling(1, seed=seed), seed, 50).unique().numel() > 3

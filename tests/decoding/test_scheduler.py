@@ -1,0 +1,300 @@
+"""Continuous batching: every sequence gets its own tokens, whatever goes on beside it."""
+
+import random
+
+import pytest
+import torch
+from history_decoder import HistoryDecoder, expected
+
+from twellctl.decoding.batch import buckets
+from twellctl.decoding.pages import PAGE
+from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.sequence import Sequence
+from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
+
+GREEDY = Sampling(40, 0)
+
+
+def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> Scheduler:
+    return Scheduler(decoder or HistoryDecoder(), num_pages, max_running, eos)
+
+
+def all_of(scheduler: Scheduler, sequences: list[Sequence]) -> dict[Sequence, list]:
+    """Run to the end; the events of each sequence."""
+    found = {sequence: [] for sequence in sequences}
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for _ in range(10_000):
+        if not scheduler.busy:
+            return found
+        for sequence, event in scheduler.advance():
+            found[sequence].append(event)
+    pytest.fail("it does not come to an end")
+
+
+def tokens_of(events: list) -> list[int]:
+    """The tokens of a sequence that came to its end."""
+    *tokens, end = events
+    assert end is None
+    assert all(isinstance(token, Token) for token in tokens)
+    return [token.id for token in tokens]
+
+
+def assert_nothing_is_held(scheduler: Scheduler) -> None:
+    assert scheduler.pool.free == scheduler.pool.capacity
+    assert not scheduler.busy
+    assert scheduler.num_running == 0
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 99, 100, 101, 333])
+def test_one_sequence(length):
+    scheduler = scheduler_of()
+    prompt = [i % 50 for i in range(length)]
+    sequence = Sequence(prompt, GREEDY)
+    assert tokens_of(all_of(scheduler, [sequence])[sequence]) == expected(prompt, 40)
+    assert (scheduler.prompt_tokens, scheduler.generated_tokens) == (length, 40)
+    assert (scheduler.fired / 40).tolist() == [0.25, 0.5]
+    assert_nothing_is_held(scheduler)
+
+
+def test_many_sequences_some_of_which_wait():
+    scheduler = scheduler_of(max_running=3)
+    sequences = [Sequence([i] * (10 * i + 1), Sampling(5 + 7 * i, 0)) for i in range(8)]
+    for sequence, events in all_of(scheduler, sequences).items():
+        count = sequence.sampling.max_tokens
+        prompt = sequence.tokens[: sequence.num_prompt]
+        assert tokens_of(events) == expected(prompt, count)
+    assert_nothing_is_held(scheduler)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_and_goes_tokens_are_right_and_pages_are_free_at_the_end(seed):
+    draw = random.Random(seed)
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, draw.choice([6, 9, 30]), draw.choice([1, 3, 6]))
+    longest = min(scheduler.context, 350)
+    found: dict[Sequence, list] = {}
+    for _ in range(400):
+        if draw.random() < 0.12:
+            length = draw.randint(1, longest - 1)
+            budget = draw.randint(1, min(150, longest - length))
+            prompt = [draw.randrange(200) for _ in range(length)]
+            found[sequence := Sequence(prompt, Sampling(budget, 0))] = []
+            scheduler.add(sequence)
+        if found and draw.random() < 0.03:
+            scheduler.cancel(draw.choice(list(found)))
+        for sequence, event in scheduler.advance():
+            found[sequence].append(event)
+    while scheduler.busy:
+        for sequence, event in scheduler.advance():
+            found[sequence].append(event)
+    ended = [sequence for sequence, events in found.items() if events[-1:] == [None]]
+    assert len(ended) > len(found) / 4
+    for sequence, events in found.items():
+        known = expected(sequence.tokens[: sequence.num_prompt], sequence.sampling.max_tokens)
+        tokens = [event.id for event in events if event is not None]
+        assert tokens == known[: len(tokens)]
+        assert len(tokens) == len(known) or sequence not in ended
+    assert_nothing_is_held(scheduler)
+
+
+def test_the_youngest_loses_its_pages_and_goes_on_later():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, num_pages=8, max_running=3)  # 7 pages
+    sequences = [Sequence([i] * 100, Sampling(120, 0)) for i in range(3)]  # 4 pages each at last
+    found = all_of(scheduler, sequences)
+    for i, sequence in enumerate(sequences):
+        assert tokens_of(found[sequence]) == expected([i] * 100, 120)
+    again = [call for call in decoder.calls if call[0] == "prefill"]
+    assert len(again) > 3
+    assert scheduler.prompt_tokens == 300  # what is read again is not counted again
+    assert scheduler.generated_tokens == 360
+    assert_nothing_is_held(scheduler)
+
+
+def test_chunks_of_a_long_prompt_lie_between_steps():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder)
+    scheduler.add(Sequence([1], Sampling(60, 0)))
+    scheduler.advance()
+    scheduler.advance()
+    long = Sequence([2] * 450, Sampling(3, 0))
+    scheduler.add(long)
+    decoder.calls.clear()
+    while not long.gone:
+        scheduler.advance()
+    kinds = [call[0] for call in decoder.calls]
+    chunks = [call[1:] for call in decoder.calls if call[0] == "prefill"]
+    assert chunks == [(0, 100), (100, 200), (200, 300), (300, 400), (400, 450)]
+    assert kinds[:9] == ["prefill", "step"] * 4 + ["prefill"]
+
+
+def test_short_prompts_are_read_together_before_a_step():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder)
+    for i in range(4):
+        scheduler.add(Sequence([i] * 20, GREEDY))
+    assert len(scheduler.advance()) == 4  # first tokens are told before
+    scheduler.advance()
+    assert [call[0] for call in decoder.calls] == ["prefill"] * 4 + ["step"]
+
+
+def test_an_end_token_ends_a_sequence_and_is_its_last():
+    prompt = [3, 1, 4]
+    known = expected(prompt, 30)
+    eos = known[5]
+    assert eos not in known[:5]
+    scheduler = scheduler_of(eos=frozenset({eos}))
+    (events,) = all_of(scheduler, [Sequence(prompt, Sampling(30, 0))]).values()
+    assert tokens_of(events) == known[:6]
+    first = scheduler_of(eos=frozenset({known[0]}))
+    (events,) = all_of(first, [Sequence(prompt, Sampling(30, 0))]).values()
+    assert tokens_of(events) == known[:1]
+    assert_nothing_is_held(first)
+
+
+def test_tokens_tell_what_was_asked():
+    sequence = Sequence([1, 2], Sampling(3, 0, top_logprobs=2, densities=True))
+    plain = Sequence([1, 2], Sampling(3, 0))
+    none_beside = Sequence([1, 2], Sampling(3, 0, top_logprobs=0))
+    found = all_of(scheduler_of(), [sequence, plain, none_beside])
+    known = torch.zeros(HistoryDecoder.vocab_size)
+    known[0] = 1
+    chosen, other = known.log_softmax(-1)[:2].tolist()
+    for token in found[sequence][:-1]:
+        assert token.densities == (0.25, 0.5)
+        assert token.logprob == pytest.approx(chosen)
+        assert token.top[0][0] == token.id
+        assert [value for _, value in token.top] == pytest.approx([chosen, other])
+    assert all(t == Token(t.id) for t in found[plain][:-1])
+    assert all(t.top == () and t.logprob is not None for t in found[none_beside][:-1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "said"),
+    [
+        ([1] * 100, PAGE * 5, "room for 420 tokens, there is room for 320"),
+        ([], 5, "at least one token"),
+        ([1], 0, "at least one token"),
+    ],
+)
+def test_what_can_never_fit_is_refused(prompt, budget, said):
+    scheduler = scheduler_of(num_pages=6)
+    with pytest.raises(EngineError, match=said):
+        scheduler.add(Sequence(prompt, Sampling(budget, 0)))
+    assert_nothing_is_held(scheduler)
+
+
+def test_the_longest_that_fits_uses_every_page():
+    scheduler = scheduler_of(num_pages=6, max_running=2)
+    sequence = Sequence([1] * 100, Sampling(PAGE * 5 - 100, 0))
+    other = Sequence([2] * 100, Sampling(50, 0))
+    found = all_of(scheduler, [sequence, other])
+    assert tokens_of(found[sequence]) == expected([1] * 100, PAGE * 5 - 100)
+    assert tokens_of(found[other]) == expected([2] * 100, 50)
+
+
+def test_run_leaves_nothing_behind_when_it_is_left():
+    scheduler = scheduler_of()
+    for events in scheduler.run([[1], [2]], Sampling(50, 0)):
+        if any(sequence.client == 1 for sequence, _ in events):
+            break
+    assert_nothing_is_held(scheduler)
+    tokens = {0: [], 1: []}
+    for events in scheduler.run([[1], [2]], Sampling(5, 0)):
+        for sequence, event in events:
+            tokens[sequence.client] += [event.id] if event else []
+    assert tokens == {0: expected([1], 5), 1: expected([2], 5)}
+
+
+# ---- failures ----
+
+
+class Failing(HistoryDecoder):
+    """Fails where told: `prefill` for prompts that hold token 200, `step` in its `at`-th call."""
+
+    def __init__(self, error: Exception, at: int = -1):
+        super().__init__()
+        self.error, self.at = error, at
+
+    def prefill(self, tokens, start, table):
+        if 200 in tokens.tolist():
+            raise self.error
+        return super().prefill(tokens, start, table)
+
+    def step(self, tokens, positions, tables):
+        self.at -= 1
+        if self.at == 0:
+            raise self.error
+        return super().step(tokens, positions, tables)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(NO_MEMORY, OutOfMemory), (IndexError("no such\nlayer"), EngineError)]
+)
+def test_a_prompt_that_fails_fails_alone(error, kind):
+    scheduler = scheduler_of(Failing(error))
+    sequences = [Sequence([i] * 150, GREEDY) for i in range(3)]
+    bad = Sequence([1] * 120 + [200], GREEDY)
+    found = all_of(scheduler, [*sequences[:2], bad, sequences[2]])
+    (failure,) = found[bad]
+    assert type(failure) is kind
+    assert "\n" not in str(failure)
+    for i, sequence in enumerate(sequences):
+        assert tokens_of(found[sequence]) == expected([i] * 150, 40)
+    assert_nothing_is_held(scheduler)
+
+
+def test_a_step_without_memory_fails_the_youngest_only():
+    scheduler = scheduler_of(Failing(NO_MEMORY, at=10))
+    sequences = [Sequence([i] * 20, GREEDY) for i in range(3)]
+    found = all_of(scheduler, sequences)
+    *tokens, failure = found[sequences[2]]
+    assert isinstance(failure, OutOfMemory)
+    assert [token.id for token in tokens] == expected([2] * 20, 10)
+    for i in range(2):
+        assert tokens_of(found[sequences[i]]) == expected([i] * 20, 40)
+    assert_nothing_is_held(scheduler)
+
+
+def test_a_step_that_fails_otherwise_fails_those_in_it_and_no_others():
+    scheduler = scheduler_of(Failing(IndexError("lost"), at=10), max_running=2)
+    sequences = [Sequence([i] * 50, GREEDY) for i in range(4)]
+    found = all_of(scheduler, sequences)
+    for sequence in sequences[:2]:
+        assert str(found[sequence][-1]) == "IndexError: lost"
+        assert len(found[sequence]) == 11
+    for i in range(2, 4):
+        assert tokens_of(found[sequences[i]]) == expected([i] * 50, 40)
+    assert_nothing_is_held(scheduler)
+
+
+def test_fail_all_ends_what_runs_is_read_and_waits():
+    scheduler = scheduler_of(max_running=2)
+    sequences = [Sequence([i] * n, GREEDY) for i, n in enumerate((10, 400, 10))]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.advance()
+    assert scheduler.num_running == 2
+    error = EngineError("enough")
+    assert scheduler.fail_all(error) == [(sequence, error) for sequence in sequences]
+    assert_nothing_is_held(scheduler)
+    assert tokens_of(all_of(scheduler, [again := Sequence([5], GREEDY)])[again]) == expected(
+        [5], 40
+    )
+
+
+def test_buckets():
+    assert buckets(1) == [1]
+    assert buckets(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert buckets(48) == [1, 2, 4, 8, 16, 32, 48]
+
+
+def test_rows_are_filled_up_to_a_bucket():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, max_running=6)
+    all_of(scheduler, [Sequence([i], Sampling(3 + i, 0)) for i in range(6)])
+    assert {call[1] for call in decoder.calls if call[0] == "step"} == {1, 2, 4, 6}
