@@ -6,13 +6,26 @@ import pytest
 import torch
 from history_decoder import HistoryDecoder, expected
 
-from twellctl.decoding.batch import buckets
+from twellctl.decoding.batch import Batch, buckets
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
 
 GREEDY = Sampling(40, 0)
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "a step late"], autouse=True)
+def reads_late(request, monkeypatch) -> bool:
+    """Steps are read before or after the next one is launched, as on a CPU and on a GPU."""
+    made = Batch.__init__
+
+    def make(self, *arguments):
+        made(self, *arguments)
+        self.reads_late = request.param
+
+    monkeypatch.setattr(Batch, "__init__", make)
+    return request.param
 
 
 def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> Scheduler:

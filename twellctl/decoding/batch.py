@@ -6,9 +6,8 @@ What the host wants to know of a step is one record a row, copied behind it and 
 a step is captured once for each (bucket of rows, width of tables, variant of sampling).
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,7 +92,8 @@ class Batch:
     def __init__(self, decoder: Decoder, max_rows: int, max_pages: int):
         self.decoder = decoder
         self.record = Record(decoder.num_layers, decoder.vocab_size)
-        self.on_gpu = decoder.device.type == "cuda"
+        self._on_gpu = decoder.device.type == "cuda"
+        self.reads_late = self._on_gpu  # elsewhere a step is through when it was launched
         self._buckets, self._widths = buckets(max_rows), decoder.widths(max_pages)
         self._num_rows = 0
         self._host_fields = self._on_host(len(Field), max_rows)
@@ -106,7 +106,7 @@ class Batch:
         self._copies = [self._on_host(*self._records.shape) for _ in range(_IN_FLIGHT)]
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
-        self._capturing = self.on_gpu and decoder.capturable
+        self._capturing = self._on_gpu and decoder.capturable
         self._graph_memory = torch.cuda.graph_pool_handle() if self._capturing else None
 
     def load(self, fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]) -> None:
@@ -147,7 +147,7 @@ class Batch:
         return record[0].cpu().numpy()
 
     def _on_host(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu)
 
     def _bring_tables(self) -> None:
         # The host adds pages to its tables while an older copy may be under way: that is no race
@@ -165,7 +165,7 @@ class Batch:
         self._copies.reverse()
         copy[:B].copy_(self._records[:B], non_blocking=True)
         event = None
-        if self.on_gpu:
+        if self._on_gpu:
             event = torch.cuda.Event()
             event.record()
         return Step(self._num_rows, copy, event)
@@ -182,9 +182,8 @@ class Batch:
         run = partial(self._step, B, W, variant)
         if not self._capturing:
             return run
-        with self._rows_kept():
-            for _ in range(_WARM_UPS):
-                run()
+        for _ in range(_WARM_UPS):
+            self._rehearse(run)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.decoder.device)
         try:
@@ -199,9 +198,8 @@ class Batch:
             return run
         return graph.replay
 
-    @contextlib.contextmanager
-    def _rows_kept(self) -> Iterator[None]:
-        """Steps inside leave the rows where they stood. What they cache is written again later."""
+    def _rehearse(self, run: Callable[[], None]) -> None:
+        """A step after which the rows stand where they stood; it caches what the next one will."""
         kept = self._fields.clone()
-        yield
+        run()
         self._fields.copy_(kept)

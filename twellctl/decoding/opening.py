@@ -42,14 +42,16 @@ def open_scheduler(
     *,
     cache_bytes: int | None = None,
     max_running: int = MAX_RUNNING,
+    decoder: Decoder | None = None,
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
     `extra_eos`: the tokenizer's end token, beside those the model's configs name. `cache_bytes`
     bounds the key-value cache; None: a share of the GPU's free memory, or `CPU_CACHE_BYTES`.
+    `decoder`: another one than `open_decoder` would choose.
     """
     eos_tokens = eos_tokens_of(model, extra_eos)
-    decoder = open_decoder(model)
+    decoder = decoder or open_decoder(model)
     if cache_bytes is None:
         cache_bytes = _free_bytes(decoder.device)
     num_pages = _num_pages(decoder, cache_bytes, max_running)

@@ -23,6 +23,7 @@ from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
 
+_SHORT_PROMPTS = 4  # that are read between two steps, at most
 # what became of a sequence: a token, its failure, or None for its end
 Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
@@ -146,7 +147,7 @@ class Scheduler:
         self._under_way = before
         self._read(events)
         self._under_way = step, rows
-        if not self._batch.on_gpu:  # it is through already
+        if not self._batch.reads_late:
             self._read(events)
 
     def _read(self, events: list[Event]) -> None:
@@ -253,12 +254,13 @@ class Scheduler:
         return self.pool.free >= min(needed, self.pool.capacity)
 
     def _read_prompts(self, events: list[Event]) -> None:
-        """Read about a chunk of prompts: several short ones, or a part of a long one."""
-        spent = 0
-        while spent < self.decoder.prefill_chunk and self._can_enter():
+        """Read about a chunk of prompts: a few short ones, or a part of a long one."""
+        spent, chunk = 0, self.decoder.prefill_chunk
+        while spent < chunk and self._can_enter():
             sequence = self._entering or self._entered()
             try:
-                spent += self._read_chunk(sequence, events)
+                # what is short takes its time too
+                spent += max(self._read_chunk(sequence, events), chunk // _SHORT_PROMPTS)
             except Exception as error:
                 self._end(sequence, events, failure := failure_of(error))
                 self._free_memory(failure)

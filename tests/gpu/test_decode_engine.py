@@ -1,0 +1,226 @@
+"""The decode engine on a GPU: steps as CUDA graphs, read a step late, give the same tokens."""
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from twellctl.decoding import batch
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.opening import open_engine, open_scheduler
+from twellctl.decoding.sampler import Field, Variant, _gumbel, choose
+from twellctl.serving.engine import Sampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PAGE_BYTES = 2 * 64 * 2 * (16 + 16) * 4  # of two layers, two heads of 16, float32
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """`tiny(**config)`: a ReLU Llama in float32 on the GPU."""
+
+    def make(**changes):
+        settings = {
+            "vocab_size": 1000,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "initializer_range": 0.3,
+            "hidden_act": "relu",
+        }
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **settings | changes)
+        return AutoModelForCausalLM.from_config(config).eval().cuda()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    lengths = (5, 70, 130, 1, 64, 200, 33, 2)
+    return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
+
+
+def generated(model, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    done = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+    )
+    return done[0, len(prompt) :].tolist()
+
+
+def tokens_of(scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list]:
+    found = [[] for _ in prompts]
+    for events in scheduler.run(prompts, sampling):
+        for sequence, event in events:
+            assert not isinstance(event, Exception), event
+            found[sequence.client] += [event] if event else []
+    assert scheduler.pool.free == scheduler.pool.capacity
+    return found
+
+
+def ids_of(scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    return [[token.id for token in tokens] for tokens in tokens_of(scheduler, prompts, sampling)]
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch):
+    """Steps that are not captured would pass these tests too."""
+
+    def fail(reason: str, *rest) -> None:
+        pytest.fail(f"not captured: {reason % rest}")
+
+    monkeypatch.setattr(batch.logger, "warning", fail)
+
+
+def test_greedy_tokens_are_those_of_generate(tiny, prompts):
+    model = tiny()
+    known = [generated(model, prompt, 100) for prompt in prompts]
+    scheduler = open_scheduler(model, max_running=5)
+    assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
+    assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
+    assert {B for B, _, _ in scheduler._batch._runs} == {1, 2, 4, 5}
+    runs = scheduler._batch._runs.values()
+    assert all(isinstance(run.__self__, torch.cuda.CUDAGraph) for run in runs)
+
+
+def test_little_room_changes_no_token(tiny, prompts):
+    model = tiny()
+    known = [generated(model, prompt, 100) for prompt in prompts]
+    scheduler = open_scheduler(model, cache_bytes=8 * PAGE_BYTES, max_running=8)
+    assert scheduler.pool.capacity == 7
+    assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(80, 0, top_logprobs=20, densities=True),
+        Sampling(80, 0.9, seed=3, densities=True),
+        Sampling(80, 0.9, 0.95, 40, seed=3, top_logprobs=2),
+    ],
+)
+def test_the_same_again_has_the_same_bits(tiny, prompts, dtype, sampling):
+    scheduler = open_scheduler(tiny().to(dtype))
+    first = tokens_of(scheduler, prompts, sampling)
+    assert tokens_of(scheduler, prompts, sampling) == first
+    densities = [token.densities for tokens in first for token in tokens if token.densities]
+    assert all(0 < share < 1 for shares in densities for share in shares)
+
+
+def test_draws_are_those_of_the_cpu(tiny, prompts):
+    model = tiny()
+    for sampling in (Sampling(60, 0.8, seed=11), Sampling(60, 1.1, 0.9, 30, seed=12)):
+        on_gpu = ids_of(open_scheduler(model.cuda()), prompts, sampling)
+        assert ids_of(open_scheduler(model.cpu()), prompts, sampling) == on_gpu
+
+
+def test_noise_is_that_of_the_cpu():
+    fields = torch.randint(-(2**31), 2**31 - 1, (len(Field), 9), dtype=torch.int32)
+    on_cpu, on_gpu = _gumbel(fields, 5000), _gumbel(fields.cuda(), 5000).cpu()
+    assert torch.allclose(on_cpu, on_gpu, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cut_draw_is_repeated_over_a_large_vocabulary():
+    fields = torch.randint(0, 2**31 - 1, (len(Field), 4), dtype=torch.int32).cuda()
+    fields[Field.TEMPERATURE] = torch.ones(4).view(torch.int32).cuda()
+    fields[Field.TOP_P] = torch.full((4,), 0.9).view(torch.int32).cuda()
+    fields[Field.TOP_K] = 0
+    logits = torch.randn(4, 150_000, device="cuda")
+    for rows in (slice(0, 1), slice(0, 4)):  # one row is summed up by another kernel
+        first = choose(logits[rows], fields[:, rows], Variant(True, True))
+        for _ in range(20):
+            assert torch.equal(choose(logits[rows], fields[:, rows], Variant(True, True)), first)
+
+
+def test_a_graph_is_captured_where_a_row_stands_at_the_end_of_its_page(tiny):
+    model = tiny()
+    prompt = list(range(1, 64))  # its second token is the last of the page
+    assert ids_of(open_scheduler(model), [prompt], Sampling(70, 0)) == [
+        generated(model, prompt, 70)
+    ]
+
+
+def test_what_cannot_be_captured_is_run_as_it_is(tiny, prompts, monkeypatch, caplog):
+    class Reading(HFDecoder):
+        def step(self, tokens, positions, tables):
+            if torch.cuda.is_current_stream_capturing():
+                tokens.sum().item()
+            return super().step(tokens, positions, tables)
+
+    monkeypatch.undo()
+    model = tiny()
+    scheduler = open_scheduler(model, decoder=Reading(model))
+    with caplog.at_level(logging.WARNING):
+        tokens = ids_of(scheduler, prompts, Sampling(70, 0))
+    assert tokens == [generated(model, prompt, 70) for prompt in prompts]
+    (record,) = [record for record in caplog.records if record.name == batch.logger.name]
+    assert "could not be captured" in record.getMessage()
+
+
+def test_many_clients_some_of_which_leave(tiny, prompts):
+    model = tiny()
+    known = [generated(model, prompt, 150) for prompt in prompts]
+    engine = open_engine(model, max_running=16)
+
+    async def ask(i: int) -> None:
+        which, stay = i % len(prompts), i % 10 or 1000
+        tokens = engine.generate(prompts[which], Sampling(150, 0))
+        found = []
+        async for token in tokens:
+            found.append(token.id)
+            if len(found) >= stay:
+                break
+        await tokens.aclose()
+        assert found == known[which][:stay]
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(ask(i) for i in range(64)))
+
+    try:
+        asyncio.run(all_at_once())
+        while (stats := engine.stats()).running or stats.cache_used:
+            pass
+    finally:
+        engine.close()
+
+
+def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
+    model = tiny()
+    engine = open_engine(model)
+    prefill = engine._scheduler.decoder.prefill
+
+    def hungry(tokens, start, table):
+        if len(tokens) == 70:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return prefill(tokens, start, table)
+
+    engine._scheduler.decoder.prefill = hungry
+
+    async def ask(prompt: list[int]) -> list[int] | str:
+        try:
+            return [token.id async for token in engine.generate(prompt, Sampling(40, 0))]
+        except Exception as error:
+            return type(error).__name__
+
+    async def all_at_once() -> list:
+        return await asyncio.gather(*map(ask, prompts[:3]))
+
+    try:
+        first, failed, last = asyncio.run(all_at_once())
+    finally:
+        engine.close()
+    assert failed == "OutOfMemory"
+    assert [first, last] == [generated(model, prompts[i], 40) for i in (0, 2)]
