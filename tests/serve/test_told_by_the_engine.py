@@ -1,0 +1,95 @@
+"""serve-local on the real engine: log-probabilities and densities against the plain model."""
+
+import pytest
+import torch
+from serving_client import PROMPT, chat, complete, get
+
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.checkpoint import open_checkpoint
+from twellctl.model import load_model
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def plain(relu_llama, reference, tokenizer):
+    """The prompt's greedy tokens, their log-probabilities `[COUNT, vocabulary]` and densities
+    `[COUNT, layers]`, from one forward pass of a second copy of the model."""
+    model = load_model(open_checkpoint(relu_llama))
+    prompt = tokenizer.encode(PROMPT)
+    tokens = reference(prompt, COUNT)
+    fired: list[torch.Tensor] = []
+    for ffn in gated_ffns(model):
+        ffn.act_fn.register_forward_hook(
+            lambda *call: fired.append((call[-1] > 0).float().mean(-1))
+        )
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    densities = torch.stack([gate[0, len(prompt) - 1 :].float().mean(-1) for gate in fired], -1)
+    return tokens, logits.float().log_softmax(-1), densities
+
+
+def test_logprobs_are_those_of_the_model(client, plain, tokenizer):
+    tokens, logprobs, _ = plain
+    told = complete(client, max_tokens=COUNT, logprobs=4).choices[0].logprobs
+    expected = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert told.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    for best, row in zip(told.top_logprobs, logprobs, strict=True):
+        assert sorted(best.values()) == pytest.approx(sorted(row.topk(4).values.tolist()), abs=1e-4)
+
+
+def test_the_temperature_leaves_them_alone(client, plain, tokenizer):
+    tokens, logprobs, _ = plain
+    options = {"max_tokens": COUNT, "temperature": 2, "seed": 3, "logprobs": 0}
+    told = complete(client, prompt=PROMPT, extra_body={"top_k": 1}, **options).choices[0].logprobs
+    expected = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert told.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_chat_tells_twenty_alternatives(client):
+    content = chat(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content
+    for entry in content:
+        values = [other.logprob for other in entry.top_logprobs]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert values[0] == entry.logprob  # greedy
+
+
+def test_densities_are_those_of_the_model(client, plain):
+    told = []
+    for chunk in complete(
+        client, max_tokens=COUNT, stream=True, extra_body={"twell_densities": True}
+    ):
+        told += chunk.model_extra.get("twell", {}).get("densities", [])
+    _, _, densities = plain
+    assert torch.tensor(told) == pytest.approx(densities, abs=1e-5)
+    assert 0.05 < densities.mean() < 0.95
+
+
+def test_choices_run_side_by_side_and_count(client):
+    before = figures(client)
+    answer = complete(client, prompt=[PROMPT, "class A"], n=3, temperature=1, max_tokens=9, seed=1)
+    after = figures(client)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage.completion_tokens == sum(
+        len(choice.logprobs.tokens)
+        for choice in complete(
+            client,
+            prompt=[PROMPT, "class A"],
+            n=3,
+            temperature=1,
+            max_tokens=9,
+            seed=1,
+            logprobs=0,
+        ).choices
+    ) + sum(choice.finish_reason == "stop" for choice in answer.choices)
+    grown = after["twell_generated_tokens_total"] - before["twell_generated_tokens_total"]
+    assert grown == answer.usage.completion_tokens
+    assert after["twell_sequences_running"] == 0
+    assert 0 < after['twell_density_ratio{layer="0"}'] < 1
+
+
+def figures(client) -> dict[str, float]:
+    lines = get(client, "/metrics").body.decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
