@@ -36,11 +36,19 @@ def decoder_of(served: ServedModel) -> HFDecoder:
     return served.engine._scheduler.decoder
 
 
-def test_requests_at_once_are_answered_as_if_alone(client):
-    alone = [complete(client, prompt=f"x = {i}").choices[0].text for i in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        done = pool.map(lambda i: complete(client, prompt=f"x = {i}"), range(4))
-        assert [answer.choices[0].text for answer in done] == alone
+def test_many_clients_at_once_get_what_they_get_alone(client):
+    alone = [complete(client, prompt=f"x = {i}").choices[0].text for i in range(8)]
+
+    def stream(i: int) -> str | None:
+        if i % 10 == 9:  # leaves
+            with complete(client, prompt="y", max_tokens=200, stream=True) as events:
+                next(iter(events))
+            return None
+        return "".join(streamed_completion(client, prompt=f"x = {i % 8}")[0])
+
+    with ThreadPoolExecutor(20) as pool:
+        for i, text in enumerate(pool.map(stream, range(60))):
+            assert text in (None, alone[i % 8]), i
 
 
 @pytest.mark.parametrize("stream", [False, True])

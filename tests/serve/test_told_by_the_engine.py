@@ -25,7 +25,7 @@ def plain(relu_llama, reference, tokenizer):
         )
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    densities = torch.stack([gate[0, len(prompt) - 1 :].float().mean(-1) for gate in fired], -1)
+    densities = torch.stack([shares[0, len(prompt) - 1 :] for shares in fired], -1)
     return tokens, logits.float().log_softmax(-1), densities
 
 
