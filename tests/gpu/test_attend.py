@@ -56,10 +56,11 @@ class Pages:
         counts = [pages_for(position + 1) for position in positions]
         order = 1 + np.random.default_rng(seed).permutation(sum(counts))
         self.positions, self.width = positions, max(counts) + 2
-        self.tables = torch.zeros(len(counts), self.width, dtype=torch.int32)
+        wide = torch.full((len(counts), self.width + 3), 2**30, dtype=torch.int32)  # no such page
+        wide[:, : self.width] = 0
+        self.tables = wide.to(DEVICE)[:, : self.width]
         for table, pages in zip(self.tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
             table[: len(pages)] = torch.from_numpy(pages)
-        self.tables = self.tables.to(DEVICE)
         shape = (sum(counts) + 1, Hkv, PAGE, D)
         self.keys, self.values = (
             torch.full(shape, NAN, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
@@ -127,7 +128,7 @@ def close(found: Tensor, wanted: Tensor, steps: float = 1.0) -> None:
 
 
 def check_attend(
-    kernels, heads, positions, *, window=None, normed=False, splits=None, warps=None, least=1
+    kernels, heads, positions, *, window=None, normed=False, splits=None, warps=None, whole=1
 ) -> Tensor:
     """One step over random pages; the rows it gives."""
     H, Hkv, D = heads
@@ -139,7 +140,7 @@ def check_attend(
         plan,
         splits=splits or plan.splits,
         num_warps=warps or plan.num_warps,
-        least_batches=least,
+        whole_batches=whole,
     )
     qkv = random_bf16(len(positions), (H + 2 * Hkv) * D, seed=5)
     rotary, workspace = tables_of_angles(D), open_workspace([plan], torch.device(DEVICE))
@@ -168,13 +169,13 @@ def check_attend(
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("positions", [SHORT, LONG], ids=["short", "long"])
 def test_attend(kernels, heads, positions):
-    check_attend(kernels, heads, positions, least=3)
+    check_attend(kernels, heads, positions, whole=3)
 
 
 @pytest.mark.parametrize("heads", HEADS[::2], ids=str)
-@pytest.mark.parametrize(("splits", "warps", "least"), [(5, 5, 1), (16, 4, 1), (3, 8, 2)])
-def test_splits(kernels, heads, splits, warps, least):
-    check_attend(kernels, heads, LONG, splits=splits, warps=warps, least=least)
+@pytest.mark.parametrize(("splits", "warps", "whole"), [(5, 5, 1), (16, 4, 1), (3, 8, 2)])
+def test_splits(kernels, heads, splits, warps, whole):
+    check_attend(kernels, heads, LONG, splits=splits, warps=warps, whole=whole)
 
 
 @pytest.mark.parametrize("heads", HEADS[1::2], ids=str)

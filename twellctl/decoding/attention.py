@@ -22,8 +22,9 @@ HEADS_A_BLOCK = (1, 2, 4)
 LONGEST_ROW = 16384  # K of the norms
 _LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
 _MAX_WARPS, _MAX_SPLITS = 8, 64
-_LEAST_BATCHES = 3  # a warp's, before a row is split: parts are put together in some 2 us
-_SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others
+_WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
+_SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
+_WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do
 
 
 # ---- attention ----
@@ -48,7 +49,7 @@ class AttendPlan:
     D: int
     splits: int  # of a row, at most
     num_warps: int  # of a block
-    least_batches: int = _LEAST_BATCHES
+    whole_batches: int = _WHOLE_BATCHES  # a warp's: rows of no more are not split
 
     @cached_property
     def heads(self) -> int:
@@ -89,8 +90,10 @@ def batch_positions(D: int) -> int:
 
 
 def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int) -> AttendPlan:
-    """The plan for B rows of up to `max_positions`; splits fill the multiprocessors once.
+    """The plan for B rows of up to `max_positions`.
 
+    Splits that a row is too short for cost little, but not nothing: give graphs for short rows a
+    plan of their own.
     `ValueError` if `why_not_attend` has a reason.
     """
     if reason := why_not_attend(H, Hkv, D):
@@ -100,9 +103,11 @@ def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: i
     blocks = B * Hkv * -(-sharing // heads)
     at_once = num_sms * (2 if heads == 1 else 1)  # blocks of 8 warps, by their registers
     num_warps = 8 if blocks <= at_once else 4
-    of_split = batch_positions(D) * num_warps * _LEAST_BATCHES
-    splits = max(at_once // blocks, -(-max_positions // _SPLIT_POSITIONS))
-    splits = max(1, min(splits, -(-max_positions // of_split), _MAX_SPLITS))
+    by_length = min(-(-max_positions // _SPLIT_POSITIONS), _WAVES * at_once // blocks)
+    useful = -(-max_positions // (batch_positions(D) * num_warps))
+    if useful <= _WHOLE_BATCHES:
+        useful = 1
+    splits = max(1, min(max(at_once // blocks, by_length), useful, _MAX_SPLITS))
     return AttendPlan(B, H, Hkv, D, splits, num_warps)
 
 
@@ -162,7 +167,7 @@ def attend(
         (
             *(qkv, positions, tables, tables.stride(0), tables.shape[1], *rotary),
             *(layer.q_norm, layer.k_norm, float(layer.eps), layer.keys, layer.values),
-            *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.least_batches),
+            *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.whole_batches),
             *(float(layer.scale), workspace.parts, workspace.tickets, out),
         ),
         plan.smem_bytes,

@@ -1,0 +1,181 @@
+"""How attention and the norms are launched, without a GPU."""
+
+import re
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from twellctl.bundle.twell_launch import ENTRY_FILES, _argument
+from twellctl.decoding.attention import (
+    HEAD_DIMS,
+    HEADS_A_BLOCK,
+    AttendLayer,
+    add_rms_norm,
+    attend,
+    batch_positions,
+    open_workspace,
+    plan_attend,
+    rms_norm,
+    rotary_tables,
+    why_no_norm,
+    why_no_rotary_tables,
+    why_not_attend,
+)
+from twellctl.decoding.pages import PAGE
+from twellctl.resources import resource_dir
+
+CPU = torch.device("cpu")
+SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
+
+
+class Launches:
+    """Stands for a KernelSet: keeps what is launched."""
+
+    def __init__(self):
+        self.made = []
+
+    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
+        self.made.append((name, grid, block, tuple(args), smem_bytes))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def parameters(entry: str) -> list[str]:
+    """The types of a kernel's parameters, as its source has them."""
+    text = (resource_dir("kernels") / ENTRY_FILES[entry]).read_text().replace("\\\n", "\n")
+    (found,) = re.findall(
+        rf'extern "C" __global__[^;{{]*?\b(?:{entry}|attend_\S+)\(([^)]*)\)', text
+    )[-1:]
+    return [
+        "pointer" if "*" in parameter else "float" if "float" in parameter else "int"
+        for parameter in found.split(",")
+    ]
+
+
+def kinds(args: tuple) -> list[str]:
+    names = {"int32": "int", "float32": "float"}
+    return [
+        "pointer" if a is None or isinstance(a, torch.Tensor) else names[_argument(a).dtype.name]
+        for a in args
+    ]
+
+
+def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
+    """What `attend` takes."""
+    plan = plan_attend(B, H, Hkv, D, W * PAGE, 132)
+    return {
+        "plan": plan,
+        "layer": AttendLayer(*(bf16(9, Hkv, PAGE, D) for _ in range(2)), D**-0.5),
+        "qkv": bf16(B, (H + 2 * Hkv) * D),
+        "positions": torch.zeros(B, dtype=torch.int32),
+        "tables": torch.zeros(B, W, dtype=torch.int32),
+        "rotary": (bf16(W * PAGE, D), bf16(W * PAGE, D)),
+        "workspace": open_workspace([plan], CPU),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attend_is_launched_as_its_source_says(shape):
+    kernels, given = Launches(), arguments(*shape)
+    out = attend(kernels, **given)
+    assert out.shape == (3, shape[0] * shape[2])
+    ((name, grid, block, args, smem_bytes),) = kernels.made
+    assert kinds(args) == parameters(name)
+    assert (grid, block, smem_bytes) == (
+        given["plan"].grid,
+        32 * given["plan"].num_warps,
+        given["plan"].smem_bytes,
+    )
+
+
+def test_norms_are_launched_as_their_source_says():
+    kernels, x = Launches(), bf16(3, 2056)
+    rms_norm(kernels, x, bf16(2056), 1e-5)
+    add_rms_norm(kernels, x, bf16(3, 2056), bf16(2056), 1e-5)
+    for (name, grid, block, args, _), wanted in zip(
+        kernels.made, ("rms_norm", "add_rms_norm"), strict=True
+    ):
+        assert (name, grid, block) == (wanted, (3,), 288)
+        assert kinds(args) == parameters(name)
+
+
+def test_every_plan_has_its_entry():
+    text = (resource_dir("kernels") / "attend.cu").read_text()
+    made = set(re.findall(r"^ATTEND\((\d+), (\d+), \d\)$", text, re.MULTILINE))
+    assert made == {(str(D), str(heads)) for D in HEAD_DIMS for heads in HEADS_A_BLOCK}
+    assert {f"attend_{D}_{heads}" for D, heads in made} <= set(ENTRY_FILES)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("B", [1, 2, 16, 48, 64])
+@pytest.mark.parametrize("max_positions", [64, 1024, 32768, 131072])
+def test_plans_fit(shape, B, max_positions):
+    H, Hkv, D = shape
+    plan = plan_attend(B, H, Hkv, D, max_positions, 132)
+    blocks, rows, splits = plan.grid
+    assert blocks * plan.heads >= H
+    assert rows == B
+    assert 1 <= splits <= 64
+    assert 4 <= plan.num_warps <= 8
+    assert plan.smem_bytes <= 48 * 1024
+    assert splits == 1 or (splits - 1) * plan.num_warps * batch_positions(D) < max_positions
+    assert blocks * rows * splits <= max(8 * 264, blocks * rows)
+    assert plan.num_parts * 4 <= 32 << 20
+    assert (plan.num_parts > 0) == (plan.num_tickets > 0) == (splits > 1)
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    assert why_not_attend(32, 8, 128) is None
+    said = "the attention kernel takes heads of 64, 96, 128, not of 80"
+    assert why_not_attend(32, 8, 80) == said
+    with pytest.raises(ValueError, match=said):
+        plan_attend(1, 32, 8, 80, 1024, 132)
+    assert "32 are not a multiple" in why_not_attend(32, 5, 64)
+    assert why_no_norm(2048) is None
+    assert why_no_norm(100).endswith("not of 100")
+    assert why_no_norm(16392).endswith("not of 16392")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"qkv": torch.zeros(3, 512)},
+            r"qkv must be bf16 \[3, 512\].*got torch.float32 \[3, 512\]",
+        ),
+        ({"positions": torch.zeros(3)}, r"positions must be int32 \[3\], got torch.float32"),
+        ({"tables": torch.zeros(4, 3, dtype=torch.int32).T}, "tables must be int32 with"),
+        ({"rotary": (bf16(256, 64), bf16(128, 64))}, r"sin must be bf16 \[256, 64\]"),
+        ({"layer": AttendLayer(bf16(9, 2, PAGE, 64), bf16(9, 2, 32, 64), 1.0)}, "values must be"),
+        (
+            {"layer": AttendLayer(*[bf16(9, 2, PAGE, 64)] * 2, 1.0, q_norm=bf16(64))},
+            "q_norm and k_norm, or neither",
+        ),
+    ],
+)
+def test_wrong_tensors_are_refused(changed, said):
+    kernels, given = Launches(), arguments(4, 2, 64)
+    with pytest.raises(ValueError, match=said):
+        attend(kernels, **{**given, **changed})
+    assert not kernels.made
+
+
+def test_rotary_tables_are_what_the_model_computes():
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
+    cos, sin = rotary_tables(rotary, 9000, CPU)
+    at = torch.tensor([[0, 1, 777, 8191, 8192, 8999]])
+    wanted = rotary(bf16(1), at)
+    assert torch.equal(cos[at[0]], wanted[0][0])
+    assert torch.equal(sin[at[0]], wanted[1][0])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_change_with_the_length_are_refused(kind):
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
+    assert why_no_rotary_tables(rotary) is None
+    rotary.rope_type = kind
+    assert kind in why_no_rotary_tables(rotary)
