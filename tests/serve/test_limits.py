@@ -95,7 +95,7 @@ def test_headers_that_do_not_come_are_not_waited_for(tokenizer, sent):
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET  /\r\n\r\n",
+        b"/ GET HTTP/1.1\r\n\r\n",
         b"\r\n\r\n\r\n\x00",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"

@@ -26,7 +26,7 @@ class Source:
 
 async def all_of(*sources):
     async with aclosing(together([source.stream() for source in sources])) as merged:
-        return [event async for event in merged]
+        return [(i, x) async for given in merged for i, items in given.items() for x in items]
 
 
 def test_each_keeps_its_order_and_none_waits_for_another():
@@ -69,3 +69,30 @@ def test_a_reader_that_is_cancelled_closes_them_all():
 
     asyncio.run(cancel())
     assert all(source.closed for source in sources)
+
+
+def test_a_slow_reader_gets_more_at_a_time():
+    async def read():
+        sizes = []
+        async with aclosing(together([Source(range(50), delay=0.002).stream()])) as merged:
+            async for given in merged:
+                sizes.append(len(given[0]))
+                await asyncio.sleep(0.03)
+        return sizes
+
+    sizes = asyncio.run(read())
+    assert sum(sizes) == 50
+    assert len(sizes) < 25
+
+
+def test_what_came_before_a_failure_is_given():
+    got = []
+
+    async def read():
+        async for given in together([Source("ab", failure=ValueError("broken")).stream()]):
+            got.extend(given[0])
+            await asyncio.sleep(0.02)
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(read())
+    assert got == ["a", "b"]

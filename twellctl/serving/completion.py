@@ -34,6 +34,15 @@ class Piece:
     tokens: tuple[PlacedToken, ...] = ()
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces that follow one another, as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    text = "".join(piece.text for piece in pieces)
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Piece(text, pieces[-1].num_tokens, pieces[-1].finish_reason, tokens)
+
+
 async def complete(
     engine: Engine,
     detokenizer: Detokenizer,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from twellctl.serving.access import Access, guard
-from twellctl.serving.completion import Piece, complete
+from twellctl.serving.completion import Piece, complete, joined
 from twellctl.serving.http_errors import answer_errors
 from twellctl.serving.metrics import Metrics, note_failure
 from twellctl.serving.openai_requests import parse_chat, parse_completion
@@ -167,9 +167,16 @@ class Endpoints:
             if events.http.transport:
                 events.http.transport.abort()
 
-    def _pieces(self, plan: Plan) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(index of the choice, piece) of all choices, as they come."""
-        return together([self._timed(task, plan) for task in plan.tasks])
+    async def _pieces(self, plan: Plan) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(index of the choice, piece) of all choices, as they come.
+
+        When they come faster than they are taken, several of a choice are one.
+        """
+        streams = together([self._timed(task, plan) for task in plan.tasks])
+        async with aclosing(streams):
+            async for given in streams:
+                for index, pieces in given.items():
+                    yield index, joined(pieces)
 
     def _timed(self, task: Task, plan: Plan) -> AsyncGenerator[Piece, None]:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
