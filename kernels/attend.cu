@@ -1,29 +1,31 @@
 // attend: attention of one new token a row over a cache in pages: rotary of q and k, the new k and
 // v into the cache, softmax(q K^T scale) V.
 //
-//   qkv        [B, (H + 2 Hkv) DIM] bf16: the heads of q, then of k, then of v
-//   positions  int32 [B]: where the new token stands; cos, sin [positions, DIM] bf16
-//   tables     int32 [B, width], rows `table_stride` apart: position p lies in page tables[b, p / 64]
-//   keys, values  [pages, Hkv, 64, DIM] bf16; rotated keys
-//   out        [B, H DIM] bf16
+//   qkv           [B, (H + 2 Hkv) DIM] bf16: the heads of q, then of k, then of v
+//   positions     int32 [B]: where the new token stands
+//   cos, sin      [positions, DIM] bf16
+//   tables        int32 [B, width], rows `table_stride` apart; position p of row b lies in page
+//                 tables[b, p / 64]
+//   keys, values  [pages, Hkv, 64, DIM] bf16; keys as rotated
+//   out           [B, H DIM] bf16
 //
 // Rounded as transformers' apply_rotary_pos_emb in bf16 (and its RMSNorm over a head before, with
 // q_norm and k_norm), from there on fp32. Nothing cached at positions >= positions[b] is used.
 // With a window only the last `window` positions count, the new one included.
 //
-// A block has a row, a head of k and v with HEADS of the heads of q that share it, and one of the
-// row's splits. Its memory goes by like this: DIM / 8 lanes hold a position, 16 bytes each, a warp
-// takes a batch of 8 times as many positions as it has lanes for, and all of a batch's keys and
-// values are under way at once, those of the first batch before the previous kernel has ended.
-// A lane's parts of 8 dot products are added up so that each lane ends with one of the 8: it takes
-// that exponential, and hands it round for the sum over values, of which a lane has 8 columns.
-// Warps, and after them splits, keep (largest score, sum, sums of values), put together at the end.
+// A block has a row, a head of k and v with up to HEADS of the heads of q that share it, and one of
+// the row's splits. 8 lanes (16 if DIM > 64) hold a position, 16 bytes each; a warp takes a batch of
+// 8 positions a lane's place, and has all keys and values of a batch under way at once, those of
+// its first batch before the previous kernel has ended. Of the 8 dot products that a lane has parts
+// of, it ends with one whole: it takes that exponential and hands it round for the sums of values,
+// of which a lane has 8 columns. Warps, and after them splits, keep (largest score, sum of
+// exponentials, sums of values) and are put together at the end.
 //
-// Batches lie at multiples of their size. Warp i of all the warps of a row's splits takes batches i,
-// i + warps, .. from the first that counts. A row that gives each warp of one block `whole_batches` at
-// most stays whole; a longer one uses as many splits as give each warp one. Other blocks leave at
-// once. With one split there is no second step, with several the last block to arrive (tickets) adds
-// up all parts, in their order: results do not depend on time, nor on other rows.
+// Batches lie at multiples of their size. Warp i of all the warps of a row's splits takes batches
+// i, i + warps, .. from the first that counts. A row that gives each warp of one block at most
+// `whole_batches` stays whole; a longer one uses as many splits as give each warp one. Other blocks
+// leave at once. With one split there is no second step; with several the last block to arrive
+// (tickets) adds up all parts in their order: results do not depend on time, nor on other rows.
 //
 // The new token's k and v are rotated and stored by the block whose batch it falls into, and used
 // there out of shared memory: so no block waits for another. If H / Hkv > HEADS, several blocks

@@ -116,8 +116,8 @@ __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], const unsigned s
 
 // The new token's eight, if it is one of the lane's.
 template <int DIM>
-__device__ __forceinline__ void put_new(uint4 (&to)[kLoads], const uint4* eights, const Range& range,
-                                        const Lane<DIM>& lane) {
+__device__ __forceinline__ void put_new(uint4 (&to)[kLoads], const uint4* eights,
+                                        const Range& range, const Lane<DIM>& lane) {
     using S = Shape<DIM>;
     const int first = range.last * S::BATCH + lane.group;
 #pragma unroll
