@@ -14,8 +14,8 @@
 // With a window only the last `window` positions count, the new one included.
 //
 // A block has a row, a head of k and v with up to HEADS of the heads of q that share it, and one of
-// the row's splits. 8 lanes (16 if DIM > 64) hold a position, 16 bytes each. A warp takes a batch, 8
-// times the positions that it holds side by side, and has all its keys and values under way at
+// the row's splits. 8 lanes (16 if DIM > 64) hold a position, 16 bytes each. A warp takes a batch,
+// 8 times the positions that it holds side by side, and has all its keys and values under way at
 // once, those of the first batch before the previous kernel has ended. Of the 8 dot products that a
 // lane has parts of, it ends with one whole: it takes that exponential and hands it round for the
 // sums of values, of which a lane has 8 columns. Warps, and after them splits, keep (largest score,
