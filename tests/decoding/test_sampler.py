@@ -12,8 +12,8 @@ from twellctl.decoding.sampler import (
     Variant,
     _gumbel,
     choose,
+    fields_of,
     log_probabilities,
-    put_fields,
     variant_of,
 )
 from twellctl.serving.engine import Sampling
@@ -21,17 +21,15 @@ from twellctl.serving.engine import Sampling
 VOCAB = 12
 
 
-def fields_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -> Tensor:
-    fields = np.zeros((len(Field), len(samplings)), np.int32)
-    rows = zip(samplings, seeds, positions, strict=True)
-    for i, (sampling, seed, position) in enumerate(rows):
-        put_fields(fields[:, i], 0, position, 0, sampling, seed)
+def rows_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -> Tensor:
+    fields = np.stack(list(map(fields_of, samplings, seeds)), 1)
+    fields[Field.POSITION] = positions
     return torch.from_numpy(fields)
 
 
 def drawn(logits: Tensor, sampling: Sampling, seed: int, count: int) -> Tensor:
     """Tokens of one seed at positions 0 to `count` - 1, all from the same logits `[VOCAB]`."""
-    fields = fields_of([sampling] * count, [seed] * count, list(range(count)))
+    fields = rows_of([sampling] * count, [seed] * count, list(range(count)))
     return choose(logits.expand(count, -1), fields, variant_of(sampling))
 
 
@@ -70,7 +68,7 @@ def test_top_k_and_top_p_cut_as_transformers_does(logits):
 
 def test_noise_is_gumbels_and_of_no_pattern():
     seeds, positions = [1, 1, 2, 1 << 40], [7, 8, 7, 7]
-    noise = _gumbel(fields_of([Sampling(1)] * 4, seeds, positions), 100_000)
+    noise = _gumbel(rows_of([Sampling(1)] * 4, seeds, positions), 100_000)
     assert noise.isfinite().all()
     assert noise.mean(-1).sub(0.5772).abs().max() < 0.02
     assert noise.var(-1).sub(math.pi**2 / 6).abs().max() < 0.05
@@ -82,7 +80,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
     torch.manual_seed(0)
     logits = torch.randn(8, 1000)
     warm, cut, greedy = Sampling(1, 1.0), Sampling(1, 1.2, 0.9, 50), Sampling(1, 0)
-    mine = fields_of([warm], [99], [12])
+    mine = rows_of([warm], [99], [12])
     alone = choose(logits[:1], mine, variant_of(warm))
     for row in range(8):
         mixed = [cut, greedy, warm, cut, greedy, warm, cut, greedy]
@@ -91,7 +89,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
         seeds[row], positions[row] = 99, 12
         several = logits.clone()
         several[row] = logits[0]
-        tokens = choose(several, fields_of(mixed, seeds, positions), Variant(True, True))
+        tokens = choose(several, rows_of(mixed, seeds, positions), Variant(True, True))
         assert tokens[row] == alone
         others = [i for i in (1, 4, 7) if i != row]
         assert tokens[others].tolist() == several[others].argmax(-1).tolist()
@@ -99,7 +97,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
 
 def test_other_seeds_and_positions_draw_other_tokens():
     logits = torch.zeros(1000)
-    fields = fields_of([Sampling(1)] * 4, [1, 2, 1, (1 << 32) + 1], [5, 5, 6, 5])
+    fields = rows_of([Sampling(1)] * 4, [1, 2, 1, (1 << 32) + 1], [5, 5, 6, 5])
     assert len(set(choose(logits.expand(4, -1), fields, Variant(True)).tolist())) == 4
 
 
@@ -109,7 +107,7 @@ def test_other_seeds_and_positions_draw_other_tokens():
 def test_what_leaves_one_token_is_greedy_and_needs_no_noise(logits, sampling):
     assert variant_of(sampling) == Variant()
     tied = torch.stack([logits, logits.clone().fill_(1.0)])
-    fields = fields_of([sampling] * 2, [1, 2], [3, 4])
+    fields = rows_of([sampling] * 2, [1, 2], [3, 4])
     for variant in (Variant(), Variant(True), Variant(True, True)):
         assert choose(tied, fields, variant).tolist() == [int(logits.argmax()), 0]
 
@@ -133,3 +131,9 @@ def test_log_probabilities(logits):
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64 - 1])
 def test_any_seed_of_64_bits(logits, seed):
     assert drawn(logits, Sampling(1, seed=seed), seed, 50).unique().numel() > 3
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, VOCAB, 2**40])
+def test_a_top_k_that_cuts_nothing(logits, top_k):
+    sampling = Sampling(1, 1.0, 0.999999, top_k)
+    assert torch.equal(drawn(logits, sampling, 7, 300), drawn(logits, Sampling(1), 7, 300))

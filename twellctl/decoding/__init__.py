@@ -1,1 +1,7 @@
-"""From a loaded model to the tokens after many prompts at once. It knows no text and no HTTP."""
+"""From a loaded model to the tokens after many prompts at once. It knows no text and no HTTP.
+
+`opening` makes an engine from a model. Below it, each on top of the next: `decode_engine` (a thread
+around it, asyncio outside), `scheduler` (which sequences go on), `batch` (rows on the device, CUDA
+graphs, `sampler`), and a `decoder` (the model and its cache in `pages`): `hf_decoder` drives any
+model of transformers that attends, `lone_decoder` the others.
+"""

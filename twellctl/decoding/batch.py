@@ -106,11 +106,12 @@ class Batch:
         self._copies = [self._on_host(*self._records.shape) for _ in range(_IN_FLIGHT)]
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
-        self._capturing = self._on_gpu and decoder.capturable
-        self._graph_memory = torch.cuda.graph_pool_handle() if self._capturing else None
+        self._captures = self._on_gpu and decoder.capturable
+        self._uncaptured: set[Variant] = set()  # those that were tried in vain
+        self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     def load(self, fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]) -> None:
-        """Set the rows anew; no step may be under way. Fields as `put_fields` writes them."""
+        """Set the rows anew; no step may be under way. Fields as `fields_of` makes them."""
         self._num_rows = len(fields)
         of_rows, tables = self._host_fields.numpy(), self._host_tables.numpy()
         of_rows[:], tables[:] = 0, 0
@@ -180,7 +181,7 @@ class Batch:
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
         """The step as a CUDA graph, or as it is where there are none."""
         run = partial(self._step, B, W, variant)
-        if not self._capturing:
+        if not self._captures or variant in self._uncaptured:
             return run
         for _ in range(_WARM_UPS):
             self._rehearse(run)
@@ -192,9 +193,12 @@ class Batch:
             ):
                 run()
         except Exception as error:
-            self._capturing = False
-            reason = " ".join(str(error).split())[:200]
-            logger.warning("a step could not be captured in a CUDA graph (%s): it is slow", reason)
+            if not self._uncaptured:
+                said = " ".join(str(error).split())[:200]
+                logger.warning(
+                    "a step could not be captured in a CUDA graph (%s): it is slow", said
+                )
+            self._uncaptured.add(variant)
             return run
         return graph.replay
 

@@ -48,13 +48,15 @@ def variant_of(sampling: Sampling) -> Variant:
     return Variant(drawn, cut, sampling.top_logprobs is not None)
 
 
-def put_fields(
-    fields: np.ndarray, token: int, position: int, limit: int, sampling: Sampling, seed: int
-) -> None:
-    """Write one row: `fields` is int32 `[len(Field)]`, of any stride."""
-    floats = np.array([_temperature(sampling), sampling.top_p], np.float32).view(np.int32)
-    seeds = np.array([seed & (1 << 64) - 1], np.uint64).view(np.int32)
-    fields[:] = (token, position, limit, *floats, sampling.top_k, *seeds)
+def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
+    """What a request says of its row, int32 `[len(Field)]`; where the row stands is 0 yet."""
+    fields = np.zeros(len(Field), np.int32)
+    floats = np.array([_temperature(sampling), sampling.top_p], np.float32)
+    fields[[Field.TEMPERATURE, Field.TOP_P]] = floats.view(np.int32)
+    fields[Field.TOP_K] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
+    seeds = np.array([seed & (1 << 64) - 1], np.uint64)
+    fields[[Field.SEED_LOW, Field.SEED_HIGH]] = seeds.view(np.int32)
+    return fields
 
 
 def choose(logits: Tensor, fields: Tensor, variant: Variant) -> Tensor:

@@ -85,7 +85,7 @@ class Scheduler:
         for sequence in [*self.running, *entering, *self.waiting]:
             self._end(sequence, events, error)
         self.waiting.clear()
-        self._under_way = None
+        self._under_way, self._settled = None, False
         self._leave()
         return events
 
@@ -110,12 +110,11 @@ class Scheduler:
         """Read prompts for a while or launch one step; what is known of steps before."""
         events: list[Event] = []
         with self._on_stream:
+            begun = False
             if not self._settled and (self._changed or self._can_enter() or not self._can_go_on()):
-                self._settle(events)
-            if events or not self.running:  # nobody shall wait a step longer for a first token
-                self._settled = bool(events)
-            else:
-                self._settled = False
+                begun = self._settle(events)
+            self._settled = begun  # nobody shall wait a step longer for a first token
+            if self.running and not begun:
                 self._launch(events)
         return events
 
@@ -198,18 +197,23 @@ class Scheduler:
 
     # ---- rows ----
 
-    def _settle(self, events: list[Event]) -> None:
-        """With nothing under way: let sequences go and come, give pages, set the rows anew."""
+    def _settle(self, events: list[Event]) -> bool:
+        """With nothing under way: let sequences go and come, give pages, set the rows anew.
+
+        Returns whether one came.
+        """
         self._read(events)
         self._leave()
+        before = len(self.running)
         self._read_prompts(events)
-        self._leave()
+        begun = len(self.running) > before
         self._give_pages()
         self._variant = Variant()
         for sequence in self.running:
             self._variant |= sequence.variant
         self._batch.load([s.fields() for s in self.running], [s.pages for s in self.running])
         self._changed = False
+        return begun
 
     def _leave(self) -> None:
         entering = [self._entering] if self._entering else []

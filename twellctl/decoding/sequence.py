@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from twellctl.decoding.pages import PAGE
-from twellctl.decoding.sampler import Field, put_fields, variant_of
+from twellctl.decoding.sampler import Field, fields_of, variant_of
 from twellctl.serving.engine import Sampling
 
 _numbers = itertools.count()
@@ -24,8 +24,8 @@ class Sequence:
     def __init__(self, prompt: Tokens[int], sampling: Sampling, client: Any = None):
         self.tokens, self.num_prompt = list(prompt), len(prompt)
         self.sampling, self.client = sampling, client
-        self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        self.variant = variant_of(sampling)
+        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        self.variant, self._fields = variant_of(sampling), fields_of(sampling, seed)
         self.number = next(_numbers)  # the order of arrival
         self.pages: list[int] = []
         self.cached = 0  # of the prompt, while it is being read
@@ -54,8 +54,7 @@ class Sequence:
 
     def fields(self) -> np.ndarray:
         """What a batch knows of it, int32 `[len(Field)]`; nothing may be under way."""
-        fields = np.zeros(len(Field), np.int32)
-        position = len(self.tokens) - 1
-        limit = self.most_tokens - 2  # the last input that is wanted
-        put_fields(fields, self.tokens[-1], position, limit, self.sampling, self.seed)
+        fields = self._fields
+        fields[Field.TOKEN], fields[Field.POSITION] = self.tokens[-1], len(self.tokens) - 1
+        fields[Field.LIMIT] = self.most_tokens - 2  # where the last input that is wanted stands
         return fields
