@@ -1,28 +1,32 @@
 // few_down: y = hidden W_down^T + b_down (+ residual) of 1 to 64 tokens, over the neurons that fired
 // for any of them (few_hidden.cu).
 //
-// w_down by rows of neurons, [N, K]. A block has 16 columns of y, makes a list of the neurons that
-// fired, and its eight warps take 16 neurons each in turn:
+// w_down by rows of neurons, [N, K]. A block makes a list of the neurons that fired, and has 16 TILES
+// columns of y, of 16 neurons after the other:
 //
 //     y^T [16 columns, tokens] += W^T [16 columns, 16 neurons] hidden [16 neurons, tokens]
 //
-// both turned over by ldmatrix. The warps' sums are added up in the order of warps, neurons in
-// ascending order in each: the bits do not depend on time.
+// both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2 takes
+// so many requests a clock, whatever their size: so for more tokens, who want more neurons, blocks of
+// `few_down_wide` have 64 columns, 128 bytes of a neuron, and the four blocks of a cluster a quarter of
+// the neurons each (before sm_90 there are no clusters: 16 columns, as `few_down`).
 //
-// Launch: few_down_1, _2, _4 or _8 for so many octets of tokens; 256 threads, K / 16 blocks. Dynamic
-// shared memory: 2 bytes for each neuron, rounded up to 16, and kWarps * kStages * stage_bytes(OCTETS),
-// which the sums take over at the end.
+// Which warp of which block takes which place of the list is fixed, sums are added up in the order
+// of warps and blocks: the bits do not depend on time.
+//
+// Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads, K / 16
+// blocks. Dynamic shared memory: 2 bytes for each neuron, rounded up to 16, and Down::kBytes.
+#include "cluster.cuh"
 #include "few.cuh"
 #include "warp.cuh"
 
 namespace {
 
-constexpr int kColumns = 16;  // of y
-constexpr int kStages = 4;
-constexpr int kWeightBytes = few::kRows * kColumns * 2;  // of 16 neurons
-
-constexpr int octet_bytes(int octets) { return few::kRows * few::kOctet * 2 * (octets < 2 ? 2 : octets); }
-constexpr int stage_bytes(int octets) { return kWeightBytes + octet_bytes(octets); }
+#if __CUDA_ARCH__ >= 900
+constexpr int kWideTiles = 4;
+#else
+constexpr int kWideTiles = 1;
+#endif
 
 // Four 8 x 8 matrices, transposed; lane i gives row i % 8 of matrix i / 8. All lanes have read when
 // this returns.
@@ -34,52 +38,168 @@ __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_
 }
 
 // The neurons that fired, in ascending order; how many. All threads of the block.
-__device__ __forceinline__ int make_list(unsigned short* list, const unsigned short* fired, int N) {
-    __shared__ int of_warps[few::kWarps];
+__device__ __forceinline__ int make_list(unsigned short* list, int* of_warps,
+                                         const unsigned short* fired, int N) {
     const int num = (N + few::kRows - 1) / few::kRows, lane = threadIdx.x % 32;
-    const int each = (num + few::kThreads - 1) / few::kThreads;
-    const int begin = min(static_cast<int>(threadIdx.x) * each, num), end = min(begin + each, num);
-    int own = 0;
-    for (int i = begin; i < end; ++i) own += __popc(fired[i]);
-    const int upto = scan_warp(own, lane);
-    if (lane == 31) of_warps[threadIdx.x / 32] = upto;
-    __syncthreads();
-    int at = upto - own, total = 0;
+    int total = 0;
+    // one row block a thread, in turns
+#pragma unroll 1
+    for (int first = 0; first < num; first += few::kThreads) {
+        const int block = first + threadIdx.x;
+        unsigned left = block < num ? fired[block] : 0;
+        const int own = __popc(left), upto = scan_warp(own, lane);
+        if (lane == 31) of_warps[threadIdx.x / 32] = upto;
+        __syncthreads();
+        int at = total + upto - own;
 #pragma unroll
-    for (int i = 0; i < few::kWarps; ++i) {
-        if (i < static_cast<int>(threadIdx.x) / 32) at += of_warps[i];
-        total += of_warps[i];
+        for (int i = 0; i < few::kWarps; ++i) {
+            if (i < static_cast<int>(threadIdx.x) / 32) at += of_warps[i];
+            total += of_warps[i];
+        }
+#pragma unroll 1
+        for (; left; left &= left - 1)
+            list[at++] = static_cast<unsigned short>(block * few::kRows + __ffs(left) - 1);
+        __syncthreads();
     }
-    for (int i = begin; i < end; ++i)
-        for (unsigned left = fired[i]; left; left &= left - 1)
-            list[at++] = static_cast<unsigned short>(i * few::kRows + __ffs(left) - 1);
-    __syncthreads();
     return total;
 }
 
-template <int OCTETS>
-struct Feed {
+// TILES of 16 columns, and as many blocks that share the neurons.
+template <int OCTETS, int TILES>
+class Down {
     static constexpr int kTokens = few::kOctet * OCTETS;
-    const unsigned short* w_down;  // from the block's first column on
-    const unsigned short* hidden;
-    const unsigned short* list;
-    int num, K;
-    char* ring;  // the warp's
+    static constexpr int kStages = 3;
+    static constexpr int kChunks = 2 * TILES;  // of 16 bytes, of a neuron's weights
+    static constexpr int kWeightBytes = few::kRows * kChunks * 16;
+    static constexpr int kHiddenBytes = few::kRows * 16 * (OCTETS < 2 ? 2 : OCTETS);
+    static constexpr int kStageBytes = kWeightBytes + kHiddenBytes;
+    static constexpr int kSums = TILES * OCTETS * few::kBlockSums;  // of a warp
 
-    // Neurons group * 16 .. of the list: weights [16][32 bytes], their two halves exchanged in rows
-    // 4 to 7 and 12 to 15 against bank conflicts, and hidden [octet][16][16 bytes]. Zeros behind the end.
+  public:
+    static constexpr int kRingBytes = few::kWarps * kStages * kStageBytes;
+    static constexpr int kSumBytes = few::kWarps * kSums * 4;
+    static constexpr unsigned kBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
+
+    const unsigned short *w_down, *hidden, *list;
+    char* memory;
+    int num, K;  // neurons in the list; hidden size
+
+    // The sums of the block's neurons, to shared memory: [warp][tile][octet][kBlockSums].
+    __device__ __forceinline__ void multiply() const {
+        const int lane = threadIdx.x % 32, step = few::kWarps * TILES;
+        const int num_groups = (num + few::kRows - 1) / few::kRows;
+        const int first = threadIdx.x / 32 * TILES + static_cast<int>(TILES > 1 ? cluster_rank() : 0);
+#pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+            if (first + i * step < num_groups) bring(i, first + i * step);
+            commit_copies();
+        }
+        float sums[TILES][OCTETS][4] = {};
+        const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+        int stage = 0;
+#pragma unroll 1
+        for (int group = first; group < num_groups; group += step) {
+            wait_for_copies<kStages - 1>();
+            __syncwarp();
+            const unsigned at = smem_address(stage_at(stage));
+            unsigned a[TILES][4];
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+                read_transposed(a[tile], at + place_of_chunk(row, 2 * tile + half));
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; octet += 2) {
+                unsigned b[4];
+                read_transposed(b, at + kWeightBytes + octet * 256 + lane * 16);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    unsigned(&w)[4] = a[tile];
+                    multiply_add(sums[tile][octet], w[0], w[1], w[2], w[3], b[0], b[1]);
+                    if (OCTETS > 1)
+                        multiply_add(sums[tile][octet + (OCTETS > 1)], w[0], w[1], w[2], w[3], b[2],
+                                     b[3]);
+                }
+            }
+            __syncwarp();
+            const int next = group + kStages * step;
+            if (next < num_groups) bring(stage, next);
+            commit_copies();
+            if (++stage == kStages) stage = 0;
+        }
+
+        __syncthreads();
+        float* to = all_sums() + threadIdx.x / 32 * kSums;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    to[few::place_of_sum(lane / 4 + j / 2 * 8, lane % 4 * 2 + j % 2)] =
+                        sums[tile][octet][j];
+                to += few::kBlockSums;
+            }
+        __syncthreads();
+    }
+
+    // Adds up the warps' sums, into those of the first.
+    __device__ __forceinline__ void add_warps() const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < kSums; i += few::kThreads) all_sums()[i] = sum_at(i);
+    }
+
+    // Sum of a column of tile `tile`, of the block's warps.
+    __device__ __forceinline__ float sum(int tile, int column, int token) const {
+        return sum_at(place(tile, column, token));
+    }
+
+    // The same, of all blocks; after add_warps() in each.
+    __device__ __forceinline__ float sum_of_blocks(int tile, int column, int token) const {
+        float sum = 0;
+#pragma unroll
+        for (int rank = 0; rank < TILES; ++rank)
+            sum += __uint_as_float(load_of_block(
+                reinterpret_cast<const unsigned*>(all_sums() + place(tile, column, token)), rank));
+        return sum;
+    }
+
+  private:
+    __device__ __forceinline__ float* all_sums() const { return reinterpret_cast<float*>(memory); }
+
+    __device__ __forceinline__ static int place(int tile, int column, int token) {
+        return (tile * OCTETS + token / few::kOctet) * few::kBlockSums +
+               few::place_of_sum(column, token % few::kOctet);
+    }
+
+    __device__ __forceinline__ float sum_at(int i) const {
+        float sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < few::kWarps; ++warp) sum += all_sums()[warp * kSums + i];
+        return sum;
+    }
+
+    __device__ __forceinline__ char* stage_at(int stage) const {
+        return memory + (threadIdx.x / 32 * kStages + stage) * kStageBytes;
+    }
+
+    // Where 16 bytes of a neuron lie: so that the 8 rows of a matrix lie in different banks.
+    __device__ __forceinline__ static int place_of_chunk(int row, int chunk) {
+        return (row * kChunks + (chunk ^ (TILES > 1 ? row & 7 : row >> 2 & 1))) * 16;
+    }
+
+    // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the end.
     __device__ __forceinline__ void bring(int stage, int group) const {
-        char* to = ring + stage * stage_bytes(OCTETS);
-        const int lane = threadIdx.x % 32;
-        {
-            const int row = lane / 2, half = lane % 2, i = group * few::kRows + row;
-            copy(to + row * 32 + (half ^ (row >> 2 & 1)) * 16, i,
-                 w_down + half * 8, K);
+        char* to = stage_at(stage);
+#pragma unroll
+        for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
+            const int row = i / kChunks, chunk = i % kChunks;
+            copy(to + place_of_chunk(row, chunk), group * few::kRows + row, w_down + chunk * 8, K);
         }
 #pragma unroll
-        for (int at = lane; at < few::kRows * OCTETS; at += 32)
-            copy(to + kWeightBytes + at * 16, group * few::kRows + at % few::kRows,
-                 hidden + at / few::kRows * few::kOctet, kTokens);
+        for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
+            const int row = i / OCTETS, octet = i % OCTETS;
+            copy(to + kWeightBytes + (octet * few::kRows + row) * 16, group * few::kRows + row,
+                 hidden + octet * few::kOctet, kTokens);
+        }
     }
 
     __device__ __forceinline__ void copy(char* to, int i, const unsigned short* from,
@@ -91,84 +211,61 @@ struct Feed {
     }
 };
 
-template <int OCTETS>
+template <int OCTETS, int TILES>
 __device__ __forceinline__ void down(const unsigned short* w_down, const unsigned short* hidden,
                                      const unsigned short* fired, const unsigned short* b_down,
                                      const unsigned short* residual, int M, int N, int K,
                                      unsigned short* y) {
     extern __shared__ uint4 memory[];
     unsigned short* list = reinterpret_cast<unsigned short*>(memory);
-    char* rings = reinterpret_cast<char*>(memory) + (2 * N + 15) / 16 * 16;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_column = blockIdx.x * kColumns;
+    char* stages = reinterpret_cast<char*>(memory) + (2 * N + 15) / 16 * 16;
+    if (dynamic_smem_bytes() < (2 * N + 15) / 16 * 16 + Down<OCTETS, TILES>::kBytes) __trap();
+    const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int first_column = (blockIdx.x - rank) * 16;
+    let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
-    let_next_start();
-    const int num = make_list(list, fired, N);
-    const Feed<OCTETS> feed = {w_down + first_column, hidden, list, num, K,
-                               rings + warp * kStages * stage_bytes(OCTETS)};
-
-    const int num_groups = (num + few::kRows - 1) / few::kRows;
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-        if (warp + i * few::kWarps < num_groups) feed.bring(i, warp + i * few::kWarps);
-        commit_copies();
+    const int num = make_list(list, reinterpret_cast<int*>(stages), fired, N);
+    const Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, num, K};
+    product.multiply();
+    if (TILES > 1) {
+        product.add_warps();
+        cluster_sync();
     }
-    float sums[OCTETS][4] = {};
-    const int matrix_row = lane / 16 * 8 + lane % 8;
-    const unsigned weights_at = matrix_row * 32 + ((lane >> 3 ^ matrix_row >> 2) & 1) * 16;
-    int stage = 0;
-    for (int group = warp; group < num_groups; group += few::kWarps) {
-        wait_for_copies<kStages - 1>();
-        __syncwarp();
-        const unsigned at = smem_address(feed.ring) + stage * stage_bytes(OCTETS);
-        unsigned a[4];
-        read_transposed(a, at + weights_at);
-#pragma unroll
-        for (int octet = 0; octet < OCTETS; octet += 2) {
-            unsigned b[4];
-            read_transposed(b, at + kWeightBytes + octet * 256 + lane * 16);
-            multiply_add(sums[octet], a[0], a[1], a[2], a[3], b[0], b[1]);
-            if (octet + 1 < OCTETS)
-                multiply_add(sums[octet + (OCTETS > 1)], a[0], a[1], a[2], a[3], b[2], b[3]);
-        }
-        __syncwarp();
-        const int next = group + kStages * few::kWarps;
-        if (next < num_groups) feed.bring(stage, next);
-        commit_copies();
-        if (++stage == kStages) stage = 0;
-    }
-
-    // the warps' sums, [octet][token][column]
-    __syncthreads();
-    float* parts = reinterpret_cast<float*>(rings);
-    constexpr int kParts = OCTETS * few::kBlockSums;
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            parts[warp * kParts + octet * few::kBlockSums +
-                  few::place_of_sum(lane / 4 + j / 2 * 8, lane % 4 * 2 + j % 2)] = sums[octet][j];
-    __syncthreads();
-    for (int i = threadIdx.x; i < M * kColumns; i += few::kThreads) {
-        const int column = i % kColumns, token = i / kColumns;
-        const float* own = parts + token / few::kOctet * few::kBlockSums +
-                           few::place_of_sum(column, token % few::kOctet);
-        float sum = b_down ? bf16_value(b_down[first_column + column]) : 0.f;
-#pragma unroll
-        for (int j = 0; j < few::kWarps; ++j) sum += own[j * kParts];
-        const long long at = static_cast<long long>(token) * K + first_column + column;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < M * 16; i += few::kThreads) {
+        const int column = i % 16, token = i / 16, n = first_column + rank * 16 + column;
+        float sum = TILES > 1 ? product.sum_of_blocks(rank, column, token)
+                              : product.sum(0, column, token);
+        if (b_down) sum += bf16_value(b_down[n]);
+        const long long at = static_cast<long long>(token) * K + n;
         if (residual) sum = few::rounded(sum) + bf16_value(residual[at]);
         y[at] = static_cast<unsigned short>(bf16_bits(sum));
     }
+    if (TILES > 1) cluster_sync();  // the others read this block's sums
 }
 
 }  // namespace
 
-#define TWELL_FEW_DOWN(octets)                                                                   \
-    extern "C" __global__ void __launch_bounds__(few::kThreads)                                  \
-        few_down_##octets(const unsigned short* w_down, const unsigned short* hidden,            \
-                          const unsigned short* fired, const unsigned short* b_down,             \
-                          const unsigned short* residual, int M, int N, int K, unsigned short* y) { \
-        down<octets>(w_down, hidden, fired, b_down, residual, M, N, K, y);                       \
+extern "C" __global__ void __launch_bounds__(few::kThreads)
+    few_down(const unsigned short* w_down, const unsigned short* hidden,
+             const unsigned short* fired, const unsigned short* b_down,
+             const unsigned short* residual, int M, int N, int K, unsigned short* y) {
+    down<1, 1>(w_down, hidden, fired, b_down, residual, M, N, K, y);
+}
+
+#if __CUDA_ARCH__ >= 900
+#define TWELL_CLUSTER __cluster_dims__(4, 1, 1)
+#else
+#define TWELL_CLUSTER
+#endif
+
+#define TWELL_FEW_DOWN(octets)                                                                 \
+    extern "C" __global__ void TWELL_CLUSTER __launch_bounds__(few::kThreads)                  \
+        few_down_wide_##octets(const unsigned short* w_down, const unsigned short* hidden,     \
+                               const unsigned short* fired, const unsigned short* b_down,      \
+                               const unsigned short* residual, int M, int N, int K,            \
+                               unsigned short* y) {                                            \
+        down<octets, kWideTiles>(w_down, hidden, fired, b_down, residual, M, N, K, y);         \
     }
 
 TWELL_FEW_DOWN(1)

@@ -20,18 +20,6 @@ constexpr int kNeurons = 128;  // that a block has at hand
 constexpr int kRowBlocks = kNeurons / few::kRows;
 constexpr int kLine = 64;  // elements that a prefetch brings
 
-// Rows of a weight by a list of them.
-struct ListedRows {
-    const unsigned short* weight;
-    const unsigned char* list;
-    int num, K;
-
-    __device__ __forceinline__ const unsigned short* operator()(int block, int row) const {
-        const int i = block * few::kRows + row;
-        return i < num ? weight + static_cast<long long>(list[i]) * K : nullptr;
-    }
-};
-
 // Of the neurons at hand: who fired, and the gates.
 template <int TOKENS>
 struct AtHand {
@@ -56,87 +44,79 @@ struct AtHand {
     }
 };
 
-template <int OCTETS, int AT_ONCE, int STAGES>
+// Rows of a weight that will be wanted soon.
+__device__ __forceinline__ void fetch_into_l2(const unsigned short* weight,
+                                              const unsigned char* list, int num, int K) {
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < num; i += few::kWarps)
+#pragma unroll 1
+        for (int at = threadIdx.x % 32 * kLine; at < K; at += 32 * kLine)
+            prefetch_into_l2(weight + static_cast<long long>(list[i]) * K + at);
+}
+
+template <class SIZES>
 __device__ __forceinline__ void hidden_state(
     const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
     const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up,
     float threshold, int M, int N, int K, unsigned short* hidden, unsigned short* fired,
     int* counts) {
-    constexpr int kTokens = few::kOctet * OCTETS;
+    constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    AtHand<kTokens>& hand = *reinterpret_cast<AtHand<kTokens>*>(
-        reinterpret_cast<char*>(memory) + few::ring_bytes(OCTETS, AT_ONCE, STAGES) +
-        few::sums_bytes(OCTETS, AT_ONCE));
+    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>)) __trap();
+    AtHand<kTokens>& hand =
+        *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     const few::Share share((N + few::kRows - 1) / few::kRows);
-    for (int i = threadIdx.x; i < kTokens; i += few::kThreads) hand.counts[i] = 0;
+    if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
 
+#pragma unroll 1
     for (int begin = share.begin; begin < share.end; begin += kRowBlocks) {
-        const int num_blocks = min(kRowBlocks, share.end - begin);
         const int first_neuron = begin * few::kRows;
+        const long long start = static_cast<long long>(first_neuron) * K;
+        const int num_blocks = min(kRowBlocks, share.end - begin);
         if (threadIdx.x < kRowBlocks) hand.fired[threadIdx.x] = 0;
 
-        // the gates
-        const few::WeightRows gate_rows = {w_gate, first_neuron, N, K};
-        few::Product<OCTETS, AT_ONCE, STAGES, few::WeightRows> gate(memory, x, M, K, gate_rows,
-                                                                    num_blocks);
-        gate.begin();
-        if (begin == share.begin) wait_for_previous(), let_next_start();
-        gate.run([&](int first, int num) {
-            const int end = num * few::kRows * M;
-            for (int i = threadIdx.x; i - threadIdx.x % 32 < end; i += few::kThreads) {
-                const int row = i % few::kRows, token = i / few::kRows % M;
-                const int block = i / few::kRows / M;
-                const int n = first_neuron + (first + block) * few::kRows + row;
-                unsigned bits = 0;
-                if (i < end && n < N) {
-                    float sum = gate.sum(block, row, token);
-                    if (b_gate) sum += bf16_value(b_gate[n]);
-                    bits = bf16_bits(sum);
+        // the gates of all; then, by the same code, up of those that fired
+        few::Rows rows = {w_gate + start, nullptr, N - first_neuron, K};
+#pragma unroll 1
+        for (int is_up = 0; is_up < 2; ++is_up) {
+            const unsigned short* bias = is_up ? b_up : b_gate;
+            few::Product<SIZES, few::Rows> product(
+                memory, x, M, K, rows,
+                is_up ? (rows.num + few::kRows - 1) / few::kRows : num_blocks);
+            product.begin();
+            if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
+            if (!is_up && begin == share.begin) wait_for_previous(), let_next_start();
+            product.run([&](int first, int num) {
+                product.for_each(num, [&](int block, int row, int token) {
+                    const int place = (first + block) * few::kRows + row;
+                    const bool is_there = place < rows.num && token < M;
+                    const int n = is_up && is_there ? hand.list[place] : place;
+                    float sum = is_there ? product.sum(block, row, token) : 0.f;
+                    if (bias && is_there) sum += bf16_value(bias[first_neuron + n]);
+                    unsigned bits = is_there ? bf16_bits(sum) : 0;
+                    unsigned short& gate = hand.gates[n * kTokens + token];
+                    if (is_up) {
+                        if (!is_there) return;
+                        bits = gate ? bf16_bits(bf16_value(gate) * bf16_value(bits)) : 0;
+                        hidden[static_cast<long long>(first_neuron + n) * kTokens + token] =
+                            static_cast<unsigned short>(bits);
+                        return;
+                    }
                     if (bf16_value(bits) <= threshold) bits = 0;
-                    hand.gates[((first + block) * few::kRows + row) * kTokens + token] =
-                        static_cast<unsigned short>(bits);
+                    gate = static_cast<unsigned short>(bits);
                     if (bits && counts) atomicAdd(&hand.counts[token], 1);
-                }
-                // a row block's 16 rows are half of the warp
-                const unsigned both = __ballot_sync(~0u, bits != 0);
-                const unsigned half = threadIdx.x % 32 < 16 ? both & 0xffff : both >> 16;
-                if (half && threadIdx.x % few::kRows == 0) atomicOr(&hand.fired[first + block], half);
-            }
-        });
-
-        // up of those that fired
-        const int num_fired = hand.make_list();
-        if (threadIdx.x < num_blocks)
-            fired[begin + threadIdx.x] = static_cast<unsigned short>(hand.fired[threadIdx.x]);
-        __syncthreads();
-        const ListedRows up_rows = {w_up + static_cast<long long>(first_neuron) * K, hand.list,
-                                    num_fired, K};
-        few::Product<OCTETS, AT_ONCE, STAGES, ListedRows> up(
-            memory, x, M, K, up_rows, (num_fired + few::kRows - 1) / few::kRows);
-        up.begin();
-        for (int i = threadIdx.x / 32; i < num_fired; i += few::kWarps) {
-            const unsigned short* row =
-                w_down + static_cast<long long>(first_neuron + hand.list[i]) * K;
-            for (int at = threadIdx.x % 32 * kLine; at < K; at += 32 * kLine)
-                prefetch_into_l2(row + at);
+                    const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
+                    const unsigned all = __ballot_sync(half_warp, bits != 0) & half_warp;
+                    if (row == 0 && all)
+                        atomicOr(&hand.fired[first + block], all >> (threadIdx.x & 16));
+                });
+            });
+            if (is_up) break;
+            rows = {w_up + start, hand.list, hand.make_list(), K};
+            if (threadIdx.x < num_blocks)
+                fired[begin + threadIdx.x] = static_cast<unsigned short>(hand.fired[threadIdx.x]);
+            __syncthreads();
         }
-        up.run([&](int first, int num) {
-            const int end = min(num * few::kRows, num_fired - first * few::kRows) * M;
-            for (int i = threadIdx.x; i < num * few::kRows * M; i += few::kThreads) {
-                const int row = i % few::kRows, token = i / few::kRows % M;
-                const int block = i / few::kRows / M;
-                const int place = (first + block) * few::kRows + row;
-                if (end <= 0 || place >= num_fired) continue;
-                const int n = hand.list[place];
-                float sum = up.sum(block, row, token);
-                if (b_up) sum += bf16_value(b_up[first_neuron + n]);
-                const unsigned bits = hand.gates[n * kTokens + token];
-                hidden[static_cast<long long>(first_neuron + n) * kTokens + token] =
-                    bits ? static_cast<unsigned short>(
-                               bf16_bits(bf16_value(bits) * few::rounded(sum)))
-                         : 0;
-            }
-        });
         __syncthreads();
     }
     if (counts && static_cast<int>(threadIdx.x) < M) {
@@ -147,18 +127,18 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(octets, at_once, stages)                                               \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, octets < 4 ? 2 : 1)             \
+#define TWELL_FEW_HIDDEN(octets, at_once, passes, stages, halves)                                               \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)             \
         few_hidden_##octets(                                                                    \
             const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,  \
             const unsigned short* w_down, const unsigned short* b_gate,                         \
             const unsigned short* b_up, float threshold, int M, int N, int K,                   \
             unsigned short* hidden, unsigned short* fired, int* counts) {                       \
-        hidden_state<octets, at_once, stages>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
+        hidden_state<few::Sizes<octets, at_once, passes, stages, halves>>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
                                               M, N, K, hidden, fired, counts);                  \
     }
 
-TWELL_FEW_HIDDEN(1, 3, 3)
-TWELL_FEW_HIDDEN(2, 3, 3)
-TWELL_FEW_HIDDEN(4, 3, 3)
-TWELL_FEW_HIDDEN(8, 3, 2)
+TWELL_FEW_HIDDEN(1, 1, 4, 5, 2)
+TWELL_FEW_HIDDEN(2, 2, 2, 3, 2)
+TWELL_FEW_HIDDEN(4, 3, 1, 2, 2)
+TWELL_FEW_HIDDEN(8, 3, 1, 2, 1)

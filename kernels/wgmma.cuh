@@ -17,7 +17,8 @@ __device__ __forceinline__ unsigned long long swizzled_descriptor(unsigned addre
                                                                   unsigned leading,
                                                                   unsigned stride) {
     const unsigned long long swizzle_128 = 1;
-    return (address >> 4) | static_cast<unsigned long long>(leading >> 4) << 16 |
+    // in a cluster the address tells the block too, in bits that are not the descriptor's
+    return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading >> 4) << 16 |
            static_cast<unsigned long long>(stride >> 4) << 32 | swizzle_128 << 62;
 }
 

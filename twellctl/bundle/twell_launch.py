@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .twell_driver import start_overlapping
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
 # entries that do not lie in a file of their own name
@@ -27,6 +28,15 @@ ENTRY_FILES = {
     "heavy_gather": "heavy.cu",
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",
+    "rms_norm": "norm.cu",
+    "add_rms_norm": "norm.cu",
+    **{f"attend_{D}_{heads}": "attend.cu" for D in (64, 96, 128) for heads in (1, 2, 4)},
+    **{
+        f"{name}_{octets}": f"{name}.cu"
+        for name in ("few_linear", "few_gated", "few_hidden")
+        for octets in (1, 2, 4, 8)
+    },
+    **{f"few_down_wide_{octets}": "few_down.cu" for octets in (1, 2, 4, 8)},
 }
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -128,11 +138,14 @@ class KernelSet:
         block: int,
         args: Iterable[object],
         smem_bytes: int = 0,
+        *,
+        overlap: bool = False,
     ) -> None:
         """Launch entry `name` on torch's current stream of this device.
 
         Of `args` tensors are passed as pointers, None as a null pointer, int and float with 32
-        bits, NumPy scalars (`np.int64`, a tensor map) as they are.
+        bits, NumPy scalars (`np.int64`, a tensor map) as they are. `overlap` lets the kernel start
+        before the one in front of it has ended (kernels/dependent.cuh says what it may do then).
         """
         function = self._functions.get(name)
         if function is None:
@@ -141,15 +154,18 @@ class KernelSet:
         stream = _Stream(torch._C._cuda_getCurrentRawStream(self._index))
         packed = tuple(map(_argument, args))
         if torch.cuda.current_device() == self._index:
-            self._start(name, function, grid, block, packed, smem_bytes, stream)
+            self._start(name, function, grid, block, packed, smem_bytes, stream, overlap)
         else:
             with torch.cuda.device(self._index):
-                self._start(name, function, grid, block, packed, smem_bytes, stream)
+                self._start(name, function, grid, block, packed, smem_bytes, stream, overlap)
 
-    def _start(self, name, function, grid, block, args, smem_bytes, stream) -> None:
+    def _start(self, name, function, grid, block, args, smem_bytes, stream, overlap) -> None:
         if smem_bytes > self._shared[name]:
             self._allow_shared(name, function, smem_bytes)
-        function(grid, (block,), args, smem_bytes, stream=stream)
+        if overlap and device_limits(self._index).capability >= (9, 0):
+            start_overlapping(function.ptr, grid, block, args, smem_bytes, stream.ptr)
+        else:
+            function(grid, (block,), args, smem_bytes, stream=stream)
 
     def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
         with self._lock:
