@@ -90,7 +90,7 @@ def test_greedy_tokens_are_those_of_generate(tiny, prompts):
     scheduler = open_scheduler(model, max_running=5)
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
-    assert {B for B, _, _ in scheduler._batch._runs} == {1, 2, 4, 5}
+    assert {4, 5} <= {B for B, _, _ in scheduler._batch._runs} <= {1, 2, 4, 5}
     runs = scheduler._batch._runs.values()
     assert all(isinstance(run.__self__, torch.cuda.CUDAGraph) for run in runs)
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_captured_is_run_as_it_is(tiny, prompts, monkeypatch, cap
         tokens = ids_of(scheduler, prompts, Sampling(70, 0))
     assert tokens == [generated(model, prompt, 70) for prompt in prompts]
     (record,) = [record for record in caplog.records if record.name == batch.logger.name]
-    assert "could not be captured" in record.getMessage()
+    assert "no CUDA graph could be captured" in record.getMessage()
 
 
 def test_many_clients_some_of_which_leave(tiny, prompts):

@@ -195,9 +195,7 @@ class Batch:
         except Exception as error:
             if not self._uncaptured:
                 said = " ".join(str(error).split())[:200]
-                logger.warning(
-                    "a step could not be captured in a CUDA graph (%s): it is slow", said
-                )
+                logger.warning("a step is slow, no CUDA graph could be captured of it: %s", said)
             self._uncaptured.add(variant)
             return run
         return graph.replay

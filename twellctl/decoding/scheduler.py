@@ -7,6 +7,7 @@ first; then the host knows each row and sets all anew.
 No threads here: whoever owns a `Scheduler` calls `advance` until nothing is left to do.
 """
 
+import contextlib
 import gc
 from collections import deque
 from collections.abc import Iterator
@@ -48,9 +49,9 @@ class Scheduler:
         self._changed = False
         self._settled = False  # the rows are ready for a step that was put off
         on_gpu = decoder.device.type == "cuda"
-        # graphs are not captured on the default stream
-        stream = torch.cuda.Stream(decoder.device) if on_gpu else None
-        self._on_stream = torch.cuda.stream(stream)
+        self._on_stream = contextlib.nullcontext()
+        if on_gpu:  # graphs are not captured on the default stream
+            self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
         with torch.inference_mode():
             decoder.open_cache(num_pages)
             self._batch = Batch(decoder, self.max_running, pages_for(self.context))
