@@ -196,7 +196,8 @@ class Batch:
             if not self._uncaptured:
                 said = " ".join(str(error).split())[:200]
                 logger.warning("a step is slow, no CUDA graph could be captured of it: %s", said)
-            self._uncaptured.add(variant)
+            if not isinstance(error, torch.OutOfMemoryError):  # that may be another time
+                self._uncaptured.add(variant)
             return run
         return graph.replay
 
