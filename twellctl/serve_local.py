@@ -94,6 +94,7 @@ async def serve(
         access_log=None,
         logger=aiohttp_log,
         keepalive_timeout=limits.idle_seconds,
+        lingering_time=limits.farewell_seconds,
         shutdown_timeout=2,
     )
     await runner.setup()

@@ -39,7 +39,7 @@ class Limits:
     answer_seconds: float = 600
     body_seconds: float = 30  # for a request's body to arrive
     idle_seconds: float = 30  # for a request's headers to arrive, and between requests
-    farewell_seconds: float = 5  # for a client that does not read to take its last event
+    farewell_seconds: float = 5  # to take the answer, of a client that does not read or still sends
     body_bytes: int = 4 << 20
 
 
