@@ -46,7 +46,7 @@ def serve_local(
     one ends it at once. `on_ready` is called with the model's name and the API's URL once requests
     are taken. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
-    access = _access(host, api_key, allow_hosts)
+    access = access_of(host, api_key, allow_hosts)
     _check_numbers(port, max_running, max_waiting, timeout, drain)
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
@@ -132,7 +132,8 @@ def _served_name(checkpoint: Checkpoint) -> str:
     return checkpoint.path.resolve().name if is_local else checkpoint.name
 
 
-def _access(host: str, key: str | None, names: Sequence[str]) -> Access:
+def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
+    """Who may ask a server that listens on `host`; beyond loopback there must be a key."""
     beyond = not is_loopback(host)
     if beyond and key is None:
         raise UsageError(

@@ -7,7 +7,7 @@ import pytest
 from serving_client import Scripted, complete, get, post, running
 
 from twellctl.errors import UsageError
-from twellctl.serve_local import _access, serve_local
+from twellctl.serve_local import access_of, serve_local
 from twellctl.serving.access import Access
 from twellctl.serving.plan import ServedModel
 
@@ -86,9 +86,9 @@ def test_a_key_does_not_excuse_a_foreign_origin(serve_with):
 def test_a_public_bind_needs_a_key():
     for host in ("0.0.0.0", "192.168.1.1", "example.org", "::"):
         with pytest.raises(UsageError, match=f"got {host}: .*--api-key or TWELL_API_KEY"):
-            _access(host, None, ())
-        assert _access(host, KEY, ["Box.lan"]) == Access(KEY, frozenset({host, "box.lan"}), True)
-    assert _access("127.0.0.1", None, ()) == Access()
+            access_of(host, None, ())
+        assert access_of(host, KEY, ["Box.lan"]) == Access(KEY, frozenset({host, "box.lan"}), True)
+    assert access_of("127.0.0.1", None, ()) == Access()
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "a\n"])

@@ -233,13 +233,21 @@ def test_stopping_waits_no_longer_than_told(tokenizer):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_signals_drain_then_hurry(relu_llama, signals):
+def test_a_public_command_drains_then_hurries(relu_llama, signals):
     command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
+    command += ["--host", "0.0.0.0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TWELL_API_KEY": "geheim"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
-            url = process.stdout.readline().split()[-1]
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=40) as client:
+            url = process.stdout.readline().split()[-1].replace("0.0.0.0", "127.0.0.1")
+            options = {"base_url": url, "max_retries": 0, "timeout": 40}
+            with (
+                openai.OpenAI(api_key="wrong", **options) as stranger,
+                pytest.raises(openai.AuthenticationError),
+            ):
+                complete(stranger)
+            with openai.OpenAI(api_key="geheim", **options) as client:
                 prompts = [PROMPT] * (1 if signals == 1 else 128)  # the latter take seconds
                 events = iter(complete(client, prompt=prompts, max_tokens=200, stream=True))
                 chunks = [next(events)]
