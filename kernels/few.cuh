@@ -20,6 +20,48 @@
 #include "dependent.cuh"
 #include "twell.cuh"
 
+// ---- shared memory by its address: the compiler makes addresses out of pointers again and again
+
+// The address, but the compiler forgets how it was made, and keeps it.
+__device__ __forceinline__ unsigned kept_address(const void* pointer) {
+    unsigned address = smem_address(pointer);
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+__device__ __forceinline__ void copy_async_if(bool wanted, unsigned smem_to, const void* from) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(
+            smem_to),
+        "l"(from), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(unsigned smem_from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(smem_from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float load_shared_float(unsigned smem_from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem_from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ unsigned load_shared_byte(unsigned smem_from) {
+    unsigned v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(smem_from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
+}
+
 namespace few {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -49,35 +91,72 @@ __device__ __forceinline__ int place_of_sum(int row, int token) {
     return (token >> 1 | (token & 1) << 2) * kRows + (row ^ (token >> 2 & 1) * 8);
 }
 
-// `rows(block, row)` gives the weight's row `row` of row block `block`, or null if there is none.
+// The first `num` rows of a weight [., K].
+struct FirstRows {
+    const unsigned short* weight;
+    int num;
+
+    __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
+    __device__ __forceinline__ bool has(int i) const { return i < num; }
+
+    // Row i, in the column of `from` in the first one.
+    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
+                                               unsigned row_bytes) const {
+        return offset_by(from, i, row_bytes);
+    }
+};
+
+// `num` rows of a weight by a list of bytes in shared memory.
+struct ListedRows {
+    const unsigned short* weight;
+    int num;
+    unsigned list;
+
+    __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
+    __device__ __forceinline__ bool has(int i) const { return i < num; }
+
+    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
+                                               unsigned row_bytes) const {
+        return offset_by(from, load_shared_byte(list + i), row_bytes);
+    }
+};
+
+// x times `rows`, whose row blocks are 16 of them each. K a multiple of the slab.
 template <class SIZES, class Rows>
 class Product {
     static constexpr int kAtOnce = SIZES::kAtOnce, kPasses = SIZES::kPasses;
     static constexpr int kOctets = SIZES::kOctets;
     static constexpr int kStages = SIZES::kStages, kHalves = SIZES::kHalves;
-    static constexpr int kChunks = 4 * kHalves;         // of 16 bytes, of a row
-    static constexpr int kRowsAtOnce = 32 / kChunks;    // that a warp copies by one instruction
+    static constexpr int kChunks = 4 * kHalves;       // of 16 bytes, of a row
+    static constexpr int kRowBytes = 16 * kChunks;
+    static constexpr int kRowsAtOnce = 32 / kChunks;  // that a warp copies by one instruction
     static constexpr int kSlabStep = kWarps * SIZES::kSlab;  // from a warp's slab to its next
 
   public:
-    __device__ __forceinline__ Product(uint4* memory, const unsigned short* x, int M, int K,
-                                       const Rows& rows, int num_blocks)
-        : rows_(rows), memory_(reinterpret_cast<char*>(memory)), x_(x), M_(M), K_(K),
-          num_blocks_(num_blocks) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __device__ __forceinline__ Product(unsigned memory, const unsigned short* x, int M, int K,
+                                       const Rows& rows)
+        : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(2 * K),
+          sums_(memory + SIZES::kRingBytes) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
         num_slabs_ = (K / SIZES::kSlab - warp + kWarps - 1) / kWarps;
         copy_row_ = lane / kChunks;
-        column_ = warp * SIZES::kSlab + lane % kChunks * 8;
-        const int g = lane / 4, swapped = kHalves == 2 ? g % 2 * 64 : 0;
-        read_at_ = warp * kStages * SIZES::kStageBytes + g * 16 * kChunks + swapped + lane % 4 * 16;
+        const int column = warp * SIZES::kSlab + lane % kChunks * 8;
+        rows_.weight = opaque(rows.weight + column);
+        x_ = opaque(x + column);
+        // the halves of odd rows are exchanged
+        const int swap_copy = kHalves == 2 ? copy_row_ % 2 * 4 : 0;
+        const int swap_read = kHalves == 2 ? g % 2 * 64 : 0;
+        const unsigned ring = memory + warp * (kStages * SIZES::kStageBytes);
+        copy_to_ = ring + copy_row_ * kRowBytes + (lane % kChunks ^ swap_copy) * 16;
+        read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
     }
 
     // Starts to bring the first weights.
     __device__ __forceinline__ void begin() {
-        Step step = {0, 0};
+        Step step = {0, 0, 0};
 #pragma unroll 1
         for (int stage = 0; stage < kStages; ++stage) {
-            if (is_step(step)) bring_rows(stage, step);
+            if (is_step(step)) bring_rows(step);
             advance(step);
         }
     }
@@ -86,28 +165,28 @@ class Product {
     // to first + num - 1 can be asked for.
     template <class Finish>
     __device__ __forceinline__ void run(const Finish& finish) {
-        Step ahead = {0, 0};
+        Step ahead = {0, 0, 0};
 #pragma unroll 1
         for (int stage = 0; stage < kStages; ++stage) {
-            if (is_step(ahead)) bring_x(stage, ahead);
+            if (is_step(ahead)) bring_x(ahead);
             commit_copies();
             advance(ahead);
         }
-        int stage = 0, held = 0;
+        int held = 0;
 #pragma unroll 1
         for (int first = 0; first < num_blocks_; first += kAtOnce) {
             const int num = min(kAtOnce, num_blocks_ - first);
             float sums[kAtOnce][kOctets][4] = {};
 #pragma unroll 1
             for (int i = 0; i < num_slabs_; ++i) {
+                // the stage that comes next is the one that has waited longest
                 wait_for_copies<kStages - 1>();
                 __syncwarp();
-                multiply(sums, stage, num);
+                multiply(sums, ahead.stage, num);
                 __syncwarp();
-                if (is_step(ahead)) bring_rows(stage, ahead), bring_x(stage, ahead);
+                if (is_step(ahead)) bring_rows(ahead), bring_x(ahead);
                 commit_copies();
                 advance(ahead);
-                if (++stage == kStages) stage = 0;
             }
             store(sums, held, num);
             held += num;
@@ -131,18 +210,20 @@ class Product {
 
     // Of row block first + `block`: the sum over K.
     __device__ __forceinline__ float sum(int block, int row, int token) const {
-        const float* at = all_sums() + (block * kOctets + token / kOctet) * kBlockSums +
-                          place_of_sum(row, token % kOctet);
+        const unsigned at =
+            sums_ + 4 * ((block * kOctets + token / kOctet) * kBlockSums +
+                         place_of_sum(row, token % kOctet));
         float sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) sum += at[warp * SIZES::kSums];
+        for (int warp = 0; warp < kWarps; ++warp)
+            sum += load_shared_float(at + warp * SIZES::kSums * 4);
         return sum;
     }
 
   private:
-    // The warp's slab `slab` of the pass that begins with row block `first`.
+    // The warp's slab `slab` of the pass that begins with row block `first`; it goes to `stage`.
     struct Step {
-        int first, slab;
+        int first, slab, stage;
     };
 
     __device__ __forceinline__ bool is_step(const Step& step) const {
@@ -151,44 +232,27 @@ class Product {
 
     __device__ __forceinline__ void advance(Step& step) const {
         if (++step.slab >= num_slabs_) step.slab = 0, step.first += kAtOnce;
+        if (++step.stage == kStages) step.stage = 0;
     }
 
-    __device__ __forceinline__ float* all_sums() const {
-        return reinterpret_cast<float*>(memory_ + SIZES::kRingBytes);
+    __device__ __forceinline__ void bring_rows(const Step& step) const {
+        const unsigned to = copy_to_ + step.stage * SIZES::kStageBytes;
+        const unsigned short* from = rows_.weight + step.slab * kSlabStep;
+        const int first = step.first * kRows + copy_row_;
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce * 8; i += kRowsAtOnce)
+            copy_async_if(rows_.has(first + i), to + i * kRowBytes,
+                          rows_.row(from, first + i, row_bytes_));
     }
 
-    // Into piece i of a stage: 16 bytes of its row `row`, if there are any.
-    __device__ __forceinline__ void bring(int stage, int i, int row, const unsigned short* from) const {
-        const int chunk = threadIdx.x % kChunks ^ (kHalves == 2 ? row % 2 * 4 : 0);
-        char* to = memory_ + (threadIdx.x / 32 * kStages + stage) * SIZES::kStageBytes +
-                   i * SIZES::kPieceBytes + (row * kChunks + chunk) * 16;
-        if (from) copy_async(smem_address(to), from + column_);
-    }
-
-    __device__ __forceinline__ void bring_rows(int stage, const Step& step) const {
+    __device__ __forceinline__ void bring_x(const Step& step) const {
+        const unsigned to =
+            copy_to_ + step.stage * SIZES::kStageBytes + 2 * kAtOnce * SIZES::kPieceBytes;
+        const unsigned short* from = x_ + step.slab * kSlabStep;
 #pragma unroll
-        for (int i = 0; i < 2 * kAtOnce; ++i) {
-            const int block = step.first + i / 2;
-            if (block >= num_blocks_) break;
-#pragma unroll
-            for (int row = copy_row_; row < 8; row += kRowsAtOnce) {
-                const unsigned short* from = rows_(block, i % 2 * 8 + row);
-                bring(stage, i, row, from ? from + step.slab * kSlabStep : nullptr);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void bring_x(int stage, const Step& step) const {
-#pragma unroll
-        for (int octet = 0; octet < kOctets; ++octet) {
-#pragma unroll
-            for (int row = copy_row_; row < 8; row += kRowsAtOnce) {
-                const int token = octet * kOctet + row;
-                const unsigned short* from = x_ + static_cast<long long>(token) * K_;
-                bring(stage, 2 * kAtOnce + octet, row,
-                      token < M_ ? from + step.slab * kSlabStep : nullptr);
-            }
-        }
+        for (int i = 0; i < kOctets * kOctet; i += kRowsAtOnce)
+            copy_async_if(copy_row_ + i < M_, to + i * kRowBytes,
+                          offset_by(from, copy_row_ + i, row_bytes_));
     }
 
     // What was not brought is anything: it stays in the sums of rows and tokens that there are not.
@@ -196,16 +260,16 @@ class Product {
                                              int num) const {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-            const char* from = memory_ + stage * SIZES::kStageBytes + (read_at_ ^ half * 64);
+            const unsigned from = (read_from_ ^ half * 64) + stage * SIZES::kStageBytes;
             uint4 low[kAtOnce], high[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                low[i] = read(from, 2 * i);
-                high[i] = read(from, 2 * i + 1);
+                low[i] = load_shared(from + 2 * i * SIZES::kPieceBytes);
+                high[i] = load_shared(from + (2 * i + 1) * SIZES::kPieceBytes);
             }
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet) {
-                const uint4 b = read(from, 2 * kAtOnce + octet);
+                const uint4 b = load_shared(from + (2 * kAtOnce + octet) * SIZES::kPieceBytes);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     if (i >= num) break;
@@ -217,46 +281,28 @@ class Product {
         }
     }
 
-    __device__ __forceinline__ static uint4 read(const char* from, int piece) {
-        return *reinterpret_cast<const uint4*>(from + piece * SIZES::kPieceBytes);
-    }
-
     __device__ __forceinline__ void store(const float (&sums)[kAtOnce][kOctets][4], int first,
                                           int num) const {
         const int row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
-        float* to = all_sums() + threadIdx.x / 32 * SIZES::kSums + first * kOctets * kBlockSums;
+        const unsigned to =
+            sums_ + 4 * (threadIdx.x / 32 * SIZES::kSums + first * kOctets * kBlockSums);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             if (i >= num) break;
 #pragma unroll
-            for (int octet = 0; octet < kOctets; ++octet) {
+            for (int octet = 0; octet < kOctets; ++octet)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    to[place_of_sum(row + j / 2 * 8, token + j % 2)] = sums[i][octet][j];
-                to += kBlockSums;
-            }
+                    store_shared(to + 4 * ((i * kOctets + octet) * kBlockSums +
+                                           place_of_sum(row + j / 2 * 8, token + j % 2)),
+                                 sums[i][octet][j]);
         }
     }
 
-    Rows rows_;
-    char* memory_;
-    const unsigned short* x_;
-    int M_, K_, num_blocks_, num_slabs_;
-    int copy_row_, column_;  // what the lane copies
-    int read_at_;            // what it reads
-};
-
-// `num` rows of a weight [., K]: the first ones, or those of a list.
-struct Rows {
-    const unsigned short* weight;
-    const unsigned char* list;
-    int num, K;
-
-    __device__ __forceinline__ const unsigned short* operator()(int block, int row) const {
-        const int i = block * kRows + row;
-        if (i >= num) return nullptr;
-        return weight + static_cast<long long>(list ? list[i] : i) * K;
-    }
+    Rows rows_;                // from the lane's column on
+    const unsigned short* x_;  // the same
+    int M_, num_blocks_, num_slabs_, copy_row_;
+    unsigned row_bytes_, sums_, copy_to_, read_from_;
 };
 
 // The row blocks [begin, end) of this block of threads, of `num` in all.

@@ -8,12 +8,19 @@
 
 namespace {
 
-// Row block 2 i is the i-th of gate, 2 i + 1 the i-th of up.
+// `num` neurons: 16 rows of gate, 16 of up, and so on. The weight of up lies `apart` behind gate's.
 struct GatedRows {
-    few::Rows gate, up;
+    const unsigned short* weight;
+    int num;
+    long long apart;
 
-    __device__ __forceinline__ const unsigned short* operator()(int block, int row) const {
-        return block % 2 ? up(block / 2, row) : gate(block / 2, row);
+    __device__ __forceinline__ static int neuron(int i) { return i / 32 * 16 + i % 16; }
+    __device__ __forceinline__ int num_blocks() const { return (num + 15) / 16 * 2; }
+    __device__ __forceinline__ bool has(int i) const { return neuron(i) < num; }
+
+    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
+                                               unsigned row_bytes) const {
+        return offset_by(from + (i / 16 % 2 ? apart : 0), neuron(i), row_bytes);
     }
 };
 
@@ -27,11 +34,9 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
     if (dynamic_smem_bytes() < SIZES::kBytes) __trap();
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
-    const long long start = static_cast<long long>(first_row) * K;
-    const GatedRows rows = {{w_gate + start, nullptr, N - first_row, K},
-                            {w_up + start, nullptr, N - first_row, K}};
-    few::Product<SIZES, GatedRows> product(memory, x, M, K, rows,
-                                                             2 * (share.end - share.begin));
+    const GatedRows rows = {w_gate + static_cast<long long>(first_row) * K,
+                            min(share.end * few::kRows, N) - first_row, w_up - w_gate};
+    few::Product<SIZES, GatedRows> product(kept_address(memory), x, M, K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();

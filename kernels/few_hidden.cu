@@ -67,6 +67,7 @@ __device__ __forceinline__ void hidden_state(
         *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     const few::Share share((N + few::kRows - 1) / few::kRows);
     if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
+    const unsigned address = kept_address(memory);
 
 #pragma unroll 1
     for (int begin = share.begin; begin < share.end; begin += kRowBlocks) {
@@ -74,15 +75,17 @@ __device__ __forceinline__ void hidden_state(
         const long long start = static_cast<long long>(first_neuron) * K;
         const int num_blocks = min(kRowBlocks, share.end - begin);
         if (threadIdx.x < kRowBlocks) hand.fired[threadIdx.x] = 0;
+        if (threadIdx.x < kNeurons) hand.list[threadIdx.x] = threadIdx.x;
+        __syncthreads();
 
         // the gates of all; then, by the same code, up of those that fired
-        few::Rows rows = {w_gate + start, nullptr, N - first_neuron, K};
+        few::ListedRows rows = {w_gate + start,
+                                min(num_blocks * few::kRows, N - first_neuron),
+                                smem_address(hand.list)};
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
             const unsigned short* bias = is_up ? b_up : b_gate;
-            few::Product<SIZES, few::Rows> product(
-                memory, x, M, K, rows,
-                is_up ? (rows.num + few::kRows - 1) / few::kRows : num_blocks);
+            few::Product<SIZES, few::ListedRows> product(address, x, M, K, rows);
             product.begin();
             if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
             if (!is_up && begin == share.begin) wait_for_previous(), let_next_start();
@@ -112,7 +115,7 @@ __device__ __forceinline__ void hidden_state(
                 });
             });
             if (is_up) break;
-            rows = {w_up + start, hand.list, hand.make_list(), K};
+            rows.weight = w_up + start, rows.num = hand.make_list();
             if (threadIdx.x < num_blocks)
                 fired[begin + threadIdx.x] = static_cast<unsigned short>(hand.fired[threadIdx.x]);
             __syncthreads();

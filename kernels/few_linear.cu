@@ -16,8 +16,9 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
     if (dynamic_smem_bytes() < SIZES::kBytes) __trap();
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
-    const few::Rows rows = {weight + static_cast<long long>(first_row) * K, nullptr, N - first_row, K};
-    few::Product<SIZES, few::Rows> product(memory, x, M, K, rows, share.end - share.begin);
+    const few::FirstRows rows = {weight + static_cast<long long>(first_row) * K,
+                                 min(share.end * few::kRows, N) - first_row};
+    few::Product<SIZES, few::FirstRows> product(kept_address(memory), x, M, K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();

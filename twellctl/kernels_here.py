@@ -55,7 +55,7 @@ def _load_kernels() -> Finding:
     from twellctl.bundle.twell_ffn import takes_hopper_kernels, why_no_kernels
     from twellctl.bundle.twell_launch import device_limits
     from twellctl.bundle.twell_nvrtc import what_is_missing
-    from twellctl.twell_side import own_kernels
+    from twellctl.own_kernels import own_kernels
 
     sources, start = own_kernels(), time.perf_counter()
     found = []  # (state, what) of each GPU

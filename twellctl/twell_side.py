@@ -15,13 +15,12 @@ from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_model import (
     by_rows_of_neurons,
     gated_ffns,
-    kernel_sources,
     lay_down_by_rows,
     put_over_twell,
     use_kernels,
 )
 from twellctl.errors import TwellError, UsageError
-from twellctl.resources import bundle_files
+from twellctl.own_kernels import own_kernels
 from twellctl.synthetic import FfnWeights
 from twellctl.timing import GRAPHS_BELOW
 
@@ -35,12 +34,6 @@ def check_routes(routes: tuple[str, ...]) -> None:
         raise UsageError(str(error)) from error
     if not routes or len(set(routes)) < len(routes):
         raise UsageError(f"route must be given once or not at all, got {', '.join(routes)}")
-
-
-@functools.cache
-def own_kernels() -> str:
-    """The kernels of this installation, registered."""
-    return kernel_sources({name: path.read_bytes() for name, path in bundle_files().items()})
 
 
 def twell_name(route: str, device: torch.device) -> str:

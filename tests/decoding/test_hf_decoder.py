@@ -157,7 +157,7 @@ def test_garbage_behind_a_row_is_not_seen(tiny):
 
     def logits(garbage: float) -> list[torch.Tensor]:
         decoder.open_cache(5)
-        for pages in (*decoder._cache.keys, *decoder._cache.values):
+        for pages in (*decoder.cache.keys, *decoder.cache.values):
             pages.fill_(garbage)
         first, _ = decoder.prefill(tokens, 0, table)
         rows = torch.tensor([9, 0], dtype=torch.int32), torch.tensor([70, 0], dtype=torch.int32)

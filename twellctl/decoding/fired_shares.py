@@ -6,26 +6,29 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_model import activation_name, gated_ffns
 
 
 class FiredShares:
     """Hooks on the activations of a model's gated FFNs, which look at forwards in `counted` only.
 
-    Where a layer has several FFNs (experts) none is metered; nor is one that runs over TwELL's
-    kernels, since a hook would keep those away.
+    Where a layer has several FFNs (experts) none is metered. One that runs over TwELL's kernels
+    never shows its activation: the gates of the last tokens are computed a second time.
     """
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
         ffns = gated_ffns(model)
-        over_kernels = any(getattr(ffn, "twell_sources", "") for ffn in ffns)
-        if over_kernels or len(ffns) > num_hidden_layers:
+        if len(ffns) > num_hidden_layers:
             ffns = []
         self.num_layers = len(ffns)
         self._num_rows = 0  # of the forward that is made now; 0: it is not ours
         self._shares: list[Tensor | None] = [None] * len(ffns)
         for i, ffn in enumerate(ffns):
-            getattr(ffn, activation_name(ffn)).register_forward_hook(self._hook(i))
+            if getattr(ffn, "twell_sources", ""):
+                ffn.register_forward_pre_hook(self._hook_before(i))
+            else:
+                getattr(ffn, activation_name(ffn)).register_forward_hook(self._hook(i))
 
     @contextlib.contextmanager
     def counted(self, num_rows: int) -> Iterator[None]:
@@ -47,5 +50,16 @@ class FiredShares:
             if self._num_rows:
                 last = active.reshape(self._num_rows, -1, active.shape[-1])[:, -1]
                 self._shares[i] = (last != 0).float().mean(-1)
+
+        return hook
+
+    def _hook_before(self, i: int) -> Callable:
+        def hook(ffn: nn.Module, inputs: tuple[Tensor]) -> None:
+            if self._num_rows:
+                x = inputs[0].reshape(self._num_rows, -1, inputs[0].shape[-1])[:, -1]
+                fused = hasattr(ffn, "gate_up_proj")
+                gate = ffn.gate_up_proj(x).chunk(2, -1)[0] if fused else ffn.gate_proj(x)
+                threshold = getattr(ffn, activation_name(ffn)).threshold
+                self._shares[i] = fires(gate, threshold).float().mean(-1)
 
         return hook

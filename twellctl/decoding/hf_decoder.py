@@ -45,7 +45,7 @@ class HFDecoder:
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
 
     def open_cache(self, num_pages: int) -> None:
-        self._cache = PagedCache(self._shapes, num_pages, self.device)
+        self.cache = PagedCache(self._shapes, num_pages, self.device)
 
     def widths(self, max_pages: int) -> list[int]:
         powers = [1 << i for i in range(max_pages.bit_length())]
@@ -61,7 +61,7 @@ class HFDecoder:
 
     def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones."""
-        rows = _Rows(self._cache, positions.long(), tables.long())
+        rows = _Rows(self.cache, positions.long(), tables.long())
         with self._fired.counted(len(tokens)):
             done = self._model(
                 input_ids=tokens.long(),

@@ -8,13 +8,14 @@ from transformers import PreTrainedModel
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError
 
 logger = logging.getLogger(__name__)
-DECODERS = (HFDecoder,)  # the best first; LoneDecoder takes what they do not
+DECODERS = (KernelDecoder, HFDecoder)  # the best first; LoneDecoder takes what they do not
 MAX_RUNNING, MAX_WAITING = 64, 256
 GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
 CPU_CACHE_BYTES = 1 << 30

@@ -1,0 +1,279 @@
+"""A decoder over our own kernels, for Llama and its kin in bf16 on an NVIDIA GPU.
+
+A step is a chain of launches, each of which may start before the one in front has ended
+(kernels/dependent.cuh); of each layer:
+
+    rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
+    rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
+
+Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
+The model is made over for that: q, k and v lie together, and down by rows of neurons.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_few import FEW_TOKENS, few_ffn, few_gated, few_linear, takes_few
+from twellctl.bundle.twell_launch import device_limits, kernels_for
+from twellctl.bundle.twell_model import (
+    GateThreshold,
+    activation_name,
+    by_rows_of_neurons,
+    gated_ffns,
+    put_over_twell,
+    use_kernels,
+)
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_sequence import FFN
+from twellctl.decoding.attention import (
+    AttendLayer,
+    AttendPlan,
+    attend,
+    open_workspace,
+    plan_attend,
+    rms_norm,
+    rotary_tables,
+    why_no_norm,
+    why_no_rotary_tables,
+    why_not_attend,
+)
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.pages import PAGE
+from twellctl.own_kernels import own_kernels
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_WIDTHS = (16, 128, 512)  # of block tables: 1, 8 and 32 thousand positions
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """`weight` `[N, K]`, `bias` `[N]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer as the kernels take it."""
+
+    input_norm: Tensor
+    qkv: _Linear
+    attend: AttendLayer
+    out: _Linear
+    ffn_norm: Tensor
+    ffn: FFN
+
+
+class KernelDecoder:
+    """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels."""
+
+    max_rows = FEW_TOKENS
+    capturable = True
+
+    @staticmethod
+    def why_not(model: PreTrainedModel) -> str | None:
+        """None if `model` can be driven so, else what stands against it."""
+        return _why_not(model)
+
+    def __init__(self, model: PreTrainedModel, sparse: bool = True):
+        self._model, self._sparse = model, sparse
+        self.device = model.device
+        self._kernels = kernels_for(own_kernels(), self.device.index)
+        self._limits = device_limits(self.device.index)
+        if sparse:
+            _put_over_twell(model)
+        self._plain = HFDecoder(model)
+        self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
+        self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
+        self.num_layers = len(gated_ffns(model))
+        self._eps = model.config.rms_norm_eps
+        self._plans: dict[tuple[int, int], AttendPlan] = {}
+
+    @torch.inference_mode()
+    def open_cache(self, num_pages: int) -> None:
+        self._plain.open_cache(num_pages)
+        body = self._model.model
+        self._layers = [
+            self._layer(layer, *pages)
+            for layer, *pages in zip(
+                body.layers, self._plain.cache.keys, self._plain.cache.values, strict=True
+            )
+        ]
+        reach = min(self.context, (num_pages - 1) * PAGE)
+        self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
+        plans = [self._plan(B, W) for B in _BATCHES for W in self.widths(-(-reach // PAGE))]
+        self._workspace = open_workspace(plans, self.device)
+
+    def widths(self, max_pages: int) -> list[int]:
+        return [*(width for width in _WIDTHS if width < max_pages), max_pages]
+
+    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        return self._plain.prefill(tokens, start, table)
+
+    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        B = len(tokens)
+        plan = self._plan(B, tables.shape[1])
+        counts = torch.zeros(len(self._layers), B, dtype=torch.int32, device=self.device)
+        x = F.embedding(tokens, self._model.get_input_embeddings().weight)
+        for layer, fired in zip(self._layers, counts, strict=True):
+            h = rms_norm(self._kernels, x, layer.input_norm, self._eps)
+            qkv = self._linear(h, layer.qkv)
+            h = attend(
+                self._kernels,
+                plan,
+                layer.attend,
+                qkv,
+                positions,
+                tables,
+                self._rotary,
+                self._workspace,
+            )
+            x = self._linear(h, layer.out, x)
+            h = rms_norm(self._kernels, x, layer.ffn_norm, self._eps)
+            x = self._ffn(h, layer.ffn, x, fired)
+        h = rms_norm(self._kernels, x, self._model.model.norm.weight, self._eps)
+        head = self._model.lm_head
+        logits = self._linear(h, _Linear(head.weight, head.bias))
+        return logits, counts.float() / self._layers[0].ffn.N
+
+    def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
+        weights = linear.weight, linear.bias
+        return few_linear(self._kernels, self._limits, x, *weights, residual=residual, overlap=True)
+
+    def _ffn(self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor) -> Tensor:
+        here = self._kernels, self._limits
+        if self._sparse:
+            return few_ffn(*here, x, ffn, residual=residual, counts=fired, overlap=True)
+        hidden = few_gated(*here, x, ffn, overlap=True)
+        return self._linear(hidden, _Linear(ffn.w_down, ffn.b_down), residual)
+
+    def _plan(self, B: int, width: int) -> AttendPlan:
+        if (B, width) not in self._plans:
+            config, D = self._model.config, _head_dim(self._model)
+            heads = config.num_attention_heads, config.num_key_value_heads
+            self._plans[B, width] = plan_attend(B, *heads, D, width * PAGE, self._limits.num_sms)
+        return self._plans[B, width]
+
+    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> _Layer:
+        attention = layer.self_attn
+        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        return _Layer(
+            layer.input_layernorm.weight,
+            _put_together([attention.q_proj, attention.k_proj, attention.v_proj]),
+            AttendLayer(
+                keys,
+                values,
+                attention.scaling,
+                _window(self._model, attention.layer_idx),
+                None if q_norm is None else q_norm.weight,
+                None if k_norm is None else k_norm.weight,
+                self._eps,
+            ),
+            _Linear(attention.o_proj.weight, attention.o_proj.bias),
+            layer.post_attention_layernorm.weight,
+            self._ffn_of(layer.mlp),
+        )
+
+    def _ffn_of(self, mlp: nn.Module) -> FFN:
+        weight = mlp.down_proj.weight
+        weight.data = by_rows_of_neurons(weight.data) if self._sparse else weight.data.contiguous()
+        return FFN(
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            weight.t() if self._sparse else weight,
+            mlp.gate_proj.bias,
+            mlp.up_proj.bias,
+            mlp.down_proj.bias,
+            _threshold(mlp),
+        )
+
+
+def _put_together(linears: list[nn.Linear]) -> _Linear:
+    """The weights of several layers in one, of which they become parts."""
+    parts = [linear.out_features for linear in linears]
+    whole = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, whole.split(parts), strict=True):
+        linear.weight.data = part
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return _Linear(whole, bias)
+
+
+def _put_over_twell(model: PreTrainedModel) -> None:
+    """Let prompts go through TwELL's kernels, where the checkpoint says how."""
+    twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
+    if twell and not any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model)):
+        put_over_twell(model, twell)
+        use_kernels(model, own_kernels())
+
+
+def _threshold(mlp: nn.Module) -> float:
+    return getattr(getattr(mlp, activation_name(mlp)), "threshold", 0.0)
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    return model.model.layers[0].self_attn.head_dim
+
+
+def _window(model: PreTrainedModel, layer_idx: int) -> int | None:
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds and kinds[layer_idx] != "sliding_attention":
+        return None
+    if getattr(model.config, "use_sliding_window", True):
+        return getattr(model.config, "sliding_window", None)
+    return None
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    name, config = type(model).__name__, model.config
+    if (said := HFDecoder.why_not(model)) is not None:
+        return said
+    if model.device.type != "cuda" or torch.version.cuda is None:
+        return "the decode kernels need an NVIDIA GPU"
+    if model.dtype != torch.bfloat16:
+        return f"the decode kernels take bf16, not {str(model.dtype).removeprefix('torch.')}"
+    if config.model_type not in _FAMILIES:
+        return f"the decode kernels know {', '.join(_FAMILIES)}, not {config.model_type}"
+    limits = device_limits(model.device.index)
+    if limits.capability < (8, 0):
+        return "the decode kernels need compute capability 8.0 or newer"
+    if said := what_is_missing():
+        return said
+    if said := why_not_attend(
+        config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
+    ):
+        return said
+    if said := why_no_norm(config.hidden_size) or why_no_rotary_tables(model.model.rotary_emb):
+        return said
+    if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
+        return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
+    if not takes_few(FEW_TOKENS, config.intermediate_size, limits):
+        return "the decode kernels need more shared memory than this GPU has"
+    return _why_not_layers(model)
+
+
+def _why_not_layers(model: PreTrainedModel) -> str | None:
+    name = type(model).__name__
+    for layer in model.model.layers:
+        if {part for part, _ in layer.named_children()} != _LAYER_PARTS:
+            return f"the layers of {name} have other parts than the decode kernels know"
+        activation = getattr(layer.mlp, activation_name(layer.mlp))
+        if not isinstance(activation, GateThreshold | nn.ReLU) and not _is_relu(activation):
+            return f"the FFNs of {name} are not ReLU"
+        for linear in (m for m in layer.modules() if hasattr(m, "out_features")):
+            if type(linear) is not nn.Linear or linear.in_features % 64:
+                return f"a linear layer of {name} is not plain, or its input no multiple of 64"
+    return None
+
+
+def _is_relu(activation: nn.Module) -> bool:
+    probe = torch.tensor([-1.0, 0.0, 2.0])
+    return torch.equal(activation(probe), torch.relu(probe))
