@@ -28,11 +28,28 @@ __device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned 
         : "memory");
     return value;
 }
+
+// The same of a float, by its address in shared memory.
+__device__ __forceinline__ float load_of_block(unsigned own, unsigned rank) {
+    float value;
+    asm volatile(
+        "{.reg .u32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
+        " ld.shared::cluster.f32 %0, [remote];}"
+        : "=f"(value)
+        : "r"(own), "r"(rank)
+        : "memory");
+    return value;
+}
 #else
 __device__ __forceinline__ unsigned cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned) { return *own; }
+__device__ __forceinline__ float load_of_block(unsigned own, unsigned) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(own) : "memory");
+    return value;
+}
 #endif
 
 __device__ __forceinline__ void cluster_sync() {

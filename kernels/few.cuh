@@ -37,6 +37,14 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned smem_to, con
         : "memory");
 }
 
+// Zeros if not wanted; `from` is not looked at then.
+__device__ __forceinline__ void copy_async_or_zero(bool wanted, unsigned smem_to,
+                                                   const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_to), "l"(from),
+                 "r"(wanted ? 16 : 0)
+                 : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared(unsigned smem_from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

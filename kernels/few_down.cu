@@ -37,9 +37,14 @@ __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_
                  : "memory");
 }
 
-// The neurons that fired, in ascending order; how many. All threads of the block.
-__device__ __forceinline__ int make_list(unsigned short* list, int* of_warps,
-                                         const unsigned short* fired, int N) {
+__device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem_to), "h"(static_cast<unsigned short>(v))
+                 : "memory");
+}
+
+// The neurons that fired, in ascending order, to shared memory; how many. All threads of the block.
+__device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N) {
+    __shared__ int of_warps[few::kWarps];
     const int num = (N + few::kRows - 1) / few::kRows, lane = threadIdx.x % 32;
     int total = 0;
     // one row block a thread, in turns
@@ -58,7 +63,7 @@ __device__ __forceinline__ int make_list(unsigned short* list, int* of_warps,
         }
 #pragma unroll 1
         for (; left; left &= left - 1)
-            list[at++] = static_cast<unsigned short>(block * few::kRows + __ffs(left) - 1);
+            store_shared_half(list + 2 * at++, block * few::kRows + __ffs(left) - 1);
         __syncthreads();
     }
     return total;
@@ -80,9 +85,10 @@ class Down {
     static constexpr int kSumBytes = few::kWarps * kSums * 4;
     static constexpr unsigned kBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
 
-    const unsigned short *w_down, *hidden, *list;
-    char* memory;
-    int num, K;  // neurons in the list; hidden size
+    const unsigned short *w_down, *hidden;  // w_down from the block's first column on
+    unsigned list, memory;                  // addresses in shared memory
+    int num;                                // of the list
+    unsigned row_bytes;                     // of w_down
 
     // The sums of the block's neurons, to shared memory: [warp][tile][octet][kBlockSums].
     __device__ __forceinline__ void multiply() const {
@@ -101,7 +107,7 @@ class Down {
         for (int group = first; group < num_groups; group += step) {
             wait_for_copies<kStages - 1>();
             __syncwarp();
-            const unsigned at = smem_address(stage_at(stage));
+            const unsigned at = stage_at(stage);
             unsigned a[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
@@ -127,24 +133,24 @@ class Down {
         }
 
         __syncthreads();
-        float* to = all_sums() + threadIdx.x / 32 * kSums;
+        const unsigned to = memory + threadIdx.x / 32 * kSums * 4;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int octet = 0; octet < OCTETS; ++octet) {
+            for (int octet = 0; octet < OCTETS; ++octet)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    to[few::place_of_sum(lane / 4 + j / 2 * 8, lane % 4 * 2 + j % 2)] =
-                        sums[tile][octet][j];
-                to += few::kBlockSums;
-            }
+                    store_shared(to + 4 * ((tile * OCTETS + octet) * few::kBlockSums +
+                                           few::place_of_sum(lane / 4 + j / 2 * 8,
+                                                             lane % 4 * 2 + j % 2)),
+                                 sums[tile][octet][j]);
         __syncthreads();
     }
 
     // Adds up the warps' sums, into those of the first.
     __device__ __forceinline__ void add_warps() const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kSums; i += few::kThreads) all_sums()[i] = sum_at(i);
+        for (int i = threadIdx.x; i < kSums; i += few::kThreads) store_shared(memory + 4 * i, sum_at(i));
     }
 
     // Sum of a column of tile `tile`, of the block's warps.
@@ -157,14 +163,11 @@ class Down {
         float sum = 0;
 #pragma unroll
         for (int rank = 0; rank < TILES; ++rank)
-            sum += __uint_as_float(load_of_block(
-                reinterpret_cast<const unsigned*>(all_sums() + place(tile, column, token)), rank));
+            sum += load_of_block(memory + 4 * place(tile, column, token), rank);
         return sum;
     }
 
   private:
-    __device__ __forceinline__ float* all_sums() const { return reinterpret_cast<float*>(memory); }
-
     __device__ __forceinline__ static int place(int tile, int column, int token) {
         return (tile * OCTETS + token / few::kOctet) * few::kBlockSums +
                few::place_of_sum(column, token % few::kOctet);
@@ -173,11 +176,12 @@ class Down {
     __device__ __forceinline__ float sum_at(int i) const {
         float sum = 0;
 #pragma unroll
-        for (int warp = 0; warp < few::kWarps; ++warp) sum += all_sums()[warp * kSums + i];
+        for (int warp = 0; warp < few::kWarps; ++warp)
+            sum += load_shared_float(memory + 4 * (warp * kSums + i));
         return sum;
     }
 
-    __device__ __forceinline__ char* stage_at(int stage) const {
+    __device__ __forceinline__ unsigned stage_at(int stage) const {
         return memory + (threadIdx.x / 32 * kStages + stage) * kStageBytes;
     }
 
@@ -188,26 +192,24 @@ class Down {
 
     // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the end.
     __device__ __forceinline__ void bring(int stage, int group) const {
-        char* to = stage_at(stage);
+        const unsigned to = stage_at(stage);
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
-            const int row = i / kChunks, chunk = i % kChunks;
-            copy(to + place_of_chunk(row, chunk), group * few::kRows + row, w_down + chunk * 8, K);
+            const int row = i / kChunks, chunk = i % kChunks, place = group * few::kRows + row;
+            copy_async_or_zero(place < num, to + place_of_chunk(row, chunk),
+                               offset_by(w_down + chunk * 8, neuron(place), row_bytes));
         }
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
-            const int row = i / OCTETS, octet = i % OCTETS;
-            copy(to + kWeightBytes + (octet * few::kRows + row) * 16, group * few::kRows + row,
-                 hidden + octet * few::kOctet, kTokens);
+            const int row = i / OCTETS, octet = i % OCTETS, place = group * few::kRows + row;
+            copy_async_or_zero(place < num, to + kWeightBytes + (octet * few::kRows + row) * 16,
+                               offset_by(hidden + octet * few::kOctet, neuron(place), 2 * kTokens));
         }
     }
 
-    __device__ __forceinline__ void copy(char* to, int i, const unsigned short* from,
-                                         int stride) const {
-        if (i < num)
-            copy_async(smem_address(to), from + static_cast<long long>(list[i]) * stride);
-        else
-            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    // Behind the list's end too, where it is anything.
+    __device__ __forceinline__ unsigned neuron(int place) const {
+        return load_shared_half(list + 2 * place);
     }
 };
 
@@ -217,15 +219,14 @@ __device__ __forceinline__ void down(const unsigned short* w_down, const unsigne
                                      const unsigned short* residual, int M, int N, int K,
                                      unsigned short* y) {
     extern __shared__ uint4 memory[];
-    unsigned short* list = reinterpret_cast<unsigned short*>(memory);
-    char* stages = reinterpret_cast<char*>(memory) + (2 * N + 15) / 16 * 16;
+    const unsigned list = kept_address(memory), stages = list + (2 * N + 15) / 16 * 16;
     if (dynamic_smem_bytes() < (2 * N + 15) / 16 * 16 + Down<OCTETS, TILES>::kBytes) __trap();
     const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int first_column = (blockIdx.x - rank) * 16;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
-    const int num = make_list(list, reinterpret_cast<int*>(stages), fired, N);
-    const Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, num, K};
+    const int num = make_list(list, fired, N);
+    const Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, num, 2u * K};
     product.multiply();
     if (TILES > 1) {
         product.add_warps();

@@ -141,7 +141,7 @@ __device__ __forceinline__ void hidden_state(
                                               M, N, K, hidden, fired, counts);                  \
     }
 
-TWELL_FEW_HIDDEN(1, 1, 4, 5, 2)
-TWELL_FEW_HIDDEN(2, 2, 2, 3, 2)
-TWELL_FEW_HIDDEN(4, 3, 1, 2, 2)
+TWELL_FEW_HIDDEN(1, 1, 4, 4, 2)
+TWELL_FEW_HIDDEN(2, 1, 3, 4, 2)
+TWELL_FEW_HIDDEN(4, 1, 3, 3, 2)
 TWELL_FEW_HIDDEN(8, 3, 1, 2, 1)

@@ -46,6 +46,6 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
     }
 
 TWELL_FEW_LINEAR(1, 1, 4, 5, 2)
-TWELL_FEW_LINEAR(2, 2, 2, 3, 2)
-TWELL_FEW_LINEAR(4, 3, 1, 2, 2)
+TWELL_FEW_LINEAR(2, 1, 3, 4, 2)
+TWELL_FEW_LINEAR(4, 1, 3, 3, 2)
 TWELL_FEW_LINEAR(8, 3, 1, 2, 1)

@@ -23,7 +23,8 @@ _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 3, 4
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves
-_PASS = {1: (1, 4, 5, 2), 2: (2, 2, 3, 2), 4: (3, 1, 2, 2), 8: (3, 1, 2, 1)}
+_PASS = {1: (1, 4, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
+_HIDDEN_PASS = {**_PASS, 1: (1, 4, 4, 2)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
 
 
@@ -48,7 +49,7 @@ def few_sizes(M: int, N: int, capability: tuple[int, int]) -> FewSizes:
         octets,
         linear,
         _product_bytes(octets, *_GATED_PASS[octets]),
-        linear + 160 + 260 * 8 * octets,
+        _product_bytes(octets, *_HIDDEN_PASS[octets]) + 160 + 260 * 8 * octets,
         ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets),
     )
 

@@ -154,6 +154,8 @@ class KernelDecoder:
         if self._sparse:
             return few_ffn(*here, x, ffn, residual=residual, counts=fired, overlap=True)
         hidden = few_gated(*here, x, ffn, overlap=True)
+        if ffn.N % 64:  # more than few_linear takes
+            return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
         return self._linear(hidden, _Linear(ffn.w_down, ffn.b_down), residual)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
@@ -268,9 +270,13 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
         activation = getattr(layer.mlp, activation_name(layer.mlp))
         if not isinstance(activation, GateThreshold | nn.ReLU) and not _is_relu(activation):
             return f"the FFNs of {name} are not ReLU"
-        for linear in (m for m in layer.modules() if hasattr(m, "out_features")):
-            if type(linear) is not nn.Linear or linear.in_features % 64:
-                return f"a linear layer of {name} is not plain, or its input no multiple of 64"
+        for part, linear in layer.named_modules():
+            if not hasattr(linear, "out_features"):
+                continue
+            if type(linear) is not nn.Linear:
+                return f"{part} of {name} is {type(linear).__name__}, not a plain linear layer"
+            if linear.in_features % 64 and part != "mlp.down_proj":
+                return f"{part} of {name} has {linear.in_features} inputs, no multiple of 64"
     return None
 
 
