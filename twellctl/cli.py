@@ -206,6 +206,58 @@ app.add_typer(cli_bench.app, name="bench")
 
 
 @app.command()
+def generate(
+    model: LocalModel,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
+    ],
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draw. [default: another each time]")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Answer PROMPT through the chat template, or continue it as text. "
+            "[default: chat, if the tokenizer has a template]",
+        ),
+    ] = None,
+) -> None:
+    """Write on after a prompt.
+
+    The text goes to stdout as it comes; tokens/s and the share of neurons that fired to stderr.
+    """
+    from twellctl.generate import generate as run
+
+    text = ui.read_stdin() if prompt == "-" else prompt
+    made = run(
+        model,
+        text,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+    )
+    try:
+        ui.stream(made)
+    finally:
+        ui.generated(made.figures)
+
+
+@app.command()
 def serve_local(
     model: LocalModel,
     host: Annotated[

@@ -1,13 +1,16 @@
 """The screen: tables and results to stdout, errors and progress to stderr. No torch."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from twellctl.errors import TwellError
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -26,6 +29,45 @@ def note(text: str) -> None:
 def fail(text: str) -> None:
     """The one line of an error."""
     stderr.print("error: " + " ".join(text.split()), markup=False, soft_wrap=True)
+
+
+def read_stdin() -> str:
+    """All of stdin, less the newline at its end. `TwellError` if it is no text."""
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise TwellError(f"stdin is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def stream(pieces: Iterable[str]) -> None:
+    """Text as it comes, to stdout, nothing added but a newline at the end."""
+    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        sys.stdout.reconfigure(errors="replace")
+    some = False
+    try:
+        for piece in pieces:
+            some = True
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        if some:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def generated(figures: Any) -> None:
+    """What a generation has done (a `Figures`), on stderr; nothing if nothing came."""
+    if not figures.tokens:
+        return
+    parts = [f"{figures.prompt_tokens} + {figures.tokens} tokens"]
+    parts.append(f"the first after {figures.first_seconds:.2f} s")
+    if figures.tokens_per_second is not None:
+        parts.append(f"then {figures.tokens_per_second:.1f} tokens/s")
+    if figures.density is not None:
+        parts.append(f"{figures.density:.2%} of the neurons fired")
+    if figures.cut:
+        parts.append("cut at --max-tokens")
+    note(", ".join(parts))
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -1,0 +1,235 @@
+"""generate on the CPU: what plain transformers writes, its figures, and what it refuses."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from twellctl import model
+from twellctl.checkpoint import open_checkpoint
+from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
+from twellctl.firing import FiredMeter
+from twellctl.generate import generate
+from twellctl.profile import profile
+
+PROMPT = "import os\n\ndef main"
+STATS = (
+    r"(\d+) \+ (\d+) tokens, the first after \d+\.\d\d s(, then \d+\.\d tokens/s)?, "
+    r"(\d+\.\d\d)% of the neurons fired(, cut at --max-tokens)?"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def stock(relu_llama):
+    """`stock(prompt ids, count)`: greedy tokens of transformers, up to and with the end token."""
+    stock = model.load_model(open_checkpoint(relu_llama))
+
+    def tokens(prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        done = stock.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count)
+        return done[0, len(prompt) :].tolist()
+
+    return SimpleNamespace(model=stock, tokens=tokens)
+
+
+def test_greedy_text_is_that_of_transformers(relu_llama, stock, tokenizer):
+    ids = tokenizer.encode(PROMPT)
+    made = generate(relu_llama, PROMPT, max_tokens=40, chat=False)
+    pieces = list(made)
+    known = stock.tokens(ids, 40)
+    kept = [token for token in known if token != tokenizer.eos_token_id]
+    assert PROMPT + "".join(pieces) == tokenizer.decode(ids + kept)
+    assert len(pieces) > 5
+    figures = made.figures
+    assert (figures.prompt_tokens, figures.tokens) == (len(ids), len(known))
+    assert figures.cut == (len(kept) == 40)
+    assert figures.first_seconds > 0
+    assert figures.tokens_per_second > 1
+
+
+def test_the_chat_template_is_used_where_there_is_one(relu_llama, stock, tokenizer):
+    ids = tokenizer.encode(f"<|user|>{PROMPT}\n<|assistant|>")
+    known = [t for t in stock.tokens(ids, 20) if t != tokenizer.eos_token_id]
+    text = "".join(generate(relu_llama, PROMPT, max_tokens=20))
+    assert text == tokenizer.decode(known)
+    assert text == "".join(generate(relu_llama, PROMPT, max_tokens=20, chat=True))
+    assert text != "".join(generate(relu_llama, PROMPT, max_tokens=20, chat=False))
+
+
+def test_the_density_is_what_the_hooks_count(relu_llama, stock, tokenizer):
+    made = generate(relu_llama, PROMPT, max_tokens=12, chat=False)
+    assert made.figures.density is None
+    list(made)
+    ids = tokenizer.encode(PROMPT)
+    tokens, shares = stock.tokens(ids, 12), []
+
+    def count(layer, gate, active) -> None:
+        shares.append((active[-len(tokens) :] != 0).float().mean())
+
+    with torch.no_grad(), FiredMeter(stock.model, count):
+        stock.model(torch.tensor([ids + tokens[:-1]]))
+    assert made.figures.density == pytest.approx(float(torch.stack(shares).mean()), rel=1e-4)
+
+
+def test_a_seed_draws_the_same_again(relu_llama):
+    def draw(seed: int | None) -> str:
+        return "".join(
+            generate(relu_llama, PROMPT, max_tokens=30, temperature=1.5, top_k=100, seed=seed)
+        )
+
+    assert draw(3) == draw(3)
+    assert len({draw(seed) for seed in (1, 2, 3)}) > 1
+
+
+def test_the_context_bounds_the_text(relu_llama, tokenizer):
+    prompt = PROMPT
+    while len(tokenizer.encode(prompt)) < 245:
+        prompt += " x"
+    made = generate(relu_llama, prompt, chat=False)
+    list(made)
+    figures = made.figures
+    assert figures.prompt_tokens + figures.tokens == 256 or not figures.cut
+    with pytest.raises(TwellError, match="there is room for 256: shorten the prompt or lower"):
+        list(generate(relu_llama, prompt, max_tokens=50, chat=False))
+    with pytest.raises(TwellError, match=r"the prompt has \d+ tokens, there is room for 256"):
+        generate(relu_llama, prompt + " x" * 50, chat=False)
+
+
+def test_the_command_streams_and_tells(cli, relu_llama, stock, tokenizer):
+    code, out, err = cli("generate", relu_llama, PROMPT, "--no-chat", "--max-tokens", "8")
+    assert code == 0
+    ids = tokenizer.encode(PROMPT)
+    known = stock.tokens(ids, 8)
+    kept = [token for token in known if token != tokenizer.eos_token_id]
+    assert PROMPT + out == tokenizer.decode(ids + kept) + "\n"
+    (line,) = err
+    found = re.fullmatch(STATS, line)
+    assert found, line
+    assert (int(found[1]), int(found[2])) == (len(ids), len(known))
+    assert 0 < float(found[4]) < 100
+
+
+def test_a_prompt_from_stdin(cli, relu_llama, monkeypatch):
+    def given(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    words = ("--no-chat", "--max-tokens", "8")
+    _, told, _ = cli("generate", relu_llama, "héllo\nthere", *words)
+    given("héllo\nthere\n".encode())
+    assert cli("generate", relu_llama, "-", *words)[1] == told
+    given(b"\xff\xfe")
+    code, out, err = cli("generate", relu_llama, "-", *words)
+    assert (code, out, err) == (1, "", ["error: stdin is not UTF-8 (byte 0): convert it"])
+
+
+def test_an_export_is_continued_as_its_model(relu_llama, text_file, tmp_path):
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32)
+    export(relu_llama, tmp_path / "export", profile=measured)
+    texts = ["".join(generate(m, PROMPT, max_tokens=15)) for m in (relu_llama, tmp_path / "export")]
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_tokens": 0}, "max-tokens must be 1 or more, got 0"),
+        ({"temperature": 2.5}, "temperature must be 0 to 2, got 2.5"),
+        ({"temperature": float("nan")}, "temperature must be 0 to 2, got nan"),
+        ({"top_p": -0.1}, "top-p must be 0 to 1, got -0.1"),
+        ({"top_k": -1}, r"top-k must be 0 \(all\) or more, got -1"),
+        ({"seed": 2**63}, "seed must have 64 bits at most"),
+        ({"prompt": "a \udcff"}, "the prompt is not valid Unicode"),
+        ({"prompt": "", "chat": False}, "the prompt holds no token: give some text"),
+    ],
+)
+def test_bad_calls_are_refused(relu_llama, settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        generate(relu_llama, **{"prompt": PROMPT} | settings)
+
+
+def test_models_that_do_not_fit_are_refused(cli, silu_llama, relu_llama, tmp_path):
+    for folder, sentence in [
+        (silu_llama, "is a SiLU model: make it ReLU with"),
+        (tmp_path / "none", "does not exist: give a model folder"),
+    ]:
+        code, out, err = cli("generate", folder, PROMPT)
+        assert (code, out, len(err)) == (1, "", 1)
+        assert sentence in err[0]
+    code, _, err = cli("generate", relu_llama)
+    assert (code, len(err)) == (2, 1)
+    assert "PROMPT" in err[0]
+
+
+def test_no_template_is_told_if_chat_is_asked_for(relu_llama, monkeypatch):
+    def bare(checkpoint):
+        tokenizer = load_tokenizer(checkpoint)
+        tokenizer.chat_template = None
+        return tokenizer
+
+    load_tokenizer = model.load_tokenizer
+    monkeypatch.setattr(model, "load_tokenizer", bare)
+    with pytest.raises(TwellError, match="has no chat template: leave out --chat"):
+        generate(relu_llama, PROMPT, chat=True)
+    assert "".join(generate(relu_llama, PROMPT, max_tokens=5)) == "".join(
+        generate(relu_llama, PROMPT, max_tokens=5, chat=False)
+    )
+
+
+def test_a_failure_on_the_way_is_one_line(cli, relu_llama, monkeypatch):
+    from twellctl.decoding.hf_decoder import HFDecoder
+
+    calls, step = [], HFDecoder.step
+
+    def fail(*inputs):
+        calls.append(inputs)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(*inputs)
+
+    monkeypatch.setattr(HFDecoder, "step", fail)
+    code, out, err = cli("generate", relu_llama, PROMPT, "--no-chat")
+    assert code == 1
+    assert out
+    assert " tokens, the first after " in err[0]
+    assert err[1:] == ["error: out of memory: shorten the prompt or lower max_tokens"]
+
+
+def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
+    """With what came before, its figures and code 130."""
+    slow = (
+        "import sys, time\n"
+        "from twellctl.decoding.hf_decoder import HFDecoder\n"
+        "step = HFDecoder.step\n"
+        "HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)\n"
+        "from twellctl.cli import main\n"
+        f"sys.argv[1:] = ['generate', {str(relu_llama)!r}, 'x = 1', '--temperature', '2']\n"
+        "main()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        first = os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert first
+    assert out.endswith(b"\n")
+    lines = err.decode().splitlines()
+    assert re.match(r"\d+ \+ \d+ tokens, the first after", lines[0]), lines
+    assert lines[1:] == ["error: interrupted"]

@@ -1,0 +1,192 @@
+"""twellctl generate: one prompt continued in this process, by the engine that serve-local runs."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.errors import TwellError, UsageError
+from twellctl.serving.engine import EngineError, Sampling
+from twellctl.serving.text_tokens import Detokenizer, encode_chat, encode_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from twellctl.decoding.scheduler import Scheduler
+
+MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a generation has done up to now.
+
+    `tokens_per_second` is over the steps behind the first one, which sets up what the others use;
+    `first_seconds` from the prompt to its first token, the model loaded; `density` the mean share
+    of neurons that fired. None: not known (yet). `cut`: the most tokens came, and no end.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    first_seconds: float | None
+    tokens_per_second: float | None
+    density: float | None
+    cut: bool
+
+
+class Generation:
+    """The text after a prompt: iterate once, it comes piece by piece; `figures` at any time."""
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        tokenizer: "PreTrainedTokenizerBase",
+        prompt: list[int],
+        sampling: Sampling,
+        continued: bool,
+    ):
+        """`continued`: the text goes on from that of `prompt`, and is no answer of its own."""
+        self._scheduler, self._tokenizer = scheduler, tokenizer
+        self._prompt, self._sampling, self._continued = prompt, sampling, continued
+        self._times: list[float] = []  # of the start, and of each token
+        self._ended = False
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises `TwellError`, when memory runs out for example."""
+        text = Detokenizer(self._tokenizer, self._prompt if self._continued else ())
+        for token in self._tokens():
+            if piece := text.add(token):
+                yield piece
+        if rest := text.rest():
+            yield rest
+
+    @property
+    def figures(self) -> Figures:
+        times, fired = self._times, self._scheduler.fired
+        tokens, generated = max(0, len(times) - 1), self._scheduler.generated_tokens
+        steady = times[2:]
+        return Figures(
+            prompt_tokens=len(self._prompt),
+            tokens=tokens,
+            first_seconds=times[1] - times[0] if tokens else None,
+            tokens_per_second=(
+                (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else None
+            ),
+            density=float(fired.mean()) / generated if len(fired) and generated else None,
+            cut=not self._ended and tokens == self._sampling.max_tokens,
+        )
+
+    def _tokens(self) -> Iterator[int]:
+        """As they come, without the one that ends the text."""
+        self._times.append(time.perf_counter())
+        try:
+            for events in self._scheduler.run([self._prompt], self._sampling):
+                for _, event in events:
+                    if isinstance(event, EngineError):
+                        raise event
+                    if event is None:
+                        continue
+                    self._times.append(time.perf_counter())
+                    self._ended = event.id in self._scheduler.eos_tokens
+                    if not self._ended:
+                        yield event.id
+        except EngineError as error:
+            raise TwellError(str(error)) from error
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    chat: bool | None = None,
+) -> Generation:
+    """Load `model` (a ReLU folder, an export or a hub id); the text after `prompt`, to iterate.
+
+    `chat` sends the prompt through the chat template as a user's message; None does where there is
+    a template. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
+    the likeliest token each time. Raises `TwellError`.
+    """
+    _check_numbers(max_tokens, temperature, top_p, top_k, seed)
+    _check_text(prompt)
+    checkpoint = open_checkpoint(model)
+    checkpoint.require_relu()
+    checkpoint.require_tokenizer()
+    # torch takes seconds to import: a wrong model is told before
+    from twellctl.decoding.opening import open_scheduler
+    from twellctl.model import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint)
+    chat = _is_chat(checkpoint, tokenizer, chat)
+    tokens = _encoded(checkpoint, tokenizer, prompt, chat)
+    scheduler = open_scheduler(load_model(checkpoint), tokenizer.eos_token_id, max_running=1)
+    budget = max_tokens or min(MAX_TOKENS, _room(scheduler, tokens))
+    sampling = Sampling(budget, temperature, top_p, top_k, seed)
+    return Generation(scheduler, tokenizer, tokens, sampling, continued=not chat)
+
+
+def _check_numbers(
+    max_tokens: int | None, temperature: float, top_p: float, top_k: int, seed: int | None
+) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max-tokens must be 1 or more, got {max_tokens}")
+    if not 0 <= temperature <= 2:
+        raise UsageError(f"temperature must be 0 to 2, got {temperature:g}")
+    if not 0 <= top_p <= 1:
+        raise UsageError(f"top-p must be 0 to 1, got {top_p:g}")
+    if top_k < 0:
+        raise UsageError(f"top-k must be 0 (all) or more, got {top_k}")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed must have 64 bits at most, got {seed}")
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid Unicode: give it as UTF-8") from error
+
+
+def _is_chat(
+    checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerBase", wanted: bool | None
+) -> bool:
+    has_template = tokenizer.chat_template is not None
+    if wanted and not has_template:
+        raise TwellError(f"{checkpoint.name} has no chat template: leave out --chat")
+    return has_template if wanted is None else wanted
+
+
+def _encoded(
+    checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool
+) -> list[int]:
+    if not chat:
+        tokens = encode_text(tokenizer, prompt)
+    else:
+        try:
+            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+        except ValueError as error:
+            raise TwellError(f"{checkpoint.name}: {error}; try --no-chat") from error
+    if not tokens:
+        raise UsageError("the prompt holds no token: give some text")
+    vocabulary = checkpoint.config.get("vocab_size")
+    if vocabulary is not None and max(tokens) >= vocabulary:
+        raise TwellError(
+            f"the tokenizer makes id {max(tokens)}, but the model has {vocabulary} tokens: "
+            "copy the tokenizer files of its original beside the weights"
+        )
+    return tokens
+
+
+def _room(scheduler: "Scheduler", prompt: list[int]) -> int:
+    if (left := scheduler.context - len(prompt)) < 1:
+        raise TwellError(
+            f"the prompt has {len(prompt)} tokens, there is room for {scheduler.context} with the "
+            "answer: shorten it"
+        )
+    return left
