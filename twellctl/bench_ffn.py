@@ -16,9 +16,9 @@ from torch import Tensor
 
 from twellctl.bench_device import bench_device, device_facts
 from twellctl.bench_results import DENSE, TWELL, Bench, Point
-from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
+from twellctl.bundle.twell_config import TILE
 from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
-from twellctl.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler
+from twellctl.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
 from twellctl.errors import UsageError
 from twellctl.firing import LayerCount, UnionCount
 from twellctl.synthetic import (
@@ -26,9 +26,11 @@ from twellctl.synthetic import (
     FfnWeights,
     Spread,
     as_json,
+    check_sizes,
     check_union,
     make_rows,
     make_weights,
+    rotated_weights,
 )
 from twellctl.twell_side import (
     as_loaded,
@@ -43,8 +45,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512
 COUNTED_ROWS = 8192  # at once; a multiple of 128
 PROFILED_ROWS = 8192
-CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
-MAX_COPIES = 64
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class FfnSettings:
 
     def check(self) -> None:
         """`UsageError` for what makes no sense, before any work."""
-        K, N = self.hidden_size, self.intermediate_size
-        if K < 64 or K % 64:
-            raise UsageError(f"hidden-size must be a multiple of 64, got {K}")
-        if N < 8 or N % 8 or N > MAX_COLUMNS:
-            raise UsageError(f"intermediate-size must be a multiple of 8 to {MAX_COLUMNS}, got {N}")
+        check_sizes(self.hidden_size, self.intermediate_size)
         if bad := [count for count in self.tokens if count < 1]:
             raise UsageError(f"tokens must be >= 1, got {bad[0]}")
         for density in self.densities:
@@ -196,29 +192,6 @@ def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
     check_union(union)
     keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
     return {key: getattr(layer, key) for key in keys} | {"union": asdict(union)}
-
-
-def rotated_weights(weights: FfnWeights, device: torch.device) -> list[FfnWeights]:
-    """`weights` and as many copies as keep a gate from being in the cache when its turn comes."""
-    if device.type != "cuda":
-        return [weights]
-    torch.cuda.empty_cache()
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    free = torch.cuda.mem_get_info(device)[0]
-    wanted = -(-CACHES * cache // weights.gate_bytes)
-    affordable = free // 8 // (3 * weights.gate_bytes)
-    number = max(1, min(1 + wanted, affordable, MAX_COPIES))
-    return [weights, *(weights.copy() for _ in range(number - 1))]
-
-
-def reference(x: Tensor, weights: FfnWeights) -> Tensor:
-    """The dense equation in float64 for a few rows `[R, K]`."""
-    w_gate, w_up, w_down, b_gate, b_up, b_down = (
-        None if tensor is None else tensor.double() for tensor in weights.split
-    )
-    x = x.double()
-    hidden = F.relu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
-    return F.linear(hidden, w_down, b_down)
 
 
 def _called(settings: FfnSettings, density: float) -> str:

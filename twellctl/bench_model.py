@@ -25,7 +25,7 @@ from twellctl.contest import Contender, Course, check_course, hold, open_course,
 from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import FiredMeter, LayerCount, Union, UnionCount
+from twellctl.firing import Union, count_layers
 from twellctl.model import load_model, load_tokenizer
 from twellctl.profiled import LayerProfile
 from twellctl.synthetic import EVEN, check_union, make_body
@@ -40,7 +40,6 @@ from twellctl.twell_side import (
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
-BATCH_TOKENS = 8192
 MASKLESS = "twell_bench_causal"  # how SDPA without a mask is registered with transformers
 
 
@@ -158,23 +157,10 @@ class Subject:
 
 def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
     """By layer: what a profile would hold, and the union over neighbouring tokens."""
-    ids = subject.counted
-    num_layers, size = len(gated_ffns(subject.body)), subject.described["intermediate_size"]
-    tile = subject.numbers.tile if subject.numbers else TILE
-    thresholds = subject.numbers.thresholds if subject.numbers else (0.0,) * num_layers
-    counts = [LayerCount(size, tile, ids.device) for _ in thresholds]
-    unions = [UnionCount() for _ in thresholds]
-
-    def count(layer: int, gate: Tensor, active: Tensor) -> None:
-        counts[layer].add(gate, active)
-        unions[layer].add(active)
-
-    per_batch = max(1, BATCH_TOKENS // ids.shape[1])
-    with FiredMeter(subject.body, count):
-        for batch in ids.split(per_batch):
-            last_hidden(subject.body, batch)
-    found = [c.summary(t) for c, t in zip(counts, thresholds, strict=True)]
-    return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]
+    numbers = subject.numbers
+    if numbers is None:
+        return count_layers(subject.body, subject.counted, TILE)
+    return count_layers(subject.body, subject.counted, numbers.tile, numbers.thresholds)
 
 
 def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:

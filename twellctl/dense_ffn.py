@@ -31,6 +31,16 @@ def fused_ffn(x, w_gate_up, w_down, b_gate_up, b_down) -> Tensor:
     return F.linear(F.relu(gate) * up, w_down, b_down)
 
 
+def reference(x: Tensor, weights: FfnWeights) -> Tensor:
+    """The dense equation in float64 for a few rows `[R, K]`."""
+    w_gate, w_up, w_down, b_gate, b_up, b_down = (
+        None if tensor is None else tensor.double() for tensor in weights.split
+    )
+    x = x.double()
+    hidden = F.relu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
+    return F.linear(hidden, w_down, b_down)
+
+
 def dense_ffns(modes: list[str]) -> dict[str, Ffn]:
     """{name: FFN} of the dense candidates; those to be compiled are, on their first call."""
     made: dict[str, Ffn] = {}

@@ -18,6 +18,7 @@ SLOTS_STEP = 8
 MAX_OVERFLOW = 0.001  # share of rows that the chosen slots may send to the backup
 UNION_TOKENS = 128
 UNION_SLACK = 0.05
+COUNTED_AT_ONCE = 8192  # tokens of one forward
 
 
 class FiredMeter:
@@ -127,3 +128,23 @@ class UnionCount:
         """The mean union, beside what independent firing at `density` would give."""
         fired = float(torch.cat(self._unions).mean())
         return Union(self._tokens, fired, 1 - (1 - density) ** self._tokens)
+
+
+def count_layers(
+    body: nn.Module, ids: Tensor, tile: int, thresholds: tuple[float, ...] | None = None
+) -> tuple[list[LayerProfile], list[Union]]:
+    """What fires in each layer while `body` reads `ids` `[B, S]`; thresholds None are all 0."""
+    ffns = gated_ffns(body)
+    thresholds = thresholds or (0.0,) * len(ffns)
+    counts = [LayerCount(body.config.intermediate_size, tile, ids.device) for _ in ffns]
+    unions = [UnionCount() for _ in ffns]
+
+    def count(layer: int, gate: Tensor, active: Tensor) -> None:
+        counts[layer].add(gate, active)
+        unions[layer].add(active)
+
+    with FiredMeter(body, count):
+        for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
+            body(input_ids=batch, use_cache=False)
+    found = [c.summary(t) for c, t in zip(counts, thresholds, strict=True)]
+    return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_config import MAX_COLUMNS
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union
 
 SPREADS = ("even", "lognormal", "heavy")
 LOGNORMAL_SIGMA = 1.0  # one token in a hundred has six times the mean density
 BIAS_STD = 0.05
+CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
+MAX_COPIES = 64
 FULL = 8.0  # standard deviations: every neuron of every row fires
 
 
@@ -129,6 +132,32 @@ def make_rows(
     return x
 
 
+def check_sizes(K: int, N: int) -> None:
+    """`UsageError` unless the kernels take such an FFN."""
+    if K < 64 or K % 64:
+        raise UsageError(f"hidden-size must be a multiple of 64, got {K}")
+    if N < 8 or N % 8 or N > MAX_COLUMNS:
+        raise UsageError(f"intermediate-size must be a multiple of 8 to {MAX_COLUMNS}, got {N}")
+
+
+def rotated_weights(
+    weights: FfnWeights, device: torch.device, at_least: int = 1
+) -> list[FfnWeights]:
+    """`weights` and as many copies as keep a gate from being in the cache when its turn comes.
+
+    They are `at_least` so many in all, if the memory allows; on the CPU just one.
+    """
+    if device.type != "cuda":
+        return [weights]
+    torch.cuda.empty_cache()
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    free = torch.cuda.mem_get_info(device)[0]
+    wanted = -(-CACHES * cache // weights.gate_bytes)
+    affordable = free // 8 // (3 * weights.gate_bytes)
+    number = max(1, min(max(1 + wanted, at_least), affordable, MAX_COPIES))
+    return [weights, *(weights.copy() for _ in range(number - 1))]
+
+
 def check_union(union: Union) -> None:
     """`TwellError` if the tokens of synthetic weights share neurons, which would flatter TwELL."""
     if union.too_small:
@@ -187,6 +216,22 @@ def make_body(
         fill(ffn.up_proj.weight, K**-0.5)
         fill(ffn.down_proj.weight, 0.1 * (N * density) ** -0.5)[0] = 0
     return body.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def with_head(body: nn.Module, generator: torch.Generator) -> nn.Module:
+    """The random Llama around `body`: an LM head that hears nothing of channel 0, and no end token.
+
+    Its likeliest token hangs on all that came before as a hash does, so a text does not loop.
+    """
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(body.config)
+    model.model, head = body, torch.empty_like(body.embed_tokens.weight)
+    head.normal_(0, body.config.initializer_range, generator=generator)[:, 0] = 0
+    model.lm_head.weight = nn.Parameter(head, requires_grad=False)
+    return model.eval()
 
 
 def _quantile(density: float) -> float:

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from twellctl import bench_model as bench_model_module
-from twellctl.bench_ffn import rotated_weights
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.energy import open_counter
 from twellctl.errors import TwellError
-from twellctl.synthetic import make_weights
+from twellctl.synthetic import make_weights, rotated_weights
 from twellctl.timing import GRAPHS, PLAIN, Timer
 
 pytestmark = [
