@@ -1,10 +1,10 @@
 """The operator where no kernel runs: plain torch's result, in any mode, and what it says of it."""
 
+import contextlib
 import importlib.util
 import logging
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_route
+from twellctl.bundle.twell_few import few_kernels, takes_few
 from twellctl.bundle.twell_ffn import (
     gate_pack,
     reasons_said,
@@ -22,8 +23,8 @@ from twellctl.bundle.twell_ffn import (
 )
 from twellctl.bundle.twell_format import gated_ffn
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
-from twellctl.bundle.twell_route import Choice, Kind, choose
-from twellctl.bundle.twell_sequence import FFN, dense_ffn
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS, dense_ffn
+from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
 
@@ -222,6 +223,27 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
     assert failures == [None]
 
 
+@pytest.mark.parametrize("smem_bytes", [232448, 101376], ids=["H200", "little shared memory"])
+@pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
+def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, smem_bytes):
+    """A capture may be the first that needs one of them, and nothing can be loaded there."""
+    limits, prepared = twell_launch.Limits(132, smem_bytes, 60 << 20, (9, 0)), []
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_ffn, "what_is_missing", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
+    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: kernels)
+    twell_ffn._why_never_here.cache_clear()
+    try:
+        assert why_no_kernels(SOURCES, 0, "auto" if hopper else "portable") is None
+    finally:
+        twell_ffn._why_never_here.cache_clear()
+    many = HOPPER_KERNELS if hopper else PORTABLE_KERNELS
+    taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
+    assert (taken == list(range(1, 65))) or smem_bytes < 232448
+    assert set(prepared) == {*many, *(name for M in taken for name in few_kernels(M)[2:])}
+
+
 def test_which_kernels(monkeypatch):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         limits = twell_launch.Limits(132, 232448, 60 << 20, capability)
@@ -273,20 +295,56 @@ def test_what_is_not_taken(monkeypatch):
     assert "[M, 64], not [10, 32]" in twell_ffn._why_not_ffn(rows[:, :32], ffn, 256)
 
 
-def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch):
-    taken = []
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: None)
-    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: None)
-    monkeypatch.setattr(twell_ffn, "portable_ffn", lambda *args: taken.append(args[-1].w_down))
-    x, w_gate, w_up, w_down, *biases = problem()
+@pytest.mark.parametrize(("M", "taken"), [(1, "few"), (64, "few"), (65, "long"), (200, "long")])
+@pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
+def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, hopper):
+    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: "kernels")
+    calls, long = [], "hopper_ffn" if hopper else "portable_ffn"
+    for name in ("few_ffn", long):
+
+        def called(kernels, found, rows, ffn, *slots, name=name):
+            assert (kernels, found, rows.shape) == ("kernels", limits, (M, 64))
+            calls.append((name, slots, ffn.w_down))
+
+        monkeypatch.setattr(twell_ffn, name, called)
+    _, w_gate, w_up, w_down, *biases = problem()
+    x = torch.randn(M, 64).bfloat16()
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = FFN(w_gate, w_up, laid.t(), *biases, 0.0)
-        twell_ffn._by_route(x.view(-1, 64), ffn, 8, -1.0, SOURCES, "portable", False)
-        assert taken[-1].is_contiguous()
-        assert taken[-1].data_ptr() % 16 == 0
-        assert torch.equal(taken[-1], w_down.t())
-    assert taken[-1].data_ptr() == laid.data_ptr()
+        twell_ffn._by_route(x, ffn, 8, -1.0, SOURCES, "twell", hopper)
+        name, slots, found = calls[-1]
+        assert name == ("few_ffn" if taken == "few" else long)
+        assert slots == ((8,) if name == "hopper_ffn" else ())
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+        assert torch.equal(found, w_down.t())
+    assert found.data_ptr() == laid.data_ptr()
+
+
+@pytest.mark.parametrize("lies_well", [True, False])
+@pytest.mark.parametrize(("M", "few"), [(1, True), (64, True), (65, False)])
+def test_what_is_not_measured_may_go_by_its_few_tokens(monkeypatch, M, few, lies_well):
+    """Where w_down must be copied first, few tokens are no reason."""
+    limits, kinds = twell_launch.Limits(132, 232448, 60 << 20, (9, 0)), []
+    for name, stand_in in (
+        ("device_limits", lambda index: limits),
+        ("kernels_for", lambda sources, index: None),
+        ("choose", lambda kind, *rest: kinds.append(kind) or "dense"),
+    ):
+        monkeypatch.setattr(twell_ffn, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    _, w_gate, w_up, w_down, *_ = problem()
+    w_down = w_down.t().contiguous() if lies_well else w_down.t()
+    ffn = FFN(w_gate, w_up, w_down, None, None, None, 0.0)
+    x = torch.randn(M, 64).bfloat16()
+    y = twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "auto", True)
+    assert torch.equal(y, dense_ffn(x, ffn))
+    assert [kind.few for kind in kinds] == [few and lies_well]
 
 
 # ---- copies of the code ----
@@ -328,115 +386,3 @@ def test_shapes_alone_are_enough():
     )
     with torch.no_grad():
         assert sparse_ffn(x, *weights, sources=SOURCES).shape == (2, 3, 64)
-
-
-# ---- routes ----
-
-
-KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, 8, "hopper")
-
-
-@pytest.fixture
-def timed(monkeypatch, tmp_path) -> list:
-    """Measurements that were made; dense wins launched one by one, TwELL in a graph."""
-    made = []
-
-    def measure(runs):
-        made.append(sorted(runs))
-        return Choice("dense", "twell"), {"eager dense": 1.0}
-
-    monkeypatch.setattr(twell_route, "measure", measure)
-    monkeypatch.setattr(twell_route, "_choices", {})
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    return made
-
-
-def chosen(kind: Kind = KIND, density: float | None = 0.01, capturing: bool = False) -> str:
-    return choose(kind, density, capturing, {"dense": None, "twell": None}, lambda: 0.005)
-
-
-def test_a_choice_is_measured_once_and_kept(timed, monkeypatch):
-    assert [chosen(), chosen(), chosen(capturing=True)] == ["dense", "dense", "twell"]
-    assert timed == [["dense", "twell"]]
-    monkeypatch.setattr(twell_route, "_choices", {})  # another process
-    assert chosen() == "dense"
-    assert len(timed) == 1
-    chosen(Kind("a GPU", 2048, 5632, False, 128, -10, 8, "hopper"))
-    assert len(timed) == 2
-    assert len(twell_route._read_kept()) == 2
-    assert set(twell_route.known_choices().values()) == {Choice("dense", "twell")}
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"'])
-def test_a_spoilt_file_of_choices_is_written_anew(timed, tmp_path, content):
-    (tmp_path / "routes.json").write_text(content)
-    assert chosen() == "dense"
-    assert KIND.key in twell_route._read_kept()
-
-
-@pytest.mark.parametrize("kept", ['"best"', "[]", "{}"])
-def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path, kept):
-    (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": {kept}}}}}')
-    assert chosen() == "dense"
-    assert len(timed) == 1
-
-
-def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):
-    fits = {"twell"}
-
-    def median_ms(run, *, ahead):
-        if run not in fits:
-            raise torch.OutOfMemoryError("too large")
-        return 1.0
-
-    monkeypatch.setattr(twell_route, "median_ms", median_ms)
-    monkeypatch.setattr(twell_route, "_choices", {})
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    runs = {"dense": "dense", "twell": "twell"}
-    assert choose(KIND, 0.01, False, runs, lambda: 0.01) == "twell"
-    assert choose(KIND, 0.01, True, runs, lambda: 0.01) == "twell"
-    assert twell_route._read_kept() == {}
-    fits.clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        choose(replace(KIND, tokens=64), 0.01, False, runs, lambda: 0.01)
-
-
-def test_nothing_is_measured_during_a_capture(timed):
-    assert chosen(capturing=True) == "twell"
-    assert chosen(density=None, capturing=True) == "twell"
-    assert chosen(density=0.03, capturing=True) == "dense"
-    assert chosen(replace(KIND, tokens=2048), capturing=True) == "dense"
-    assert timed == []
-
-
-def test_an_unknown_density_is_counted(timed):
-    kind = Kind("a GPU", 2048, 5632, False, 64, None, 8, "hopper")
-    assert chosen(kind, None) == "dense"
-    assert list(twell_route._read_kept()) == [kind.key + " counted=-20"]
-
-
-def test_who_decides(monkeypatch):
-    monkeypatch.delenv("TWELL_ROUTE", raising=False)
-    assert twell_route.requested("auto") == "auto"
-    monkeypatch.setenv("TWELL_ROUTE", "dense")
-    assert twell_route.requested("auto") == "dense"
-    assert twell_route.requested("twell") == "twell"
-    monkeypatch.setenv("TWELL_ROUTE", "fast")
-    with pytest.raises(ValueError, match=r"TWELL_ROUTE must be one of auto, .*, got 'fast'"):
-        twell_route.requested("auto")
-    with pytest.raises(ValueError, match=r"^route must be one of auto, .*, got 'slow'"):
-        twell_route.requested("slow")
-
-
-def test_a_model_refuses_an_unknown_route_before_it_loads():
-    from twellctl.bundle.twell_model import twell_class
-
-    with pytest.raises(ValueError, match=r"twell_route must be one of auto, .*, got 'fast'"):
-        twell_class("LlamaForCausalLM").from_pretrained("nowhere", twell_route="fast")
-
-
-def test_buckets():
-    assert [twell_route.token_bucket(M) for M in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
-    assert twell_route.density_bucket(1.0) == 0
-    assert twell_route.density_bucket(0.0) == twell_route.density_bucket(1e-4)
-    assert twell_route.density_bucket(0.01) - twell_route.density_bucket(0.0077) == 1

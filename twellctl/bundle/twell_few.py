@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
-from .twell_sequence import FFN
+from .twell_weights import FFN
 
 FEW_TOKENS = 64
 _BLOCK, _WARPS = 256, 8
@@ -61,12 +61,26 @@ def few_kernels(M: int) -> tuple[str, str, str, str]:
     return f"few_linear_{octets}", f"few_gated_{octets}", f"few_hidden_{octets}", down
 
 
+def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
+    """All entries that `few_ffn` launches on this device."""
+    taken = (M for M in range(1, FEW_TOKENS + 1) if takes_few(M, 8, limits))
+    return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M)[2:]))
+
+
 def takes_few(M: int, N: int, limits: Limits) -> bool:
-    """Whether there are kernels for so few tokens here."""
+    """Whether `few_ffn` takes `M` tokens on this device."""
     if not 1 <= M <= FEW_TOKENS:
         return False
     sizes = few_sizes(M, N, limits.capability)
-    return max(sizes.gated, sizes.hidden, sizes.down) <= limits.smem_bytes
+    return max(sizes.hidden, sizes.down) <= limits.smem_bytes
+
+
+def takes_few_dense(M: int, limits: Limits) -> bool:
+    """Whether `few_gated` and `few_linear` do; of how many neurons makes no difference."""
+    if not 1 <= M <= FEW_TOKENS:
+        return False
+    sizes = few_sizes(M, 0, limits.capability)
+    return max(sizes.gated, sizes.linear) <= limits.smem_bytes
 
 
 def _is_wide(M: int) -> bool:

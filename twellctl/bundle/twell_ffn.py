@@ -23,13 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE, storable_threshold
+from .twell_few import few_ffn, few_ffn_kernels, takes_few
 from .twell_format import fires, gated_ffn
-from .twell_launch import KernelError, LoadError, device_limits, kernels_for, register_sources
+from .twell_launch import (
+    KernelError,
+    KernelSet,
+    Limits,
+    LoadError,
+    device_limits,
+    kernels_for,
+    register_sources,
+)
 from .twell_nvrtc import what_is_missing
 from .twell_plan import ceil_div, why_unfit
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
 from .twell_sequence import (
-    FFN,
     HOPPER_KERNELS,
     PORTABLE_KERNELS,
     dense_ffn,
@@ -38,6 +46,7 @@ from .twell_sequence import (
     launch_gate_pack,
     portable_ffn,
 )
+from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
 NOT_FINITE = 1 << 30  # in a count of `gate_pack`
@@ -181,14 +190,11 @@ def _by_route(
 ) -> Tensor:
     limits = device_limits(rows.device.index)
     kernels = kernels_for(sources, rows.device.index)
-
     lies_well = _lies_well(ffn.w_down)
 
     def sparse() -> Tensor:
         laid = ffn if lies_well else replace(ffn, w_down=_aligned(ffn.w_down))
-        if hopper:
-            return hopper_ffn(kernels, limits, rows, laid, slots)
-        return portable_ffn(kernels, limits, rows, laid)
+        return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper)
 
     runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
     if hopper:
@@ -204,6 +210,7 @@ def _by_route(
             None if known is None else density_bucket(known),
             slots,
             f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if lies_well else ' copying'}",
+            lies_well and takes_few(rows.shape[0], ffn.N, limits),
         )
         with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
             route = choose(
@@ -214,6 +221,16 @@ def _by_route(
                 lambda: _sampled_density(rows, ffn),
             )
     return runs.get(route, sparse)()
+
+
+def _sparse_by_tokens(
+    kernels: KernelSet, limits: Limits, rows: Tensor, ffn: FFN, slots: int, hopper: bool
+) -> Tensor:
+    if takes_few(rows.shape[0], ffn.N, limits):
+        return few_ffn(kernels, limits, rows, ffn)
+    if hopper:
+        return hopper_ffn(kernels, limits, rows, ffn, slots)
+    return portable_ffn(kernels, limits, rows, ffn)
 
 
 def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
@@ -270,7 +287,9 @@ def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
         return said
     try:
         kernels = kernels_for(sources, index)
-        kernels.prepare(HOPPER_KERNELS if hopper else PORTABLE_KERNELS)
+        # all at once: what comes later, and needs others, may be the capture of a graph
+        few = few_ffn_kernels(device_limits(index))
+        kernels.prepare((*(HOPPER_KERNELS if hopper else PORTABLE_KERNELS), *few))
     except LoadError:
         raise
     except KernelError as error:

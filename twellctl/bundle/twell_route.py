@@ -24,6 +24,8 @@ from .twell_nvrtc import cache_dir, keep
 ROUTES = ("auto", "twell", "portable", "fused", "dense")
 # what was not measured is taken sparsely below this density, above this number of tokens
 DENSE_FROM, SPARSE_ABOVE = 0.02, 2048
+# the same of few tokens, for which there are kernels of their own: up to this number
+FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
 
@@ -33,7 +35,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Kind:
-    """What one choice is made for. `density` is a bucket, None where no profile told it."""
+    """What one choice is made for. `density` is a bucket, None where no profile told it.
+
+    `few`: "twell" takes the kernels for few tokens (twell_few.py), which follows from the rest.
+    """
 
     device: str
     K: int
@@ -43,6 +48,7 @@ class Kind:
     density: int | None
     slots: int
     kernels: str  # whose they are, Hopper's or the portable ones, and their sources
+    few: bool = False
 
     @property
     def key(self) -> str:
@@ -86,10 +92,13 @@ def density_bucket(density: float) -> int:
     return round(math.log(max(density, 1e-4)) / _STEP)
 
 
-def unmeasured(density: float | None, tokens: int) -> str:
+def unmeasured(density: float | None, tokens: int, few: bool) -> str:
     """The route of what was not measured: as it was found on an H200."""
-    dense = tokens <= SPARSE_ABOVE or (density is not None and density >= DENSE_FROM)
-    return "dense" if dense else "twell"
+    few = few and tokens <= FEW_SPARSE_UPTO
+    if not few and tokens <= SPARSE_ABOVE:
+        return "dense"
+    dense_from = FEW_DENSE_FROM if few else DENSE_FROM
+    return "dense" if density is not None and density >= dense_from else "twell"
 
 
 def choose(
@@ -106,7 +115,7 @@ def choose(
     found = _choices.get(kind)
     if found is None:
         if capturing:
-            return unmeasured(density, kind.tokens)
+            return unmeasured(density, kind.tokens, kind.few)
         with _lock:
             found = _choices.get(kind) or _kept_or_measured(kind, runs, count_density)
             _choices[kind] = found

@@ -9,8 +9,6 @@ the heads of plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,6 +44,7 @@ from .twell_plan import (
     make_plan,
     product_grid,
 )
+from .twell_weights import FFN
 
 _SPARSE = ("up", "hidden", "down")
 HOPPER_KERNELS = (
@@ -58,39 +57,6 @@ HOPPER_KERNELS = (
     "heavy_down",
 )
 PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
-
-
-@dataclass(frozen=True)
-class FFN:
-    """The weights of one gated FFN, all three by rows of neurons; biases `[N]`, `[N]`, `[K]`.
-
-    `w_gate`, `w_up` and `w_down` are `[N, K]`: the last is an nn.Linear's weight turned over, so
-    that what a neuron adds to y lies together. The kernels want all contiguous.
-    """
-
-    w_gate: Tensor
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-    threshold: float
-
-    @cached_property
-    def N(self) -> int:
-        """Neurons."""
-        return self.w_gate.shape[0]
-
-    @cached_property
-    def K(self) -> int:
-        """Hidden size."""
-        return self.w_gate.shape[1]
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Weights, and the biases there are."""
-        weights = (self.w_gate, self.w_up, self.w_down)
-        return (*weights, *(b for b in (self.b_gate, self.b_up, self.b_down) if b is not None))
 
 
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:

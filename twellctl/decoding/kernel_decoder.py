@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_few import FEW_TOKENS, few_ffn, few_gated, few_linear, takes_few
+from twellctl.bundle.twell_few import (
+    FEW_TOKENS,
+    few_ffn,
+    few_gated,
+    few_linear,
+    takes_few,
+    takes_few_dense,
+)
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     GateThreshold,
@@ -30,7 +37,7 @@ from twellctl.bundle.twell_model import (
     use_kernels,
 )
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.bundle.twell_sequence import FFN
+from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import (
     AttendLayer,
     AttendPlan,
@@ -257,7 +264,8 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
         return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
-    if not takes_few(FEW_TOKENS, config.intermediate_size, limits):
+    N = config.intermediate_size
+    if not (takes_few(FEW_TOKENS, N, limits) and takes_few_dense(FEW_TOKENS, limits)):
         return "the decode kernels need more shared memory than this GPU has"
     return _why_not_layers(model)
 
