@@ -100,6 +100,7 @@ __device__ __forceinline__ void finish_row(const Job& job, const Heads& heads, i
 
 template <int DIM, int HEADS>
 __device__ __forceinline__ void attend(const Job& job, float* memory) {
+    let_next_start();
     using S = Shape<DIM>;
     const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
     const Lane<DIM> lane(threadIdx.x % 32);
@@ -135,7 +136,6 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
         head = begin_new_head<DIM, HEADS>(job, heads, range, lane, number, split.has_new);
     int next_page = __ldg(table + page_of(at + split.step));
     wait_for_previous();
-    let_next_start();
     if (has_new_head) finish_new_head<DIM, HEADS>(job, heads, head, lane, number, shared);
     __syncthreads();
 

@@ -7,9 +7,13 @@
 //     read what the previous one wrote; write
 //
 // In this order the kernel before the previous one has ended when a kernel starts: so its first
-// part may read all but what the previous kernel writes. With let_next_start() first, kernels that
-// are still running would reach back without a limit. Nothing is written before the wait: the
+// part may read all but what the previous kernel writes. Nothing is written before the wait: the
 // previous kernel may still be reading it.
+//
+// Short kernels (norm, attend, few_down) call let_next_start() first of all, so that the weights of
+// what follows come while they run. The first part of a kernel that may follow one of them must
+// read constants only: weights. `attend` reads more, old pages: it follows few_linear, behind whose
+// wait all that came before has ended.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900

@@ -80,17 +80,27 @@ constexpr int kHalfBytes = 512;   // of 8 rows of it
 constexpr int kBlockSums = kRows * kOctet;
 
 // What a kernel is built for: octets of tokens, row blocks in a pass, passes between two times that
-// the warps' sums are added up, stages of a warp, halves of a slab.
-template <int OCTETS, int AT_ONCE, int PASSES, int STAGES, int HALVES>
+// the warps' sums are added up, stages of a warp, halves of a slab. Where STAYS, x stays in shared
+// memory, each warp's slabs in a place of their own, behind all else; else it comes with the
+// weights, again in each pass.
+template <int OCTETS, bool STAYS, int AT_ONCE, int PASSES, int STAGES, int HALVES>
 struct Sizes {
+    static constexpr bool kStays = STAYS;
     static constexpr int kOctets = OCTETS, kAtOnce = AT_ONCE, kPasses = PASSES;
     static constexpr int kStages = STAGES, kHalves = HALVES;
     static constexpr int kSlab = HALVES * kHalf;
     static constexpr int kPieceBytes = HALVES * kHalfBytes;  // of 8 rows of a slab
-    static constexpr int kStageBytes = (2 * AT_ONCE + OCTETS) * kPieceBytes;
+    static constexpr int kStageBytes = (2 * AT_ONCE + (kStays ? 0 : OCTETS)) * kPieceBytes;
     static constexpr int kRingBytes = kWarps * STAGES * kStageBytes;
     static constexpr int kSums = PASSES * AT_ONCE * OCTETS * kBlockSums;  // of a warp
-    static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;
+    static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;  // and x_bytes, if it stays
+
+    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab, and what is read
+    // behind them for tokens that there are not.
+    __device__ static int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
+    __device__ static unsigned x_bytes(int M, int K) {
+        return kStays ? (kWarps * most_slabs(K) * M + kOctet) * 2 * kSlab : 0;
+    }
 };
 
 // Where a sum lies among those of a row block and octet: so that the 32 lanes of a warp, each with
@@ -141,8 +151,9 @@ class Product {
     static constexpr int kSlabStep = kWarps * SIZES::kSlab;  // from a warp's slab to its next
 
   public:
-    __device__ __forceinline__ Product(unsigned memory, const unsigned short* x, int M, int K,
-                                       const Rows& rows)
+    // `memory`: of the stages and sums; `x_memory`: of x, if it stays.
+    __device__ __forceinline__ Product(unsigned memory, unsigned x_memory, const unsigned short* x,
+                                       int M, int K, const Rows& rows)
         : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(2 * K),
           sums_(memory + SIZES::kRingBytes) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
@@ -157,6 +168,8 @@ class Product {
         const unsigned ring = memory + warp * (kStages * SIZES::kStageBytes);
         copy_to_ = ring + copy_row_ * kRowBytes + (lane % kChunks ^ swap_copy) * 16;
         read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
+        if (SIZES::kStays)
+            to_x_ = x_memory + warp * SIZES::most_slabs(K) * M * kRowBytes - ring;
     }
 
     // Starts to bring the first weights.
@@ -169,6 +182,15 @@ class Product {
         }
     }
 
+    // Starts to bring x, if it stays. Nobody may write it any more.
+    __device__ __forceinline__ void begin_x() {
+        if constexpr (SIZES::kStays) {
+#pragma unroll 1
+            for (int slab = 0; slab < num_slabs_; ++slab)
+                bring_x(slab, to_x_ + slab * M_ * kRowBytes);
+        }
+    }
+
     // All the rest. `finish(first, num)` is called by all threads when the sums of row blocks first
     // to first + num - 1 can be asked for.
     template <class Finish>
@@ -176,7 +198,7 @@ class Product {
         Step ahead = {0, 0, 0};
 #pragma unroll 1
         for (int stage = 0; stage < kStages; ++stage) {
-            if (is_step(ahead)) bring_x(ahead);
+            if (!SIZES::kStays && is_step(ahead)) bring_x(ahead.slab, x_of(ahead));
             commit_copies();
             advance(ahead);
         }
@@ -190,9 +212,12 @@ class Product {
                 // the stage that comes next is the one that has waited longest
                 wait_for_copies<kStages - 1>();
                 __syncwarp();
-                multiply(sums, ahead.stage, num);
+                multiply(sums, ahead.stage, i, num);
                 __syncwarp();
-                if (is_step(ahead)) bring_rows(ahead), bring_x(ahead);
+                if (is_step(ahead)) {
+                    bring_rows(ahead);
+                    if (!SIZES::kStays) bring_x(ahead.slab, x_of(ahead));
+                }
                 commit_copies();
                 advance(ahead);
             }
@@ -253,10 +278,14 @@ class Product {
                           rows_.row(from, first + i, row_bytes_));
     }
 
-    __device__ __forceinline__ void bring_x(const Step& step) const {
-        const unsigned to =
-            copy_to_ + step.stage * SIZES::kStageBytes + 2 * kAtOnce * SIZES::kPieceBytes;
-        const unsigned short* from = x_ + step.slab * kSlabStep;
+    // Where a stage has x, from the stages' first byte on.
+    __device__ __forceinline__ unsigned x_of(const Step& step) const {
+        return step.stage * SIZES::kStageBytes + 2 * kAtOnce * SIZES::kPieceBytes;
+    }
+
+    __device__ __forceinline__ void bring_x(int slab, unsigned place) const {
+        const unsigned to = copy_to_ + place;
+        const unsigned short* from = x_ + slab * kSlabStep;
 #pragma unroll
         for (int i = 0; i < kOctets * kOctet; i += kRowsAtOnce)
             copy_async_if(copy_row_ + i < M_, to + i * kRowBytes,
@@ -264,11 +293,15 @@ class Product {
     }
 
     // What was not brought is anything: it stays in the sums of rows and tokens that there are not.
-    __device__ __forceinline__ void multiply(float (&sums)[kAtOnce][kOctets][4], int stage,
+    __device__ __forceinline__ void multiply(float (&sums)[kAtOnce][kOctets][4], int stage, int slab,
                                              int num) const {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const unsigned from = (read_from_ ^ half * 64) + stage * SIZES::kStageBytes;
+            const unsigned x_from =
+                SIZES::kStays
+                    ? (read_from_ ^ half * 64) + to_x_ + slab * M_ * kRowBytes
+                    : from + 2 * kAtOnce * SIZES::kPieceBytes;
             uint4 low[kAtOnce], high[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
@@ -277,7 +310,7 @@ class Product {
             }
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet) {
-                const uint4 b = load_shared(from + (2 * kAtOnce + octet) * SIZES::kPieceBytes);
+                const uint4 b = load_shared(x_from + octet * SIZES::kPieceBytes);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     if (i >= num) break;
@@ -311,6 +344,7 @@ class Product {
     const unsigned short* x_;  // the same
     int M_, num_blocks_, num_slabs_, copy_row_;
     unsigned row_bytes_, sums_, copy_to_, read_from_;
+    unsigned to_x_;  // from the warp's first stage to its x
 };
 
 // The row blocks [begin, end) of this block of threads, of `num` in all.

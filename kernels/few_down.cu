@@ -45,25 +45,30 @@ __device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) 
 // The neurons that fired, in ascending order, to shared memory; how many. All threads of the block.
 __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N) {
     __shared__ int of_warps[few::kWarps];
-    const int num = (N + few::kRows - 1) / few::kRows, lane = threadIdx.x % 32;
+    const int num = (N + 4 * few::kRows - 1) / (4 * few::kRows), lane = threadIdx.x % 32;
     int total = 0;
-    // one row block a thread, in turns
+    // four row blocks a thread, in turns
 #pragma unroll 1
     for (int first = 0; first < num; first += few::kThreads) {
-        const int block = first + threadIdx.x;
-        unsigned left = block < num ? fired[block] : 0;
-        const int own = __popc(left), upto = scan_warp(own, lane);
+        const int four = first + threadIdx.x;
+        uint2 bits = {0, 0};
+        if (four < num) bits = reinterpret_cast<const uint2*>(fired)[four];
+        const int own = __popc(bits.x) + __popc(bits.y), upto = scan_warp(own, lane);
         if (lane == 31) of_warps[threadIdx.x / 32] = upto;
         __syncthreads();
-        int at = total + upto - own;
+        unsigned to = list + 2 * (total + upto - own);
 #pragma unroll
         for (int i = 0; i < few::kWarps; ++i) {
-            if (i < static_cast<int>(threadIdx.x) / 32) at += of_warps[i];
+            if (i < static_cast<int>(threadIdx.x) / 32) to += 2 * of_warps[i];
             total += of_warps[i];
         }
 #pragma unroll 1
-        for (; left; left &= left - 1)
-            store_shared_half(list + 2 * at++, block * few::kRows + __ffs(left) - 1);
+        for (int half = 0; half < 2; ++half) {
+            const int neuron = four * 4 * few::kRows + half * 32;
+#pragma unroll 1
+            for (unsigned left = half ? bits.y : bits.x; left; left &= left - 1, to += 2)
+                store_shared_half(to, neuron + __ffs(left) - 1);
+        }
         __syncthreads();
     }
     return total;

@@ -31,15 +31,17 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
                                       int K, unsigned short* hidden) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes) __trap();
+    if (dynamic_smem_bytes() < SIZES::kBytes + SIZES::x_bytes(M, K)) __trap();
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
     const GatedRows rows = {w_gate + static_cast<long long>(first_row) * K,
                             min(share.end * few::kRows, N) - first_row, w_up - w_gate};
-    few::Product<SIZES, GatedRows> product(kept_address(memory), x, M, K, rows);
+    const unsigned address = kept_address(memory);
+    few::Product<SIZES, GatedRows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();
+    product.begin_x();
     product.run([&](int first, int num) {
         product.for_each(num / 2, [&](int block, int row, int token) {
             const int n = first_row + (first / 2 + block) * few::kRows + row;
@@ -58,16 +60,18 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
 
 }  // namespace
 
-#define TWELL_FEW_GATED(octets, at_once, passes, stages, halves)                                                  \
+#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)                                                  \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)               \
-        few_gated_##octets(const unsigned short* x, const unsigned short* w_gate,                 \
+        few_gated_##name(const unsigned short* x, const unsigned short* w_gate,                 \
                            const unsigned short* w_up, const unsigned short* b_gate,              \
                            const unsigned short* b_up, float threshold, int M, int N, int K,      \
                            unsigned short* hidden) {                                              \
-        gated<few::Sizes<octets, at_once, passes, stages, halves>>(x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden); \
+        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden); \
     }
 
-TWELL_FEW_GATED(1, 2, 2, 3, 2)
-TWELL_FEW_GATED(2, 2, 2, 3, 2)
-TWELL_FEW_GATED(4, 4, 1, 1, 2)
-TWELL_FEW_GATED(8, 2, 1, 2, 1)
+TWELL_FEW_GATED(1, 1, true, 2, 2, 3, 2)
+TWELL_FEW_GATED(2, 2, true, 2, 2, 3, 2)
+TWELL_FEW_GATED(1_long, 1, false, 2, 2, 3, 2)
+TWELL_FEW_GATED(2_long, 2, false, 2, 2, 3, 2)
+TWELL_FEW_GATED(4, 4, false, 4, 1, 1, 2)
+TWELL_FEW_GATED(8, 8, false, 2, 1, 2, 1)

@@ -22,7 +22,7 @@ constexpr int kLine = 64;  // elements that a prefetch brings
 
 // Of the neurons at hand: who fired, and the gates.
 template <int TOKENS>
-struct AtHand {
+struct alignas(16) AtHand {
     unsigned fired[kRowBlocks];  // 16 bits each
     unsigned char list[kNeurons];
     int counts[TOKENS];
@@ -62,12 +62,13 @@ __device__ __forceinline__ void hidden_state(
     int* counts) {
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>)) __trap();
+    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K)) __trap();
     AtHand<kTokens>& hand =
         *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     const few::Share share((N + few::kRows - 1) / few::kRows);
     if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
     const unsigned address = kept_address(memory);
+    const unsigned x_address = address + SIZES::kBytes + sizeof(AtHand<kTokens>);
 
 #pragma unroll 1
     for (int begin = share.begin; begin < share.end; begin += kRowBlocks) {
@@ -85,10 +86,14 @@ __device__ __forceinline__ void hidden_state(
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
             const unsigned short* bias = is_up ? b_up : b_gate;
-            few::Product<SIZES, few::ListedRows> product(address, x, M, K, rows);
+            few::Product<SIZES, few::ListedRows> product(address, x_address, x, M, K, rows);
             product.begin();
             if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
-            if (!is_up && begin == share.begin) wait_for_previous(), let_next_start();
+            if (!is_up && begin == share.begin) {
+                wait_for_previous();
+                let_next_start();
+                product.begin_x();
+            }
             product.run([&](int first, int num) {
                 product.for_each(num, [&](int block, int row, int token) {
                     const int place = (first + block) * few::kRows + row;
@@ -122,6 +127,9 @@ __device__ __forceinline__ void hidden_state(
         }
         __syncthreads();
     }
+    const int num_blocks = (N + few::kRows - 1) / few::kRows;
+    if (blockIdx.x == 0 && num_blocks + threadIdx.x < (num_blocks + 3) / 4 * 4)
+        fired[num_blocks + threadIdx.x] = 0;
     if (counts && static_cast<int>(threadIdx.x) < M) {
         const int own = hand.counts[threadIdx.x];
         if (own) atomicAdd(counts + threadIdx.x, own);
@@ -130,18 +138,20 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(octets, at_once, passes, stages, halves)                                               \
+#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                                               \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)             \
-        few_hidden_##octets(                                                                    \
+        few_hidden_##name(                                                                    \
             const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,  \
             const unsigned short* w_down, const unsigned short* b_gate,                         \
             const unsigned short* b_up, float threshold, int M, int N, int K,                   \
             unsigned short* hidden, unsigned short* fired, int* counts) {                       \
-        hidden_state<few::Sizes<octets, at_once, passes, stages, halves>>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
+        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
                                               M, N, K, hidden, fired, counts);                  \
     }
 
-TWELL_FEW_HIDDEN(1, 1, 4, 4, 2)
-TWELL_FEW_HIDDEN(2, 1, 3, 4, 2)
-TWELL_FEW_HIDDEN(4, 1, 3, 3, 2)
-TWELL_FEW_HIDDEN(8, 3, 1, 2, 1)
+TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)
+TWELL_FEW_HIDDEN(2, 2, true, 1, 3, 4, 2)
+TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 5, 2)
+TWELL_FEW_HIDDEN(2_long, 2, false, 1, 3, 4, 2)
+TWELL_FEW_HIDDEN(4, 4, false, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(8, 8, false, 3, 1, 2, 1)

@@ -2,8 +2,9 @@
 //
 // As torch does, the sum is rounded to bf16 before the residual is added.
 //
-// Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens; 256 threads, at most as many
-// blocks as there are row blocks of 16. Dynamic shared memory: few::Sizes::kBytes.
+// Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long if x is too long to
+// stay; 256 threads, at most as many
+// blocks as there are row blocks of 16. Dynamic shared memory: few::Sizes's kBytes and x_bytes(M, K).
 #include "few.cuh"
 
 namespace {
@@ -13,15 +14,17 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
                                        const unsigned short* bias, const unsigned short* residual,
                                        int M, int N, int K, unsigned short* y) {
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes) __trap();
+    if (dynamic_smem_bytes() < SIZES::kBytes + SIZES::x_bytes(M, K)) __trap();
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
     const few::FirstRows rows = {weight + static_cast<long long>(first_row) * K,
                                  min(share.end * few::kRows, N) - first_row};
-    few::Product<SIZES, few::FirstRows> product(kept_address(memory), x, M, K, rows);
+    const unsigned address = kept_address(memory);
+    few::Product<SIZES, few::FirstRows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();
+    product.begin_x();
     product.run([&](int first, int num) {
         product.for_each(num, [&](int block, int row, int token) {
             const int n = first_row + (first + block) * few::kRows + row;
@@ -37,15 +40,17 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
 
 }  // namespace
 
-#define TWELL_FEW_LINEAR(octets, at_once, passes, stages, halves)                                              \
+#define TWELL_FEW_LINEAR(name, octets, stays, at_once, passes, stages, halves)                                              \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)            \
-        few_linear_##octets(const unsigned short* x, const unsigned short* weight,             \
+        few_linear_##name(const unsigned short* x, const unsigned short* weight,             \
                             const unsigned short* bias, const unsigned short* residual, int M, \
                             int N, int K, unsigned short* y) {                                 \
-        linear<few::Sizes<octets, at_once, passes, stages, halves>>(x, weight, bias, residual, M, N, K, y);                \
+        linear<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, weight, bias, residual, M, N, K, y);                \
     }
 
-TWELL_FEW_LINEAR(1, 1, 4, 5, 2)
-TWELL_FEW_LINEAR(2, 1, 3, 4, 2)
-TWELL_FEW_LINEAR(4, 1, 3, 3, 2)
-TWELL_FEW_LINEAR(8, 3, 1, 2, 1)
+TWELL_FEW_LINEAR(1, 1, true, 1, 3, 5, 2)
+TWELL_FEW_LINEAR(2, 2, true, 1, 3, 4, 2)
+TWELL_FEW_LINEAR(1_long, 1, false, 1, 3, 5, 2)
+TWELL_FEW_LINEAR(2_long, 2, false, 1, 3, 4, 2)
+TWELL_FEW_LINEAR(4, 4, false, 1, 3, 3, 2)
+TWELL_FEW_LINEAR(8, 8, false, 3, 1, 2, 1)

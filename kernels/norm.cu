@@ -39,6 +39,7 @@ __device__ __forceinline__ void add_rounded(float (&values)[8], const uint4& add
 template <bool ADDS>
 __device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, const uint4* weight,
                                               float eps, int K, uint4* y, float* sums) {
+    let_next_start();
     const int num = K / 8;
     const long long start = static_cast<long long>(blockIdx.x) * num;
     const float share = 1.f / K;
@@ -52,7 +53,6 @@ __device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, cons
         load_streamed_if(i < num, weight + i, weights[part]);
     }
     wait_for_previous();
-    let_next_start();
 
     // the row
     uint4 old[kParts], added[kParts];

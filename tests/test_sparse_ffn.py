@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_route
-from twellctl.bundle.twell_few import few_kernels, takes_few
+from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
     gate_pack,
     reasons_said,
@@ -241,7 +241,9 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
     many = HOPPER_KERNELS if hopper else PORTABLE_KERNELS
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
-    assert set(prepared) == {*many, *(name for M in taken for name in few_kernels(M)[2:])}
+    assert set(prepared) == {*many, *few_ffn_kernels(limits)}
+    entries = (entry for M in taken for entry in (plan_few(M, 8, K, limits) for K in (64, 8192)))
+    assert {name for e in entries for name in (e.hidden.name, e.down.name)} <= set(prepared)
 
 
 def test_which_kernels(monkeypatch):

@@ -9,6 +9,7 @@ kernels/few.cuh and in their heads; their sizes are repeated here and nowhere el
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,74 +24,102 @@ _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 3, 4
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves
-_PASS = {1: (1, 4, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
-_HIDDEN_PASS = {**_PASS, 1: (1, 4, 4, 2)}
+_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
+_STAYING = (1, 2)  # octets of which x may stay in shared memory
+_ANY_LENGTH = 1 << 20  # of x: too long to stay
 
 
 @dataclass(frozen=True)
-class FewSizes:
-    """For `M` tokens and `N` neurons: octets of tokens, and kernels' shared memory in bytes."""
+class Launch:
+    """An entry, and its dynamic shared memory in bytes."""
+
+    name: str
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class FewPlan:
+    """The launches for so many tokens."""
 
     octets: int
-    linear: int
-    gated: int
-    hidden: int
-    down: int
+    linear: Launch
+    gated: Launch
+    hidden: Launch
+    down: Launch
 
 
-def few_sizes(M: int, N: int, capability: tuple[int, int]) -> FewSizes:
-    """Sizes for 1 to FEW_TOKENS tokens on a device of this compute capability."""
+@lru_cache(maxsize=4096)
+def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
+    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K."""
     octets = next(o for o in _PASS if 8 * o >= M)
-    linear = _product_bytes(octets, *_PASS[octets])
-    tiles = _WIDE_TILES if _is_wide(M) and capability >= (9, 0) else 1
+    wide = M > 2
+    tiles = _WIDE_TILES if wide and limits.capability >= (9, 0) else 1
     stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
-    return FewSizes(
+    down = ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
+    at_hand = 160 + 260 * 8 * octets
+    return FewPlan(
         octets,
-        linear,
-        _product_bytes(octets, *_GATED_PASS[octets]),
-        _product_bytes(octets, *_HIDDEN_PASS[octets]) + 160 + 260 * 8 * octets,
-        ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets),
+        _product("few_linear", M, K, octets, _PASS, 0, limits),
+        _product("few_gated", M, K, octets, _GATED_PASS, 0, limits),
+        _product("few_hidden", M, K, octets, _PASS, at_hand, limits),
+        Launch(f"few_down_wide_{octets}" if wide else "few_down", down),
     )
 
 
-def few_kernels(M: int) -> tuple[str, str, str, str]:
-    """The entries for `M` tokens: few_linear, few_gated, few_hidden, few_down."""
+def _product(
+    kernel: str,
+    M: int,
+    K: int,
+    octets: int,
+    passes: dict[int, tuple[int, int, int, int]],
+    more_bytes: int,
+    limits: Limits,
+) -> Launch:
+    """few.cuh: kBytes and x_bytes of its Sizes. x stays if that fits."""
+    at_once, num_passes, stages, halves = passes[octets]
+    sums = num_passes * at_once * octets * 512
+    if octets in _STAYING:
+        x = (_WARPS * ceil_div(K, 32 * halves * _WARPS) * M + 8) * 64 * halves
+        size = _WARPS * (stages * 2 * at_once * 512 * halves + sums) + x + more_bytes
+        if size <= limits.smem_bytes:
+            return Launch(f"{kernel}_{octets}", size)
+    size = _WARPS * (stages * (2 * at_once + octets) * 512 * halves + sums) + more_bytes
+    return Launch(f"{kernel}_{octets}" + "_long" * (octets in _STAYING), size)
+
+
+def few_kernels(M: int) -> tuple[str, ...]:
+    """All entries for `M` tokens: the products, for inputs of any length, and down."""
     octets = next(o for o in _PASS if 8 * o >= M)
-    down = f"few_down_wide_{octets}" if _is_wide(M) else "few_down"
-    return f"few_linear_{octets}", f"few_gated_{octets}", f"few_hidden_{octets}", down
+    names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
+    long = [f"{name}_long" for name in names] if octets in _STAYING else []
+    return (*names, *long, f"few_down_wide_{octets}" if M > 2 else "few_down")
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries that `few_ffn` launches on this device."""
-    taken = (M for M in range(1, FEW_TOKENS + 1) if takes_few(M, 8, limits))
-    return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M)[2:]))
+    """All entries that `few_ffn` may launch on this device."""
+    names = [n for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits) for n in few_kernels(M)]
+    return tuple(dict.fromkeys(n for n in names if n.startswith(("few_hidden", "few_down"))))
 
 
 def takes_few(M: int, N: int, limits: Limits) -> bool:
-    """Whether `few_ffn` takes `M` tokens on this device."""
+    """Whether `few_ffn` takes `M` tokens of any length on this device."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    sizes = few_sizes(M, N, limits.capability)
-    return max(sizes.hidden, sizes.down) <= limits.smem_bytes
+    plan = plan_few(M, N, _ANY_LENGTH, limits)
+    return _fits(limits, plan.hidden, plan.down)
 
 
 def takes_few_dense(M: int, limits: Limits) -> bool:
-    """Whether `few_gated` and `few_linear` do; of how many neurons makes no difference."""
+    """Whether `few_gated` and `few_linear` take `M` inputs, of any length."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    sizes = few_sizes(M, 0, limits.capability)
-    return max(sizes.gated, sizes.linear) <= limits.smem_bytes
+    plan = plan_few(M, 0, _ANY_LENGTH, limits)
+    return _fits(limits, plan.linear, plan.gated)
 
 
-def _is_wide(M: int) -> bool:
-    return M > 2
-
-
-def _product_bytes(octets: int, at_once: int, passes: int, stages: int, halves: int) -> int:
-    """few.cuh: Sizes::kBytes."""
-    ring = stages * (2 * at_once + octets) * 512 * halves
-    return _WARPS * (ring + passes * at_once * octets * 512)
+def _fits(limits: Limits, *launches: Launch) -> bool:
+    return all(launch.smem_bytes <= limits.smem_bytes for launch in launches)
 
 
 def few_ffn(
@@ -109,28 +138,28 @@ def few_ffn(
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
     """
     M, N, K = x.shape[0], ffn.N, ffn.K
-    sizes = few_sizes(M, N, limits.capability)
+    plan = plan_few(M, N, K, limits)
     blocks = ceil_div(N, _ROWS)
-    hidden = x.new_empty(N, 8 * sizes.octets)
-    fired = torch.empty(blocks, dtype=torch.int16, device=x.device)
+    hidden = x.new_empty(N, 8 * plan.octets)
+    fired = torch.empty(ceil_div(blocks, 4) * 4, dtype=torch.int16, device=x.device)
     kernels.launch(
-        few_kernels(M)[2],
+        plan.hidden.name,
         (min(blocks, limits.num_sms),),
         _BLOCK,
         (
             *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
             *(M, N, K, hidden, fired, counts),
         ),
-        sizes.hidden,
+        plan.hidden.smem_bytes,
         overlap=overlap,
     )
     y = torch.empty_like(x)
     kernels.launch(
-        few_kernels(M)[3],
+        plan.down.name,
         (K // _DOWN_COLUMNS,),
         _BLOCK,
         (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y),
-        sizes.down,
+        plan.down.smem_bytes,
         overlap=overlap,
     )
     return y
@@ -148,14 +177,14 @@ def few_linear(
 ) -> Tensor:
     """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16."""
     M, (N, K) = x.shape[0], weight.shape
-    sizes = few_sizes(M, N, limits.capability)
+    plan = plan_few(M, N, K, limits)
     y = x.new_empty(M, N)
     kernels.launch(
-        few_kernels(M)[0],
+        plan.linear.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (x, weight, bias, residual, M, N, K, y),
-        sizes.linear,
+        plan.linear.smem_bytes,
         overlap=overlap,
     )
     return y
@@ -166,17 +195,17 @@ def few_gated(
 ) -> Tensor:
     """The hidden state `[M, N]` of the dense form: gate and up in one kernel."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    sizes = few_sizes(M, N, limits.capability)
+    plan = plan_few(M, N, K, limits)
     hidden = x.new_empty(M, N)
     kernels.launch(
-        few_kernels(M)[1],
+        plan.gated.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (
             *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
             *(M, N, K, hidden),
         ),
-        sizes.gated,
+        plan.gated.smem_bytes,
         overlap=overlap,
     )
     return hidden

@@ -34,7 +34,7 @@ ENTRY_FILES = {
     **{
         f"{name}_{octets}": f"{name}.cu"
         for name in ("few_linear", "few_gated", "few_hidden")
-        for octets in (1, 2, 4, 8)
+        for octets in ("1", "1_long", "2", "2_long", "4", "8")
     },
     **{f"few_down_wide_{octets}": "few_down.cu" for octets in (1, 2, 4, 8)},
 }
