@@ -1,0 +1,394 @@
+"""The kernels for few tokens, 1 to 64: exact where arithmetic is, and as good as bf16 elsewhere.
+
+Problems of whole numbers, as in test_sparse_ffn.py, have the bits of the same equation in float64,
+rounded to bf16 where the kernels round.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_few import (
+    FEW_TOKENS,
+    few_ffn,
+    few_gated,
+    few_linear,
+    takes_few,
+    takes_few_dense,
+)
+from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
+from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_sequence import dense_ffn
+from twellctl.bundle.twell_weights import FFN
+from twellctl.resources import resource_dir
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICE = "cuda"
+FILES = {
+    path.name: path.read_bytes()
+    for path in resource_dir("kernels").iterdir()
+    if path.suffix in (".cu", ".cuh")
+}
+TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """The kernels, where they can be compiled and launched."""
+    if said := what_is_missing():
+        pytest.skip(said)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernels need compute capability 8.0")
+    if not takes_few(1, 8, device_limits(0)):
+        pytest.skip("too little shared memory")
+    return register_sources(FILES)
+
+
+@pytest.fixture(scope="module")
+def kernels(sources) -> KernelSet:
+    return kernels_for(sources, 0)
+
+
+@dataclass
+class Problem:
+    """Inputs of an FFN for few tokens, and what must come out in whole numbers."""
+
+    x: Tensor
+    ffn: FFN
+    residual: Tensor | None = None
+
+    def __str__(self) -> str:
+        biases = ["no" if b is None else "a" for b in (self.ffn.b_gate, self.ffn.b_up)]
+        density = self.fired.double().mean().item()
+        return (
+            f"M={self.x.shape[0]} K={self.ffn.K} N={self.ffn.N} threshold={self.ffn.threshold} "
+            f"biases {biases} density {density:.4f} residual {self.residual is not None}"
+        )
+
+    @property
+    def gate(self) -> Tensor:
+        return linear(self.x, self.ffn.w_gate, self.ffn.b_gate)
+
+    @property
+    def fired(self) -> Tensor:
+        return fires(self.gate, self.ffn.threshold)
+
+    @property
+    def hidden(self) -> Tensor:
+        up = linear(self.x, self.ffn.w_up, self.ffn.b_up)
+        return (keep_fired(self.gate, self.ffn.threshold).double() * up.double()).bfloat16()
+
+    @property
+    def y(self) -> Tensor:
+        return linear(self.hidden, self.ffn.w_down.t(), self.ffn.b_down, self.residual)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`x W^T + b` in float64, rounded; then the residual, and rounded again."""
+    y = x.double() @ weight.double().T
+    y = (y if bias is None else y + bias.double()).bfloat16()
+    return y if residual is None else (y.double() + residual.double()).bfloat16()
+
+
+def whole(*shape: int, most: int = 1) -> Tensor:
+    """Whole numbers of -most to most, bf16."""
+    return torch.randint(-most, most + 1, shape, device=DEVICE).bfloat16()
+
+
+def random_problem(draw: random.Random) -> Problem:
+    """Any sizes, any density: by a constant for each token, and by the gate's biases."""
+    torch.manual_seed(draw.getrandbits(60))
+    M, K = draw.choice([*TOKENS, draw.randint(1, 64)]), 64 * draw.choice([1, 2, 3, 5, 8, 9, 17])
+    N = 8 * draw.choice([1, 2, 3, 32, 33, 65, 96, 263, draw.randint(1, 400), draw.randint(1, 400)])
+    x, spread = whole(M, K), (2 * K / 9) ** 0.5
+    level = draw.choice([-9.0, -4.2, -3.4, -2.5, -2.0, -1.0, 0.0, 1.0, 6.0]) * spread
+    x[:, 0] = (
+        torch.randn(M, device=DEVICE) * draw.choice([0.0, 0.3, 2.0]) * spread + level
+    ).round()
+    weights = [whole(N, K), whole(N, K), whole(N, K, most=2)]
+    weights[0][:, 0] = 1
+    sizes = ((N, draw.choice([3, 30])), (N, 3), (K, 3))
+    biases = [whole(n, most=most) if draw.random() < 0.5 else None for n, most in sizes]
+    residual = whole(M, K, most=50) if draw.random() < 0.5 else None
+    ffn = FFN(*weights, *biases, draw.choice([0.0, 0.0, 0.5, 2.0, 0.0625]))
+    return Problem(x, ffn, residual)
+
+
+def patterned(fired: Tensor, K: int = 128) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
+    M, N = fired.shape
+    x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
+    values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
+    w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
+    return Problem(x, FFN(w_gate, whole(N, K), whole(N, K), None, None, None, 0.0))
+
+
+def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
+    """Random numbers; the gate's own are about normal, with `level` added."""
+    torch.manual_seed(M + K + N)
+    x, *weights = (torch.randn(n, K, device=DEVICE).bfloat16() for n in (M, N, N, N))
+    weights = [w * K**-0.5 for w in weights[:2]] + [weights[2] * N**-0.5]
+    x[:, 0], weights[0][:, 0] = level, 1
+    rest = [torch.randn(n, device=DEVICE).bfloat16() if biases else None for n in (N, N, K)]
+    return Problem(x, FFN(*weights, *rest, 0.0))
+
+
+def equal(found: Tensor, wanted: Tensor, told: object) -> None:
+    """The same numbers; where one is NaN, so is the other."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), told
+    odd = found.isnan() != wanted.isnan()
+    assert not odd.any(), f"{told}: NaN differs at (token, column) {odd.nonzero()[:5].tolist()}"
+    found, wanted = found.double().nan_to_num(nan=0), wanted.double().nan_to_num(nan=0)
+    differ = (found != wanted).nonzero()
+    assert not len(differ), (
+        f"{told}: {len(differ)} differ, (token, column) {differ[:5].tolist()}: "
+        f"{found[tuple(differ[0])]} instead of {wanted[tuple(differ[0])]}"
+    )
+
+
+def check(problem: Problem, kernels: KernelSet) -> None:
+    """few_ffn with its counts, few_gated and few_linear."""
+    limits, M, ffn = device_limits(0), problem.x.shape[0], problem.ffn
+    if takes_few(M, ffn.N, limits):
+        counts = torch.arange(M, device=DEVICE, dtype=torch.int32)
+        here = kernels, limits, problem.x, ffn
+        y = few_ffn(*here, residual=problem.residual, counts=counts)
+        equal(y, problem.y, f"few_ffn, {problem}")
+        counts -= torch.arange(M, device=DEVICE, dtype=torch.int32)
+        equal(counts[None], problem.fired.sum(-1).int()[None], f"counts, {problem}")
+        again = few_ffn(*here, residual=problem.residual)
+        assert torch.equal(again.view(torch.int16), y.view(torch.int16)), f"twice, {problem}"
+    if takes_few_dense(M, limits):
+        hidden = few_gated(kernels, limits, problem.x, ffn)
+        equal(hidden, problem.hidden, f"few_gated, {problem}")
+        w_down, rest = ffn.w_down.t().contiguous(), (ffn.b_down,)
+        y = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate)
+        equal(y, problem.gate, f"few_linear, {problem}")
+        if ffn.N % 64 == 0:
+            y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)
+            equal(y, problem.y, f"few_linear, {problem}")
+
+
+def test_a_thousand_random_problems(kernels):
+    seed = random.SystemRandom().getrandbits(32)
+    for number in range(1000):
+        try:
+            check(random_problem(random.Random(seed + number)), kernels)
+        except Exception as error:
+            raise AssertionError(f"random.Random({seed + number}): {error}") from error
+
+
+@pytest.mark.parametrize("M", [1, 2, 8, 16, 32, 64])
+@pytest.mark.parametrize(("K", "N"), [(2048, 5632), (4096, 14336), (896, 4864), (64, 65528)])
+def test_real_sizes(kernels, K, N, M):
+    torch.manual_seed(0)
+    x, weights = whole(M, K), [whole(N, K) for _ in range(3)]
+    x[:, 0], weights[0][:, 0] = round(-2.5 * (4 * K / 9) ** 0.5), 1
+    check(Problem(x, FFN(*weights, None, None, None, 0.0)), kernels)
+
+
+@pytest.mark.parametrize("M", TOKENS)
+@pytest.mark.parametrize("N", [8, 16, 24, 128, 264, 3000])
+def test_nothing_fires_and_everything_fires(kernels, M, N):
+    torch.manual_seed(0)
+    for fired in (torch.zeros, torch.ones):
+        check(patterned(fired(M, N, device=DEVICE).bool()), kernels)
+
+
+@pytest.mark.parametrize("M", TOKENS)
+def test_any_number_of_neurons_fires(kernels, M):
+    """The list of few_down ends anywhere in a step of its blocks."""
+    torch.manual_seed(0)
+    N = 2200
+    for num in (1, 2, 15, 16, 17, 127, 128, 129, 511, 513, 1024, 2199):
+        fired = torch.zeros(M, N, device=DEVICE, dtype=torch.bool)
+        neurons = torch.randperm(N, device=DEVICE)[:num]
+        fired[torch.randint(M, (num,), device=DEVICE), neurons] = True
+        check(patterned(fired), kernels)
+
+
+@pytest.mark.parametrize("M", [1, 2, 8, 40])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite(kernels, M, value):
+    """They are as in plain torch, and the others as they were."""
+    torch.manual_seed(0)
+    K, N = 192, 520
+    problem = Problem(whole(M, K), FFN(whole(N, K), whole(N, K), whole(N, K), *[None] * 3, 0.0))
+    problem.x[:, 0], problem.ffn.w_gate[:, 0] = -25, 1
+    for row in {0, M // 2, M - 1}:
+        problem.x[row, row % K + 1] = value
+    check(problem, kernels)
+
+
+@pytest.mark.parametrize("M", [1, 5])
+def test_gates_at_the_threshold(kernels, M):
+    """Equal does not fire, nor does -0; one step above does; a NaN in the bias does."""
+    gates = torch.tensor([0.5, 0.50390625, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 0.25])
+    problem = Problem(
+        torch.zeros(M, 64, device=DEVICE).bfloat16(),
+        FFN(whole(8, 64), whole(8, 64), whole(8, 64), gates.to(DEVICE).bfloat16(), None, None, 0.5),
+    )
+    assert problem.fired[0].tolist() == [False, True, False, False, True, True, False, False]
+    check(problem, kernels)
+    finite = torch.where(problem.ffn.b_gate.isfinite(), problem.ffn.b_gate, 0)
+    up = torch.ones(8, device=DEVICE).bfloat16()
+    ffn = FFN(*problem.ffn.tensors[:3], finite, up, None, 0.5)
+    check(Problem(problem.x, ffn), kernels)
+
+
+@pytest.mark.parametrize("M", [1, 8, 16, 32, 64])
+def test_a_cuda_graph_holds_it(kernels, M):
+    if not takes_few(M, 1024, limits := device_limits(0)):
+        pytest.skip("too little shared memory")
+    problem = real(M, 256, 1024, -2.0)
+    inputs = [problem.x.clone(), problem.x.flip(0) + 0.25, torch.zeros_like(problem.x)]
+    wanted = [few_ffn(kernels, limits, x, problem.ffn) for x in inputs]
+    assert not torch.equal(*wanted[:2])
+    counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
+    graph, x = torch.cuda.CUDAGraph(), inputs[0].clone()
+    with torch.cuda.graph(graph):
+        y = few_ffn(kernels, limits, x, problem.ffn, counts=counts)
+    for given, expected in zip(inputs * 2, wanted * 2, strict=True):
+        x.copy_(given)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["one by one", "in a graph"])
+@pytest.mark.parametrize("M", [1, 2, 8, 16, 32, 64])
+def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, graphed):
+    """A chain as in a decoder: each kernel needs what the one just before, or earlier, wrote."""
+    limits = device_limits(0)
+    problems = [real(M, 512, 1536, level, biases=True) for level in (-2.5, -1.5, 0.0, -3.0) * 3]
+    if not (takes_few(M, 1536, limits) and takes_few_dense(M, limits)):
+        pytest.skip("too little shared memory")
+
+    def chain(overlap: bool) -> list[Tensor]:
+        x, made = problems[0].x, []
+        counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
+        for problem in problems:
+            here = kernels, limits
+            y = few_ffn(*here, x, problem.ffn, residual=x, counts=counts, overlap=overlap)
+            y = few_linear(*here, y, problem.ffn.w_up[:512], residual=x, overlap=overlap)
+            gated = few_gated(*here, y, problem.ffn, overlap=overlap)
+            x = few_linear(*here, gated, problem.ffn.w_down.view(512, 1536), overlap=overlap)
+            x = x / x.float().norm(dim=-1, keepdim=True).bfloat16() * 20  # torch's own kernels too
+            made += [y, gated, x]
+        return [*made, counts.clone()]
+
+    wanted = chain(False)
+    assert wanted[-1].sum() > 0
+    run = _graphed(lambda: chain(True)) if graphed else lambda: chain(True)
+    for _ in range(50):
+        for a, b in zip(run(), wanted, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def _graphed(run):
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+
+    def replay():
+        graph.replay()
+        return made
+
+    return replay
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("level", [-2.5, -1.5, 0.0])
+@pytest.mark.parametrize("M", [1, 2, 8, 16, 33, 64])
+def test_errors_are_those_of_bf16(kernels, M, level, biases):
+    """Against the equation in float64 without any rounding, as torch's own products in bf16."""
+    if not takes_few(M, 5632, limits := device_limits(0)):
+        pytest.skip("too little shared memory")
+    problem = real(M, 2048, 5632, level, biases)
+    x, ffn = problem.x, problem.ffn
+    biases = [0 if b is None else b.double() for b in (ffn.b_gate, ffn.b_up, ffn.b_down)]
+    gate = x.double() @ ffn.w_gate.double().T + biases[0]
+    hidden = gate.relu() * (x.double() @ ffn.w_up.double().T + biases[1])
+    wanted = hidden @ ffn.w_down.double() + biases[2]
+    errors = [
+        ((found.double() - wanted).norm() / wanted.norm()).item()
+        for found in (few_ffn(kernels, limits, x, ffn), dense_ffn(x, ffn))
+    ]
+    assert errors[0] <= 1.3 * errors[1], errors
+
+
+# ---- in the routes of an export ----
+
+
+@pytest.mark.parametrize("route", ["twell", "portable"])
+def test_the_operator_takes_them(sources, route, monkeypatch):
+    """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, the long sequence."""
+    if route == "twell" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args[2].shape[0])
+        return few_ffn(*args, **kwargs)
+
+    monkeypatch.setattr(twell_ffn, "few_ffn", counted)
+    torch.manual_seed(0)
+    taken = [M for M in TOKENS if takes_few(M, 520, device_limits(0))]
+    for M in [*TOKENS, FEW_TOKENS + 1, 100]:
+        weights = whole(520, 128), whole(520, 128), whole(520, 128)
+        problem = Problem(whole(M, 128), FFN(*weights, None, None, None, 2.0))
+        for laid in (weights[2].t(), weights[2].t().contiguous()):
+            y = sparse_ffn(
+                problem.x, *weights[:2], laid, threshold=2.0, sources=sources, route=route
+            )
+            equal(y, problem.y, problem)
+    assert calls == [M for M in taken for _ in range(2)]
+
+
+def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_path):
+    """All kernels are there after the first call, also those that it does not need."""
+    if said := what_is_missing():
+        pytest.skip(said)
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    new = register_sources({name: text + b"\n// new\n" for name, text in FILES.items()})
+    weights = whole(96, 64), whole(96, 64), whole(64, 96)
+    ffn = FFN(*weights[:2], weights[2].t(), None, None, None, 0.0)
+    many, few = (Problem(whole(M, 64), ffn) for M in (300, 5))
+    sparse_ffn(many.x, *weights, sources=new, route="portable")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse_ffn(few.x, *weights, sources=new, route="portable")
+    graph.replay()
+    equal(y, few.y, few)
+
+
+def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
+    """Which it does where a GPU has too little shared memory for the others."""
+    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    monkeypatch.setattr(twell_ffn, "takes_few", lambda *sizes: False)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for seed in range(200):
+        problem = random_problem(random.Random(seed))
+        ffn = problem.ffn
+        for route in ("twell", "portable") if hopper else ("portable",):
+            y = sparse_ffn(
+                *(problem.x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up),
+                ffn.b_down,
+                threshold=ffn.threshold,
+                sources=sources,
+                route=route,
+            )
+            equal(y, Problem(problem.x, ffn).y, problem)
