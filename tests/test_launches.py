@@ -1,45 +1,26 @@
 """What is launched, without a GPU: the kernels' signatures, grids, and buffers large enough."""
 
 import functools
-import re
 
-import numpy as np
 import pytest
 import torch
+from launched import Launches, Map, kind_of, parameters
 from torch import Tensor
 
 from twellctl.bundle import twell_sequence
-from twellctl.bundle.twell_launch import ENTRY_FILES, Limits, _argument
+from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import (
-    FFN,
     HOPPER_KERNELS,
     PORTABLE_KERNELS,
     hopper_ffn,
     portable_ffn,
 )
-from twellctl.resources import resource_dir
+from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 A100 = Limits(108, 166912, 40 << 20, (8, 0))
 SHAPES = [(1, 64, 8), (10, 64, 96), (257, 128, 520), (300, 64, 16384)]
-
-
-class Map:
-    """Stands for a tensor map."""
-
-    def __init__(self, tensor, box_rows):
-        self.tensor, self.box_rows = tensor, box_rows
-
-
-class Launches:
-    """Stands for a KernelSet: keeps what is launched."""
-
-    def __init__(self):
-        self.made = []
-
-    def launch(self, name, grid, block, args, smem_bytes=0):
-        self.made.append((name, grid, block, tuple(args), smem_bytes))
 
 
 def problem(M: int, K: int, N: int, biases: bool) -> tuple[Tensor, FFN]:
@@ -60,29 +41,6 @@ def launches(M: int, K: int, N: int, *, portable: bool, biases: bool = True) -> 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
     monkeypatch.setattr(twell_sequence, "tensor_map", Map)
-
-
-def parameters(entry: str) -> list[str]:
-    """The types of a kernel's parameters, as its source has them."""
-    file = resource_dir("kernels") / ENTRY_FILES.get(entry, f"{entry}.cu")
-    if not file.exists():
-        pytest.skip(f"{file.name} is not written yet")
-    text = file.read_text().replace("\\\n", "\n")
-    called = "name" if file.name == "gate_pack.cu" else entry
-    (found, *_) = re.findall(rf'extern "C" __global__[^;{{]*?\b{called}\(([^)]*)\)', text)
-    kinds = {"TensorMap": "map", "long long": "int64", "float": "float", "int": "int"}
-    return [
-        "pointer" if "*" in parameter else next(k for name, k in kinds.items() if name in parameter)
-        for parameter in found.split(",")
-    ]
-
-
-def kind_of(argument: object) -> str:
-    if isinstance(argument, Map):
-        return "map"
-    if argument is None or isinstance(argument, Tensor):
-        return "pointer"
-    return {np.int32: "int", np.float32: "float", np.int64: "int64"}[type(_argument(argument))]
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
