@@ -5,6 +5,7 @@ import platform
 from typing import Any
 
 import torch
+from torch import nn
 
 from twellctl import __version__
 from twellctl.bundle.twell_nvrtc import find_nvrtc
@@ -63,6 +64,19 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         }
         versions["nvrtc"] = _nvrtc_version()
     return facts
+
+
+def model_facts(name: str, model: nn.Module) -> dict[str, Any]:
+    """Of the JSON: what `model`, a model of transformers or its body, is."""
+    config = model.config
+    return {
+        "name": name,
+        "type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layers": config.num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
 
 
 def device_name(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench_device import bench_device, device_facts
+from twellctl.bench_device import bench_device, device_facts, model_facts
 from twellctl.bench_results import DENSE, TWELL, Bench, Point
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
@@ -268,7 +268,7 @@ def _open(settings: ModelSettings, device: torch.device, note: Callable[[str], N
     ids = {tokens: random_ids(*settings.shape(tokens)) for tokens in settings.tokens}
     # whole sequences: the first tokens of each attend to so few that they become alike
     counted = random_ids(max(1, COUNTED_TOKENS // settings.seq_len), settings.seq_len)
-    return Subject(body, ids, counted, None, _described("random Llama", body))
+    return Subject(body, ids, counted, None, model_facts("random Llama", body))
 
 
 def _open_model(
@@ -309,17 +309,5 @@ def _open_model(
         ids=ids,
         counted=most[: max(1, COUNTED_TOKENS // most.shape[1])],
         numbers=numbers,
-        described=_described(checkpoint.name, body),
+        described=model_facts(checkpoint.name, body),
     )
-
-
-def _described(name: str, body: nn.Module) -> dict[str, Any]:
-    config = body.config
-    return {
-        "name": name,
-        "type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "layers": config.num_hidden_layers,
-        "parameters": sum(parameter.numel() for parameter in body.parameters()),
-    }

@@ -1,4 +1,4 @@
-"""twellctl bench ...: the two commands that measure speed, and their options. No torch here."""
+"""twellctl bench ...: the commands that measure speed, and their options. No torch here."""
 
 import contextlib
 import json as json_text
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import ui, ui_bench
+from twellctl import ui, ui_bench, ui_bench_decode
 from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense form, on this GPU.")
@@ -196,16 +196,102 @@ def model(
     _show(_measured(bench_model, settings), json)
 
 
+@app.command("decode")
+def decode(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A ReLU model folder, like an export; with --data."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text for MODEL's prompts: jsonl, txt or parquet files, or folders."),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Rows of a step, 1 to 64. Repeatable. [default: 1, 16; with --ffn 1, 4, 16, 64]"
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens after it; the last four fifths of the steps count.")
+    ] = 160,
+    generate_static: Annotated[
+        bool,
+        typer.Option(
+            "--generate-static",
+            help="transformers' generate with a static cache and torch.compile, too; that takes "
+            "minutes.",
+        ),
+    ] = False,
+    ffn: Annotated[
+        bool,
+        typer.Option("--ffn", help="One FFN alone, in place of a model; none of the above."),
+    ] = False,
+    layers: Annotated[int, typer.Option(help="Of the random model, as all below it.")] = 28,
+    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
+    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
+    heads: Annotated[int, typer.Option(help="Heads of attention.")] = 32,
+    vocabulary: Annotated[int, typer.Option(help="Tokens it knows.")] = 49152,
+    density: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Share of the neurons that fire in the first layer. Repeatable. [default: 0.02; "
+            "with --ffn 0.005, 0.05]"
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Of --ffn: samples of each form.")] = 11,
+    seed: Seed = 0,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Token by token: a whole model dense and over TwELL.
+
+    Both in the engine of serve-local, the dense form over kernels of its own for few tokens;
+    transformers' generate beside them. All continue the same prompts greedily in one run, and the
+    medians of the last steps count. Without MODEL it is a random Llama. Beside each figure stands
+    its floor: the bytes that a step must read, at the speed at which this device copies.
+    """
+    given: dict[str, Any] = {"batches": tuple(batch or ()), "densities": tuple(density or ())}
+    given = {name: values for name, values in given.items() if values}
+    given |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    given |= {"seed": seed, "device": device}
+    if ffn:
+        if model is not None or data:
+            raise UsageError("--ffn measures an FFN made here: leave out MODEL and --data")
+        from twellctl.bench_decode_ffn import DecodeFfnSettings, bench_decode_ffn
+
+        found = _measured(bench_decode_ffn, DecodeFfnSettings(rounds=rounds, **given))
+        _show(found, json, ui_bench_decode.ffn_decoded)
+        return
+    from twellctl.bench_decode import DecodeSettings, bench_decode
+
+    settings = DecodeSettings(
+        model=model,
+        data=tuple(data or ()),
+        text_column=text_column,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        generate_static=generate_static,
+        layers=layers,
+        heads=heads,
+        vocabulary=vocabulary,
+        **given,
+    )
+    _show(_measured(bench_decode, settings), json, ui_bench_decode.decoded)
+
+
 def _measured(bench: Callable[..., Any], settings: Any) -> Any:
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
         return bench(settings, note=ui.note, progress=progress)
 
 
-def _show(found: Any, json: bool) -> None:
+def _show(found: Any, json: bool, screen: Callable[[Any], None] = ui_bench.benched) -> None:
     if json:
         print(json_text.dumps(found.to_json(), indent=2, allow_nan=False))
     else:
-        ui_bench.benched(found)
+        screen(found)
     if found.wrong:
         raise TwellError("; ".join(found.wrong))

@@ -7,14 +7,19 @@ from twellctl import ui
 
 def benched(found: Any) -> None:
     """The figures of a `Bench`."""
-    versions = found.facts["versions"]
-    named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
-    listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
-    ui.say(f"{found.facts['device']}; {listed}")
+    benched_on(found.facts)
     for point in found.points:
         _table(point)
     for text in found.sentences:
         ui.say(text)
+
+
+def benched_on(facts: dict[str, Any]) -> None:
+    """The device, and versions of what makes its code."""
+    versions = facts["versions"]
+    named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
+    listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
+    ui.say(f"{facts['device']}; {listed}")
 
 
 def _table(point: Any) -> None:

@@ -1,0 +1,435 @@
+"""bench decode on the CPU: tiny models and FFNs, its floors, its JSON, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from twellctl import bench_decode as module
+from twellctl import bench_decode_runs as runs
+from twellctl.bench_decode import DecodeSettings, bench_decode
+from twellctl.bench_decode_forms import (
+    copy_bandwidth,
+    few_weights,
+    ffn_bytes,
+    step_bytes,
+    torch_ffn,
+    weights_of,
+)
+from twellctl.bench_decode_judge import judge
+from twellctl.bench_decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench_results import DENSE, TWELL
+from twellctl.bundle.twell_model import gated_ffns, set_thresholds
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
+from twellctl.firing import FiredMeter
+from twellctl.profile import profile
+from twellctl.synthetic import make_body, with_head
+
+TINY = {
+    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "layers": 2, "hidden_size": 256,
+    "intermediate_size": 512, "heads": 4, "vocabulary": 4096, "device": "cpu",
+}  # fmt: skip
+NO_GPU = "the decode kernels need an NVIDIA GPU"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _less(monkeypatch):
+    """Fewer tokens are counted, and less is copied."""
+    monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench_decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+
+
+class BothForms(HFDecoder):
+    """Stands in for the decoder over kernels, where there is no GPU."""
+
+    @staticmethod
+    def why_not(model):
+        return None
+
+    def __init__(self, model, sparse: bool = True):
+        super().__init__(model)
+
+
+@pytest.fixture
+def both_forms(monkeypatch):
+    monkeypatch.setattr(runs, "KernelDecoder", BothForms)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A random Llama of which a third of the neurons fire, float32."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"K": 128, "N": 256, "layers": 2, "heads": 2, "vocabulary": 1000, "context": 256}
+    body = make_body(**sizes, density=0.3, dtype=torch.float32, generator=generator)
+    return with_head(body, generator)
+
+
+# ---- whole models ----
+
+
+def test_what_can_be_run_is_measured():
+    found = bench_decode(DecodeSettings(**TINY, generate_static=True)).to_json()
+    (model,) = found["models"]
+    assert model["without_twell"] == NO_GPU
+    assert model["model"]["layers"] == 2
+    assert [point["batch"] for point in model["points"]] == [1, 3]
+    for point in model["points"]:
+        assert list(point["forms"]) == ["generate", "generate static", "dense"]
+        assert point["skipped"] == {}
+        assert list(point["ffn_ms"]) == ["dense eager"]
+        for form in point["forms"].values():
+            assert form["steps"] == 12
+            assert form["ms_p10"] <= form["ms"] <= form["ms_p90"]
+            assert form["steps_per_second"] == pytest.approx(1000 / form["ms"])
+            assert form["tokens_per_second"] == pytest.approx(
+                point["batch"] * form["steps_per_second"]
+            )
+            assert form["density"] == pytest.approx(0.02, rel=0.5)
+            assert 0 <= form["shortfall"] < 0.1
+            assert form["of_floor"] == pytest.approx(
+                form["steps_per_second"] / form["floor_steps_per_second"]
+            )
+    (said,) = found["sentences"]
+    assert said.startswith("on this CPU this model (random, 2 layers, ")
+    assert said.endswith(f" in its dense form; TwELL was not run: {NO_GPU}")
+    json.dumps(found, allow_nan=False)
+
+
+def test_twell_is_measured_against_the_dense_form(both_forms):
+    found = bench_decode(DecodeSettings(**TINY | {"densities": (0.02, 0.1)}))
+    assert found.wrong == []
+    assert [model.described["density_asked"] for model in found.models] == [0.02, 0.1]
+    for model in found.to_json()["models"]:
+        assert model["without_twell"] is None
+        one, three = model["points"]
+        for point in (one, three):
+            assert list(point["forms"]) == ["generate", "dense", "twell"]
+            twell, dense = point["forms"]["twell"], point["forms"]["dense"]
+            assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
+            assert dense["over_dense"] == 1
+            assert twell["floor_bytes"] < dense["floor_bytes"]
+            # the same tokens: float noise apart they fire alike
+            assert twell["density"] == pytest.approx(dense["density"], rel=0.05)
+        assert one["forms"]["twell"]["union"] == pytest.approx(one["forms"]["twell"]["density"])
+        assert three["forms"]["twell"]["union"] > 2 * one["forms"]["twell"]["density"]
+    said = found.sentences[0]
+    assert " its dense form at batch 1: " in said
+    assert " its dense form at batch 3: " in said
+    assert said.endswith(" steps/s")
+
+
+def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
+    class Wrong(BothForms):
+        def __init__(self, model, sparse: bool = True):
+            super().__init__(model)
+            self._sparse = sparse
+
+        def step(self, *inputs):
+            logits, fired = super().step(*inputs)
+            return logits.roll(1, -1) if self._sparse else logits, fired
+
+    monkeypatch.setattr(runs, "KernelDecoder", Wrong)
+    words = ("--layers", 2, "--hidden-size", 256, "--intermediate-size", 512, "--heads", 4)
+    words += ("--vocabulary", 4096, "--prompt-tokens", 16, "--new-tokens", 15, "--device", "cpu")
+    code, out, err = cli("bench", "decode", *words, "--batch", 1)
+    assert code == 1
+    assert "generate" in out
+    assert "twell chose a token" in err[-1]
+    assert "standard deviations of the logits below the likeliest at batch 1" in err[-1]
+
+
+def test_generate_may_fail_and_the_engine_may_not(monkeypatch):
+    def fail(*inputs, **settings):
+        raise ValueError("no such cache\nat all")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.LlamaForCausalLM.generate", fail)
+        found = bench_decode(DecodeSettings(**TINY)).to_json()
+    for point in found["models"][0]["points"]:
+        assert list(point["forms"]) == ["dense"]
+        assert point["skipped"] == {"generate": "no such cache"}
+    monkeypatch.setattr(HFDecoder, "step", fail)
+    with pytest.raises(TwellError, match="dense failed at batch 1: ValueError: no such cache"):
+        bench_decode(DecodeSettings(**TINY))
+
+
+def test_rows_that_are_alike_are_refused(monkeypatch):
+    drawn = torch.randint
+
+    def alike(high, size, **more):
+        made = drawn(high, size, **more)
+        return made[:1].expand(size).contiguous() if size[1] == 16 else made
+
+    monkeypatch.setattr(torch, "randint", alike)
+    with pytest.raises(TwellError, match=r"the 3 rows of a step fire only .*: so little is not"):
+        bench_decode(DecodeSettings(**TINY))
+
+
+def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_path):
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32, threshold=0.1)
+    export(relu_llama, tmp_path / "export", profile=measured)
+    words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
+    words += ("--device", "cpu")
+    code, out, err = cli("bench", "decode", tmp_path / "export", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["command"] == "bench decode"
+    assert found["bandwidth_gb_s"] > 0
+    (point,) = found["models"][0]["points"]
+    assert point["forms"]["dense"]["density"] == pytest.approx(measured.density, rel=0.3)
+    assert found["sentences"][0].startswith("on this CPU this model (")
+    code, out, _ = cli("bench", "decode", tmp_path / "export", *words)
+    assert code == 0
+    assert "batch 2; medians of 16 steps; floor in steps/s" in out
+    assert "the FFNs of a step alone: dense eager " in out
+    assert out.splitlines()[-1].endswith(NO_GPU)
+
+
+def test_one_sequence_at_a_time_is_told(make_model, text_file, monkeypatch):
+    monkeypatch.setattr(runs, "open_decoder", LoneDecoder)
+    model = str(make_model("llama", hidden_act="relu"))
+    settings = TINY | {"model": model, "data": (str(text_file),)}
+    assert bench_decode(DecodeSettings(**settings | {"batches": (1,)})).models[0].points
+    with pytest.raises(UsageError, match=r"batch must be 1 to 1 for .*model, got 3"):
+        bench_decode(DecodeSettings(**settings))
+
+
+def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("def f(): pass\n" * 4)
+    for settings, sentence in [
+        ({"model": str(relu_llama)}, "give --data FILE with it, or neither"),
+        ({"batches": (0,)}, "batch must be 1 to 64, got 0"),
+        ({"batches": (1, 65)}, "batch must be 1 to 64, got 65"),
+        ({"prompt_tokens": 0}, "prompt-tokens must be >= 1, got 0"),
+        ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
+        ({"layers": 0}, "layers must be >= 1"),
+        ({"heads": 3}, "hidden-size must be a multiple of twice the heads, got 256 for 3"),
+        ({"densities": (0.0,)}, "density must lie above 0"),
+        (
+            {"batches": (64,), "densities": (0.3,)},
+            "new-tokens must be more for 64 rows, of 15 steps all went together in 0",
+        ),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            bench_decode(DecodeSettings(**TINY | settings))
+    real = TINY | {"data": (str(text_file),)}
+    with pytest.raises(TwellError, match="is a SiLU model"):
+        bench_decode(DecodeSettings(**real | {"model": str(silu_llama)}))
+    long = real | {"model": str(relu_llama), "new_tokens": 250}
+    with pytest.raises(UsageError, match="must be 256 at most together, the context, got 16 and"):
+        bench_decode(DecodeSettings(**long))
+    little = TINY | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
+    with pytest.raises(TwellError, match=r"prompts of 16 tokens, not 64: give more text"):
+        bench_decode(DecodeSettings(**little))
+    code, _, err = cli("bench", "decode", relu_llama, "--ffn")
+    assert (code, len(err)) == (2, 1)
+    assert "leave out MODEL and --data" in err[0]
+
+
+def test_without_a_gpu_only_the_cpu_is_tried(cli, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words in ((), ("--ffn",)):
+        code, out, err = cli("bench", "decode", *words)
+        assert (code, out, len(err)) == (1, "", 1)
+        assert "--device cpu runs tiny" in err[0]
+
+
+# ---- the judge ----
+
+
+def test_the_judge_counts_what_fires_in_the_last_steps(tiny):
+    torch.manual_seed(0)
+    prompts, tokens = torch.randint(1000, (3, 5)).tolist(), torch.randint(1000, (3, 8)).tolist()
+    found = judge(tiny, prompts, tokens, 4)
+    seen: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad(), FiredMeter(tiny, lambda i, _, active: seen[i].append(active[-4:] != 0)):
+        for prompt, made in zip(prompts, tokens, strict=True):
+            tiny(torch.tensor([prompt + made[:-1]]))
+    fired = torch.stack([torch.stack(rows) for rows in seen]).float()  # [L, rows, steps, N]
+    assert found.densities == pytest.approx(fired.mean((1, 2, 3)).tolist())
+    assert found.unions == pytest.approx(fired.amax(1).mean((1, 2)).tolist())
+    assert [list(inputs.shape) for inputs in found.ffn_inputs] == [[3, 128]] * 2
+    assert found.most_alike.expected == pytest.approx(1 - (1 - found.densities[0]) ** 3, rel=0.2)
+
+
+def test_the_judge_knows_greedy_tokens_from_others(tiny):
+    prompt = [1, 2, 3]
+    ids = torch.tensor([prompt])
+    made = tiny.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert judge(tiny, [prompt], [made], 3).shortfall < 1e-4
+    for place in (0, 5):
+        other = [(token + 1) % 1000 if i == place else token for i, token in enumerate(made)]
+        assert judge(tiny, [prompt], [other], 3).shortfall > 0.5
+
+
+def test_a_judge_of_nan_says_so(tiny):
+    model = with_head(tiny.model, torch.Generator().manual_seed(1))
+    model.lm_head.weight[7] = torch.nan
+    assert not judge(model, [[1], [2]], [[3, 4], [5, 6]], 2).shortfall <= 1
+
+
+# ---- floors ----
+
+
+def test_the_floor_of_an_ffn():
+    assert ffn_bytes(2048, 5632, 2) == 3 * 2048 * 5632 * 2
+    assert ffn_bytes(2048, 5632, 2, 0.0) == 2048 * 5632 * 2
+    assert ffn_bytes(1000, 200, 4, 0.25) == 1000 * 200 * 4 * 1.5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_floor_of_a_step(tied):
+    """1.5B as in the issue: 3.08 GB dense; of what is tied the embeddings are the head."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=1000, hidden_act="relu", tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    attention, norms = 64 * (64 + 32 + 32 + 64), 2 * 64
+    others = 3 * (attention + norms) + 64 + 1000 * 64 + (0 if tied else 5 * 64)
+    dense = others + 3 * 3 * 64 * 192
+    assert step_bytes(model, None, 5, 0, 0) == 2 * dense
+    assert step_bytes(model, None, 5, 100, 7) == 2 * dense + 5 * 100 * 7
+    sparse = others + 64 * 192 * (3 + 2 * (0.5 + 0.25 + 0.0))
+    assert step_bytes(model, (0.5, 0.25, 0.0), 5, 0, 0) == 2 * sparse
+
+
+def test_copies_have_a_bandwidth():
+    assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e13
+
+
+# ---- results ----
+
+
+def form(name: str, seconds: float, **more) -> DecodeForm:
+    facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
+    facts |= {"floor_seconds": 0.0005, "kind": TWELL if name == "twell" else DENSE} | more
+    return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)
+
+
+def bench(*points: DecodePoint, device: str = "NVIDIA H200", without: str | None = None):
+    model = DecodeModel("this model", {}, points, without)
+    return DecodeBench({"device": device}, {}, 4e12, (model,))
+
+
+def test_the_sentence_tells_ratio_and_steps():
+    points = [
+        DecodePoint(
+            1, (form("generate", 0.04), form("dense", 0.001), form("twell", 0.0007)), {}, {}
+        ),
+        DecodePoint(16, (form("dense", 0.001), form("twell", 0.00125)), {}, {}),
+    ]
+    assert bench(*points).sentences == [
+        "on this GPU this model decodes 1.43x faster than its dense form at batch 1: 1429 steps/s; "
+        "0.80x as fast as its dense form at batch 16: 800 steps/s"
+    ]
+    said = bench(DecodePoint(1, (form("dense", 0.001),), {}, {}), device="CPU", without="no GPU")
+    assert said.sentences == [
+        "on this CPU this model decodes at 1000 steps/s at batch 1 in its dense form; TwELL was "
+        "not run: no GPU"
+    ]
+
+
+@pytest.mark.parametrize("shortfall", [0.3, float("nan")])
+def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
+    point = DecodePoint(1, (form("dense", 0.1), form("twell", 0.1, shortfall=shortfall)), {}, {})
+    (words,) = bench(point).wrong
+    assert words.startswith("twell chose a token ")
+    json.dumps(bench(point).to_json())
+    assert bench(DecodePoint(1, (form("dense", 0.1, shortfall=0.2),), {}, {})).wrong == []
+
+
+def test_json_holds_everything():
+    ffn = {"dense eager": 0.001}
+    point = DecodePoint(2, (form("dense", 0.001), form("twell", 0.0005)), ffn, {"generate": "no"})
+    saved = bench(point).to_json()
+    assert (saved["schema_version"], saved["bandwidth_gb_s"]) == (1, 4000)
+    (told,) = saved["models"][0]["points"]
+    assert (told["ffn_ms"], told["skipped"]) == ({"dense eager": 1.0}, {"generate": "no"})
+    assert set(told["forms"]["twell"]) == {
+        "kind", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90", "steps",
+        "over_dense", "density", "union", "shortfall", "floor_bytes", "floor_steps_per_second",
+        "of_floor",
+    }  # fmt: skip
+    assert told["forms"]["twell"]["over_dense"] == 2
+    assert told["forms"]["twell"]["tokens_per_second"] == 4000
+    assert told["forms"]["twell"]["of_floor"] == 1
+
+
+# ---- the FFN alone ----
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_weights_of_a_model_compute_its_ffn(make_model, family):
+    model = AutoModelForCausalLM.from_pretrained(make_model(family, hidden_act="relu"))
+    set_thresholds(model, [0.25, 0.0])
+    x = torch.randn(5, 32)
+    for ffn in gated_ffns(model):
+        weights = weights_of(ffn)
+        with torch.no_grad():
+            torch.testing.assert_close(torch_ffn(x, weights), ffn(x))
+        assert weights.ffn.w_down.is_contiguous()
+        assert weights.down.is_contiguous()
+
+
+def test_either_layout_of_down_is_taken():
+    w_gate, w_up, w_down = torch.randn(24, 16), torch.randn(24, 16), torch.randn(16, 24)
+    turned = w_down.t().contiguous().t()
+    for given in (w_down, turned):
+        weights = few_weights(w_gate, w_up, given, None, None, None)
+        assert torch.equal(weights.down, w_down)
+        assert torch.equal(weights.ffn.w_down, w_down.t())
+        assert weights.down.is_contiguous()
+        assert weights.ffn.w_down.is_contiguous()
+
+
+def test_one_ffn_alone(cli):
+    words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
+    words += ("--device", "cpu", "--batch", "1", "--batch", "16", "--density", "0.05")
+    code, out, err = cli("bench", "decode", "--ffn", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["command"] == "bench decode --ffn"
+    assert [point["tokens"] for point in found["points"]] == [1, 16]
+    for point in found["points"]:
+        assert list(point["candidates"]) == ["dense eager", "twell plain"]
+        assert all(0 < c["error"] < 0.01 for c in point["candidates"].values())
+        assert point["floor_bytes"]["dense"] == 3 * 512 * 1024 * 2
+        union = point["fired_for_some_token"]
+        assert point["floor_bytes"]["twell"] == pytest.approx(512 * 1024 * 2 * (1 + 2 * union))
+        assert point["floor_ms"]["dense"] == pytest.approx(
+            point["floor_bytes"]["dense"] / found["bandwidth_gb_s"] / 1e6
+        )
+    one, many = found["points"]
+    assert one["fired_for_some_token"] == pytest.approx(one["density"])
+    assert many["fired_for_some_token"] == pytest.approx(1 - 0.95**16, rel=0.15)
+    code, out, _ = cli("bench", "decode", "--ffn", *words)
+    assert code == 0
+    assert "batch 16, density " in out
+    assert "over fastest dense" in out
+    assert out.splitlines()[-1].startswith("on this CPU this FFN of 512 x 1024 at 5.00% density is")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--hidden-size", "100"], "hidden-size must be a multiple of 64, got 100"),
+        (["--batch", "65"], "batch must be 1 to 64, got 65"),
+        (["--density", "2"], "density must lie above 0 and be at most 1, got 2"),
+        (["--rounds", "0"], "rounds must be >= 1, got 0"),
+    ],
+)
+def test_bad_ffns_are_refused(cli, words, sentence):
+    code, out, err = cli("bench", "decode", "--ffn", *words)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert sentence in err[0]

@@ -1,0 +1,330 @@
+"""twellctl bench decode: token by token, a whole model dense and over TwELL in the same engine.
+
+Besides them transformers' own generate. The model is one of the user's with prompts from real text,
+or a random ReLU Llama made here (`twellctl.synthetic`). Each form continues the same prompts
+greedily, and what counts is the median of the last steps, sampling included. The floor of a form is
+what must be read in a step, at the speed at which this device copies.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twellctl.bench_decode_forms import (
+    copy_bandwidth,
+    few_forms,
+    step_bytes,
+    weights_of,
+    why_no_few,
+)
+from twellctl.bench_decode_judge import Judged, judge
+from twellctl.bench_decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench_decode_runs import ModelForm, OpenForm, forms_of
+from twellctl.bench_device import bench_device, device_facts, model_facts
+from twellctl.bench_results import DENSE, TWELL
+from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_few import FEW_TOKENS
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.data import read_texts, spread_windows, token_stream
+from twellctl.errors import TwellError, UsageError
+from twellctl.firing import count_layers
+from twellctl.machine import line
+from twellctl.model import load_model, load_tokenizer
+from twellctl.synthetic import EVEN, check_union, make_body, with_head
+from twellctl.timing import Timer, by_turns
+
+CONTEXT = 2048  # of the random model, at least
+COUNTED_TOKENS = 32768
+FFN_SAMPLES = 5
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """What to measure: `model` on prompts from `data`, or without them a random Llama a density.
+
+    `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
+    count.
+    """
+
+    model: str | None = None
+    data: tuple[str, ...] = ()
+    text_column: str = "text"
+    batches: tuple[int, ...] = (1, 16)
+    prompt_tokens: int = 64
+    new_tokens: int = 160
+    generate_static: bool = False
+    layers: int = 28
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    heads: int = 32
+    vocabulary: int = 49152
+    densities: tuple[float, ...] = (0.02,)
+    seed: int = 0
+    device: str | None = None
+
+    @property
+    def timed_steps(self) -> int:
+        return self.new_tokens * 4 // 5
+
+    def check(self) -> None:
+        """`UsageError` for what makes no sense, before any work."""
+        if (self.model is None) != (not self.data):
+            raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
+        if bad := [batch for batch in self.batches if not 1 <= batch <= FEW_TOKENS]:
+            raise UsageError(f"batch must be 1 to {FEW_TOKENS}, got {bad[0]}")
+        if self.prompt_tokens < 1:
+            raise UsageError(f"prompt-tokens must be >= 1, got {self.prompt_tokens}")
+        if self.new_tokens < 10:
+            raise UsageError(f"new-tokens must be >= 10, got {self.new_tokens}")
+        for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', '-')} must be >= 1")
+        if self.hidden_size % (2 * self.heads):
+            raise UsageError(
+                f"hidden-size must be a multiple of twice the heads, got {self.hidden_size} "
+                f"for {self.heads}"
+            )
+        for density in self.densities:
+            EVEN.check(density)
+
+
+def bench_decode(
+    settings: DecodeSettings,
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DecodeBench:
+    """Measure each model at each batch size; `note` is told what comes. Raises `TwellError`."""
+    settings.check()
+    device = bench_device(settings.device)
+    with torch.no_grad():
+        note("the device's copy bandwidth")
+        bandwidth = copy_bandwidth(device)
+        models = tuple(
+            _measured(settings, subject, bandwidth, note, progress)
+            for subject in _subjects(settings, device, note)
+        )
+    return DecodeBench(device_facts(device), asdict(settings), bandwidth, models)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and prompts for the largest batch; `synthetic` rows must not flatter TwELL."""
+
+    model: PreTrainedModel
+    prompts: list[list[int]]
+    described: dict[str, Any]
+    synthetic: bool
+
+
+def _subjects(
+    settings: DecodeSettings, device: torch.device, note: Callable[[str], None]
+) -> Iterator[Subject]:
+    if settings.model is not None:
+        yield _open_model(settings, open_checkpoint(settings.model), device, note)
+    else:
+        for density in settings.densities:
+            yield _make_model(settings, density, device, note)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One form at one batch size, before its floor is known."""
+
+    form: ModelForm
+    batch: int
+    step_seconds: tuple[float, ...]
+    judged: Judged
+
+
+def _measured(
+    settings: DecodeSettings,
+    subject: Subject,
+    bandwidth: float,
+    note: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> DecodeModel:
+    model, batches = subject.model, settings.batches
+    forms, without_twell = forms_of(model, max(batches), static=settings.generate_static)
+    taken: list[_Taken] = []
+    skipped: dict[int, dict[str, str]] = {batch: {} for batch in batches}
+    cache_bytes = 0
+    for number, form in enumerate(forms):
+        progress(number, len(forms))
+        cache_bytes = max(cache_bytes, _run(form, settings, subject, taken, skipped, note))
+    note("the FFNs alone")
+    ffn_seconds = _ffn_seconds(model, {t.batch: t.judged for t in taken})
+    position = settings.prompt_tokens + settings.new_tokens - settings.timed_steps // 2
+
+    def measured(t: _Taken) -> DecodeForm:
+        unions = t.judged.unions if t.form.kind == TWELL else None
+        floor = step_bytes(model, unions, t.batch, position, cache_bytes)
+        return DecodeForm(
+            t.form.name,
+            t.form.kind,
+            t.step_seconds,
+            t.judged.density,
+            t.judged.union,
+            t.judged.shortfall,
+            floor,
+            floor / bandwidth,
+        )
+
+    points = tuple(
+        DecodePoint(
+            batch,
+            tuple(measured(t) for t in taken if t.batch == batch),
+            ffn_seconds[batch],
+            skipped[batch],
+        )
+        for batch in batches
+    )
+    density = points[0].forms[-1].density
+    random = f"random, {settings.layers} layers, " if subject.synthetic else ""
+    what = f"this model ({random}{density:.2%} of the neurons fire)"
+    return DecodeModel(what, subject.described, points, without_twell)
+
+
+def _run(
+    form: ModelForm,
+    settings: DecodeSettings,
+    subject: Subject,
+    taken: list[_Taken],
+    skipped: dict[int, dict[str, str]],
+    note: Callable[[str], None],
+) -> int:
+    """Add what was `taken` of a form at each batch size; its bytes of cache a token."""
+    left = list(settings.batches)
+    try:
+        note(f"{form.name}: preparing")
+        with form.open() as opened:
+            while left:
+                note(f"{form.name}: batch {left[0]}")
+                taken.append(_run_batch(form, opened, left[0], settings, subject))
+                left.pop(0)
+            return opened.cache_bytes
+    except TwellError:
+        raise
+    except Exception as error:  # whatever a compiler, an allocator or the engine may say
+        if not form.may_fail:
+            raise TwellError(f"{form.name} failed at batch {left[0]}: {line(error)}") from error
+        note(f"{form.name} is left out: {line(error)}")
+        for batch in left:
+            skipped[batch][form.name] = line(error)
+        return 0
+
+
+def _run_batch(
+    form: ModelForm, opened: OpenForm, batch: int, settings: DecodeSettings, subject: Subject
+) -> _Taken:
+    if opened.most_rows is not None and batch > opened.most_rows:
+        raise UsageError(
+            f"batch must be 1 to {opened.most_rows} for {subject.described['name']}, got {batch}"
+        )
+    prompts = subject.prompts[:batch]
+    opened.run(prompts, opened.warm_up_tokens or settings.new_tokens)
+    done = opened.run(prompts, settings.new_tokens)
+    steps = tuple(done.step_seconds[-settings.timed_steps :])
+    if len(steps) < settings.timed_steps // 2:  # rows begin one after the other
+        raise UsageError(
+            f"new-tokens must be more for {batch} rows, of {settings.new_tokens} steps all went "
+            f"together in {len(steps)}"
+        )
+    judged = judge(subject.model, prompts, done.tokens, settings.timed_steps)
+    if subject.synthetic and (alike := judged.most_alike).too_small:
+        raise TwellError(
+            f"the {batch} rows of a step fire only {alike.fired:.1%} of the neurons together, "
+            f"where independent ones fire {alike.expected:.1%}: so little is not measured; take "
+            "another --seed or a larger --vocabulary, or a real model"
+        )
+    return _Taken(form, batch, steps, judged)
+
+
+def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:
+    """By batch and form: the FFNs of all layers, on the inputs of the last step."""
+    weights = [weights_of(ffn) for ffn in gated_ffns(model)]
+    found: dict[int, dict[str, float]] = {}
+    for batch, text in judged.items():
+        with_kernels = why_no_few(batch, weights[0].ffn.N, model.device) is None
+        timers = {
+            name: Timer(
+                lambda number, form=form, inputs=text.ffn_inputs: form(
+                    inputs[number], weights[number]
+                ),
+                len(weights),
+                model.device,
+                graphed=True,
+            )
+            for name, (kind, form) in few_forms(model.device, with_kernels).items()
+            if with_kernels or kind == DENSE
+        }
+        samples = by_turns(timers, FFN_SAMPLES, lambda done, total: None)
+        found[batch] = {name: len(weights) * median(taken) for name, taken in samples.items()}
+    return found
+
+
+def _make_model(
+    settings: DecodeSettings, density: float, device: torch.device, note: Callable[[str], None]
+) -> Subject:
+    note(f"making a random Llama of {settings.layers} layers")
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    context = max(CONTEXT, settings.prompt_tokens + settings.new_tokens)
+    body = make_body(
+        K=settings.hidden_size,
+        N=settings.intermediate_size,
+        layers=settings.layers,
+        heads=settings.heads,
+        vocabulary=settings.vocabulary,
+        context=context,
+        density=density,
+        dtype=DTYPE,
+        generator=generator,
+    )
+
+    def random_ids(*size: int) -> Tensor:
+        return torch.randint(settings.vocabulary, size, generator=generator, device=device)
+
+    for union in count_layers(body, random_ids(max(1, COUNTED_TOKENS // context), context), TILE)[
+        1
+    ]:
+        check_union(union)
+    model = with_head(body, generator)
+    prompts = random_ids(max(settings.batches), settings.prompt_tokens).tolist()
+    described = model_facts("random Llama", model) | {"density_asked": density}
+    return Subject(model, prompts, described, synthetic=True)
+
+
+def _open_model(
+    settings: DecodeSettings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> Subject:
+    checkpoint.require_relu()
+    length = settings.prompt_tokens + settings.new_tokens
+    context = checkpoint.config.get("max_position_embeddings") or length
+    if length > context:
+        raise UsageError(
+            f"prompt-tokens and new-tokens must be {context} at most together, the context, got "
+            f"{settings.prompt_tokens} and {settings.new_tokens}"
+        )
+    tokenizer = load_tokenizer(checkpoint)
+    texts = read_texts(list(settings.data), settings.text_column, tokenizer)
+    stream = token_stream(texts, tokenizer, checkpoint.config.get("vocab_size"))
+    count = max(settings.batches)
+    prompts = spread_windows(stream, count, settings.prompt_tokens)
+    if len(prompts) < count:
+        raise TwellError(
+            f"the text holds {len(prompts)} prompts of {settings.prompt_tokens} tokens, not "
+            f"{count}: give more text, or a smaller --batch"
+        )
+    note(f"loading {checkpoint.name}")
+    model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
+    described = model_facts(checkpoint.name, model)
+    return Subject(model, prompts.tolist(), described, synthetic=False)

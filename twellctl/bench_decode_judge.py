@@ -1,0 +1,102 @@
+"""What a decoded text looks like to the model itself: read once, whole, by its stock form.
+
+So every form of a decode bench is judged alike: how far a chosen token fell short of the likeliest
+one, and which neurons fired in its steps, for one row and for all rows of a step together.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.firing import FiredMeter, Union
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Of the last steps of some rows, by layer; `shortfall` of all their tokens.
+
+    `densities`: the mean share of neurons that fired for a row; `unions`: for some row of a step.
+    `ffn_inputs` are those of the last step, `[B, K]` each. `shortfall`: how far the logit of a
+    chosen token lay below the largest, at most, in standard deviations of the logits.
+    """
+
+    rows: int
+    densities: tuple[float, ...]
+    unions: tuple[float, ...]
+    shortfall: float
+    ffn_inputs: tuple[Tensor, ...]
+
+    @property
+    def density(self) -> float:
+        return sum(self.densities) / len(self.densities)
+
+    @property
+    def union(self) -> float:
+        return sum(self.unions) / len(self.unions)
+
+    @property
+    def most_alike(self) -> Union:
+        """The layer in which rows shared most neurons, beside rows that fire independently."""
+        found = [
+            Union(self.rows, union, 1 - (1 - density) ** self.rows)
+            for density, union in zip(self.densities, self.unions, strict=True)
+        ]
+        return min(found, key=lambda union: union.fired / (union.expected or 1))
+
+
+@torch.no_grad()
+def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], last: int) -> Judged:
+    """`tokens` after `prompts`, as many for each; of what fired, the `last` steps count."""
+    ffns = gated_ffns(model)
+    shares = torch.zeros(len(ffns), dtype=torch.float64, device=model.device)
+    fired_for_some: list[Tensor | None] = [None] * len(ffns)
+
+    def count(layer: int, gate: Tensor, active: Tensor) -> None:
+        fired = active[-last:] != 0
+        shares[layer] += fired.double().mean()
+        before = fired_for_some[layer]
+        fired_for_some[layer] = fired if before is None else before | fired
+
+    shortfall = torch.zeros((), device=model.device)
+    with _last_inputs(ffns) as inputs, FiredMeter(model, count):
+        for prompt, made in zip(prompts, tokens, strict=True):
+            ids = torch.tensor([prompt + made[:-1]], device=model.device)
+            done = model(input_ids=ids, use_cache=False, logits_to_keep=len(made))
+            # not max(): that of a NaN must be one
+            shortfall = torch.maximum(shortfall, _shortfall(done.logits[0].float(), made))
+    return Judged(
+        rows=len(prompts),
+        densities=tuple((shares / len(prompts)).tolist()),
+        unions=tuple(float(fired.float().mean()) for fired in fired_for_some),
+        shortfall=float(shortfall),
+        ffn_inputs=tuple(torch.stack(rows) for rows in inputs),
+    )
+
+
+def _shortfall(logits: Tensor, chosen: list[int]) -> Tensor:
+    """Of `chosen` `[S]` by logits `[S, V]`, the largest."""
+    ids = torch.tensor(chosen, device=logits.device)
+    below = logits.amax(-1) - logits.gather(-1, ids[:, None])[:, 0]
+    return (below / logits.std(-1)).max()
+
+
+@contextmanager
+def _last_inputs(ffns: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
+    """Of each FFN and forward inside, the input `[K]` of the last token."""
+    found: list[list[Tensor]] = [[] for _ in ffns]
+
+    def hook(rows: list[Tensor]):
+        return lambda module, inputs: rows.append(inputs[0].flatten(0, -2)[-1].clone())
+
+    hooks = [
+        ffn.register_forward_pre_hook(hook(rows)) for ffn, rows in zip(ffns, found, strict=True)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in hooks:
+            handle.remove()

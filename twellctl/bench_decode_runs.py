@@ -1,0 +1,163 @@
+"""The forms of a model that bench decode runs: one after the other, over the same weights.
+
+Steps of our engine are timed from token to token on the host, those of transformers' generate from
+choice to choice on the device: nothing waits there that would not wait without the clock.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+
+from twellctl.bench_results import DENSE, TWELL
+from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.opening import open_decoder, open_scheduler
+from twellctl.decoding.pages import PAGE
+from twellctl.decoding.timed import timed_run
+from twellctl.dense_ffn import fresh_compiler
+from twellctl.model import quiet_transformers
+
+GENERATE, STATIC, ENGINE_DENSE, ENGINE_TWELL = "generate", "generate static", "dense", "twell"
+SHORT_RUN = 8  # tokens that warm a form up, if it is slow
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The tokens after each prompt, and seconds a step, in order."""
+
+    tokens: list[list[int]]
+    step_seconds: list[float]
+
+
+@dataclass(frozen=True)
+class OpenForm:
+    """A form that is ready. `run(prompts, new tokens)`; `most_rows` of a step, None: any number."""
+
+    run: Callable[[Prompts, int], Run]
+    most_rows: int | None
+    warm_up_tokens: int | None  # None: as many as are timed
+    cache_bytes: int  # of one token, in all layers; 0: not known
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """A form of `open`'s model; `may_fail`: it is left out then, with its reason."""
+
+    name: str
+    kind: str
+    may_fail: bool
+    open: Callable[[], contextlib.AbstractContextManager[OpenForm]]
+
+
+def forms_of(
+    model: PreTrainedModel, rows: int, *, static: bool
+) -> tuple[list[ModelForm], str | None]:
+    """The forms to run in this order, up to `rows` rows; and why TwELL is not among them, if so.
+
+    The last one may lay the weights of `model` otherwise, with the same values.
+    """
+
+    def engine(name: str, kind: str, opened: Callable[[], Decoder]) -> ModelForm:
+        return ModelForm(name, kind, False, lambda: _engine(model, opened, rows))
+
+    forms = [ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False))]
+    if static:
+        forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
+    if (said := KernelDecoder.why_not(model)) is not None:
+        return [*forms, engine(ENGINE_DENSE, DENSE, lambda: open_decoder(model))], said
+    forms.append(engine(ENGINE_DENSE, DENSE, lambda: KernelDecoder(model, sparse=False)))
+    forms.append(engine(ENGINE_TWELL, TWELL, lambda: KernelDecoder(model, sparse=True)))
+    return forms, None
+
+
+@contextlib.contextmanager
+def _engine(model: PreTrainedModel, opened: Callable[[], Decoder], rows: int) -> Iterator[OpenForm]:
+    _free(model.device)
+    scheduler = open_scheduler(model, max_running=rows, decoder=opened())
+
+    def run(prompts: Prompts, count: int) -> Run:
+        done = timed_run(scheduler, prompts, count)
+        return Run(done.tokens, done.step_seconds)
+
+    on_gpu = model.device.type == "cuda"
+    per_token = scheduler.decoder.page_bytes // PAGE
+    yield OpenForm(run, scheduler.max_running, None if on_gpu else SHORT_RUN, per_token)
+
+
+@contextlib.contextmanager
+def _generate(model: PreTrainedModel, *, static: bool) -> Iterator[OpenForm]:
+    def run(prompts: Prompts, count: int) -> Run:
+        with quiet_transformers():
+            return _timed_generate(model, prompts, count, static)
+
+    compiles = static and model.device.type == "cuda"  # transformers does so for a static cache
+    with fresh_compiler() if compiles else contextlib.nullcontext(), _endless(model):
+        try:
+            yield OpenForm(run, None, None if compiles else SHORT_RUN, 0)
+        finally:
+            model.__dict__.pop("_compiled_call", None)  # whose graphs hold memory
+
+
+def _timed_generate(model: PreTrainedModel, prompts: Prompts, count: int, static: bool) -> Run:
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    clock = _Clock(model.device)
+    done = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        stopping_criteria=[clock],
+        **({"cache_implementation": "static"} if static else {}),
+    )
+    return Run(done[:, ids.shape[1] :].tolist(), clock.step_seconds())
+
+
+class _Clock(StoppingCriteria):
+    """Stops nothing; marks the time at which the device has chosen each token."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if self._cuda:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def step_seconds(self) -> list[float]:
+        """Between one mark and the next."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks)]
+        return [b - a for a, b in pairwise(self._marks)]
+
+
+@contextlib.contextmanager
+def _endless(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no token ends a text of `model.generate`, and nothing else bends its choice."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def _free(device: torch.device) -> None:
+    """Give back what forms before held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
