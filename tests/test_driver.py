@@ -1,0 +1,134 @@
+"""Launches that overlap: when they do, and CUDA's structs byte for byte as the driver gets them."""
+
+import ctypes
+import struct
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from twellctl.bundle import twell_driver, twell_launch
+from twellctl.bundle.twell_driver import start_overlapping
+from twellctl.bundle.twell_launch import KernelSet, Limits
+from twellctl.bundle.twell_nvrtc import KernelError
+
+# cuda.h: grid and block (three unsigned each), sharedMemBytes, hStream, attrs, numAttrs
+CONFIG = struct.Struct("@7I P P I 4x")
+# an id, padding up to 8 bytes, a union of 64 bytes that begins with the one int that is used
+ATTRIBUTE = struct.Struct("@i 4x i 60x")
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+ANSWER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)
+
+
+class Driver:
+    """Stands for cuLaunchKernelEx: reads what it is given as the driver does."""
+
+    def __init__(self, formats: str, answer: int = 0):
+        self.formats, self.answer = formats, answer
+        self.calls: list[tuple] = []
+
+    def launch(self, config: int, function: int, values: int, extra: int | None) -> int:
+        *sizes, stream, attributes, num = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
+        pointers = struct.unpack(
+            f"@{len(self.formats)}P", ctypes.string_at(values, 8 * len(self.formats))
+        )
+        args = [
+            struct.unpack(kind, ctypes.string_at(at, struct.calcsize(kind)))[0]
+            for kind, at in zip(self.formats, pointers, strict=True)
+        ]
+        each = [
+            ATTRIBUTE.unpack_from(
+                ctypes.string_at(attributes, num * ATTRIBUTE.size), i * ATTRIBUTE.size
+            )
+            for i in range(num)
+        ]
+        self.calls.append((sizes, stream, each, function, args, extra))
+        return self.answer
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """`driver(formats of the arguments, answer)` puts a stand-in in the driver's place."""
+
+    def put(formats: str, answer: int = 0) -> Driver:
+        made = Driver(formats, answer)
+        called = ANSWER(made.launch)
+        monkeypatch.setattr(twell_driver, "_launch_kernel", lambda: called)
+        return made
+
+    return put
+
+
+def test_the_structs_are_cudas():
+    config, attribute = twell_driver._Config, twell_driver._Attribute
+    assert ctypes.sizeof(config) == CONFIG.size == 56
+    assert ctypes.sizeof(attribute) == ATTRIBUTE.size == 72
+    names = ("grid", "block", "smem_bytes", "stream", "attributes", "num_attributes")
+    assert [getattr(config, name).offset for name in names] == [0, 12, 24, 32, 40, 48]
+    assert (attribute.id.offset, attribute.value.offset) == (0, 8)
+
+
+def test_what_the_driver_gets(driver):
+    made, large = driver("PPiqf"), 2**60 + 8
+    args = (large, 0, np.int32(-5), np.int64(-(2**40)), np.float32(0.25))
+    for grid in ((132,), (7, 8), (7, 8, 9)):
+        start_overlapping(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234)
+        sizes, stream, attributes, function, found, extra = made.calls[-1]
+        assert sizes == [*grid, *(1,) * (3 - len(grid)), 256, 1, 1, 100_000]
+        assert stream == 0x7F00_0000_1234
+        assert attributes == [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)]
+        assert function == 2**62
+        assert found == list(args)
+        assert extra is None
+
+
+def test_the_default_stream_and_a_refusal(driver):
+    made = driver("i", answer=701)
+    with pytest.raises(KernelError, match=r"^cuLaunchKernelEx answers 701 for a grid of \(3, 2\)$"):
+        start_overlapping(1, (3, 2), 64, (np.int32(1),), 0, 0)
+    assert made.calls[0][1] is None or made.calls[0][1] == 0
+
+
+# ---- when launches overlap ----
+
+
+class Function:
+    """Stands for a kernel that CuPy holds."""
+
+    ptr = 99
+
+    def __init__(self, calls: list):
+        self.calls = calls
+
+    def __call__(self, grid, block, args, smem_bytes, *, stream):
+        self.calls.append(("in turn", grid, block, args, smem_bytes, stream.ptr))
+
+
+@pytest.mark.parametrize("current", [0, 1], ids=["current device", "another device"])
+@pytest.mark.parametrize(
+    ("capability", "overlap", "started"),
+    [((9, 0), True, True), ((10, 0), True, True), ((9, 0), False, False), ((8, 9), True, False)],
+)
+def test_who_may_start_early(monkeypatch, capability, overlap, started, current):
+    """On GPUs that can, the kernels that are launched so; arguments are the same in either way."""
+    calls, entered = [], []
+    limits = Limits(132, 232448, 60 << 20, capability)
+    monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: 500 + index, raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda i: entered.append(i) or nullcontext())
+    monkeypatch.setattr(
+        twell_launch, "start_overlapping", lambda *args: calls.append(("early", *args))
+    )
+    kernels, x = KernelSet({}, 0), torch.zeros(3)
+    kernels._functions["k"], kernels._shared["k"] = Function(calls), 48 * 1024
+    kernels.launch("k", (4, 2), 256, (x, None, 7, 0.5), 1000, overlap=overlap)
+    args = (x.data_ptr(), 0, np.int32(7), np.float32(0.5))
+    early = ("early", 99, (4, 2), 256, args, 1000, 500)
+    assert calls == [early if started else ("in turn", (4, 2), (256,), args, 1000, 500)]
+    assert entered == ([] if current == 0 else [0])
