@@ -306,9 +306,13 @@ BUNDLED = [
     "modeling_twell.py",
     "twell_bundle.py",
     "twell_config.py",
+    "twell_driver.py",
+    "twell_few.py",
     "twell_ffn.py",
     "twell_format.py",
     "twell_kernels/README.md",
+    "twell_kernels/few.cuh",
+    "twell_kernels/few_hidden.cu",
     "twell_kernels/gate_pack.cu",
     "twell_launch.py",
     "twell_model.py",
@@ -316,6 +320,7 @@ BUNDLED = [
     "twell_plan.py",
     "twell_route.py",
     "twell_sequence.py",
+    "twell_weights.py",
 ]
 
 

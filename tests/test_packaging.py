@@ -102,7 +102,9 @@ def test_the_checkout_finds_its_data():
         resource_dir("nothing")
     names = set(bundle_files())
     assert {"modeling_twell.py", "twell_format.py", "twell_kernels/README.md"} <= names
-    assert "__init__.py" not in names
+    code = {path.name for path in (ROOT / "twellctl" / "bundle").glob("*.py")}
+    kernels = {f"twell_kernels/{path.name}" for path in (ROOT / "kernels").iterdir()}
+    assert names == code - {"__init__.py"} | kernels
 
 
 def test_no_package_called_kernels():
