@@ -37,6 +37,12 @@ __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_
                  : "memory");
 }
 
+__device__ __forceinline__ unsigned load_written(const unsigned short* from) {
+    unsigned v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem_to), "h"(static_cast<unsigned short>(v))
                  : "memory");
@@ -45,15 +51,14 @@ __device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) 
 // The neurons that fired, in ascending order, to shared memory; how many. All threads of the block.
 __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N) {
     __shared__ int of_warps[few::kWarps];
-    const int num = (N + 4 * few::kRows - 1) / (4 * few::kRows), lane = threadIdx.x % 32;
+    const int num = (N + 2 * few::kRows - 1) / (2 * few::kRows), lane = threadIdx.x % 32;
     int total = 0;
-    // four row blocks a thread, in turns
+    // two row blocks a thread, in turns
 #pragma unroll 1
     for (int first = 0; first < num; first += few::kThreads) {
-        const int four = first + threadIdx.x;
-        uint2 bits = {0, 0};
-        if (four < num) bits = reinterpret_cast<const uint2*>(fired)[four];
-        const int own = __popc(bits.x) + __popc(bits.y), upto = scan_warp(own, lane);
+        const int both = first + threadIdx.x;
+        unsigned left = both < num ? load_written(fired + 2 * both) : 0;
+        const int own = __popc(left), upto = scan_warp(own, lane);
         if (lane == 31) of_warps[threadIdx.x / 32] = upto;
         __syncthreads();
         unsigned to = list + 2 * (total + upto - own);
@@ -63,12 +68,8 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
             total += of_warps[i];
         }
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-            const int neuron = four * 4 * few::kRows + half * 32;
-#pragma unroll 1
-            for (unsigned left = half ? bits.y : bits.x; left; left &= left - 1, to += 2)
-                store_shared_half(to, neuron + __ffs(left) - 1);
-        }
+        for (; left; left &= left - 1, to += 2)
+            store_shared_half(to, both * 2 * few::kRows + __ffs(left) - 1);
         __syncthreads();
     }
     return total;
@@ -244,7 +245,7 @@ __device__ __forceinline__ void down(const unsigned short* w_down, const unsigne
                               : product.sum(0, column, token);
         if (b_down) sum += bf16_value(b_down[n]);
         const long long at = static_cast<long long>(token) * K + n;
-        if (residual) sum = few::rounded(sum) + bf16_value(residual[at]);
+        if (residual) sum = rounded(sum) + load_written_bf16(residual + at);
         y[at] = static_cast<unsigned short>(bf16_bits(sum));
     }
     if (TILES > 1) cluster_sync();  // the others read this block's sums

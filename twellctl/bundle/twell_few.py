@@ -10,6 +10,7 @@ kernels/few.cuh and in their heads; their sizes are repeated here and nowhere el
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,14 @@ _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
 _STAYING = (1, 2)  # octets of which x may stay in shared memory
 _ANY_LENGTH = 1 << 20  # of x: too long to stay
+_LONGEST_NORM = 4096
+
+
+class Norm(NamedTuple):
+    """RMSNorm of x: `weight` `[K]`, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -122,18 +131,27 @@ def _fits(limits: Limits, *launches: Launch) -> bool:
     return all(launch.smem_bytes <= limits.smem_bytes for launch in launches)
 
 
+def takes_norm(M: int, K: int, limits: Limits) -> bool:
+    """Whether the products of `M` inputs of K can normalise them first."""
+    plan = plan_few(M, 0, K, limits)
+    stays = not any(p.name.endswith("_long") for p in (plan.linear, plan.gated, plan.hidden))
+    return stays and plan.octets in _STAYING and K <= _LONGEST_NORM
+
+
 def few_ffn(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
     ffn: FFN,
     *,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous.
 
+    `norm`: of x first, where `takes_norm`.
     `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
     """
@@ -141,14 +159,14 @@ def few_ffn(
     plan = plan_few(M, N, K, limits)
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
-    fired = torch.empty(ceil_div(blocks, 4) * 4, dtype=torch.int16, device=x.device)
+    fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
     kernels.launch(
         plan.hidden.name,
         (min(blocks, limits.num_sms),),
         _BLOCK,
         (
-            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
-            *(M, N, K, hidden, fired, counts),
+            *(x, *_normed(norm), ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
+            *(float(ffn.threshold), M, N, K, hidden, fired, counts),
         ),
         plan.hidden.smem_bytes,
         overlap=overlap,
@@ -172,6 +190,7 @@ def few_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
@@ -183,7 +202,7 @@ def few_linear(
         plan.linear.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (x, weight, bias, residual, M, N, K, y),
+        (x, *_normed(norm), weight, bias, residual, M, N, K, y),
         plan.linear.smem_bytes,
         overlap=overlap,
     )
@@ -191,7 +210,13 @@ def few_linear(
 
 
 def few_gated(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *, overlap: bool = False
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    norm: Norm | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """The hidden state `[M, N]` of the dense form: gate and up in one kernel."""
     M, N, K = x.shape[0], ffn.N, ffn.K
@@ -202,10 +227,14 @@ def few_gated(
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
-            *(M, N, K, hidden),
+            *(x, *_normed(norm), ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up),
+            *(float(ffn.threshold), M, N, K, hidden),
         ),
         plan.gated.smem_bytes,
         overlap=overlap,
     )
     return hidden
+
+
+def _normed(norm: Norm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight, float(norm.eps))
