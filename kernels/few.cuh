@@ -73,12 +73,6 @@ __device__ __forceinline__ float load_written_bf16(const unsigned short* from) {
     return bf16_value(bits);
 }
 
-__device__ __forceinline__ void store_shared(unsigned smem_to, const uint4& v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem_to), "r"(v.x), "r"(v.y),
-                 "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
 __device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
 }
@@ -91,8 +85,6 @@ constexpr int kOctet = 8;         // tokens
 constexpr int kHalf = 32;         // columns of K in half a slab
 constexpr int kHalfBytes = 512;   // of 8 rows of it
 constexpr int kBlockSums = kRows * kOctet;
-constexpr int kStepsIntoL2 = 8;   // behind those of the stages: fetched that far before the wait
-constexpr int kNormChunks = 2;    // of 16 bytes: what a lane normalises of a token, at most
 
 // What a kernel is built for: octets of tokens, row blocks in a pass, passes between two times that
 // the warps' sums are added up, stages of a warp, halves of a slab. Where STAYS, x stays in shared
@@ -110,8 +102,8 @@ struct Sizes {
     static constexpr int kSums = PASSES * AT_ONCE * OCTETS * kBlockSums;  // of a warp
     static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;  // and x_bytes, if it stays
 
-    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab; and behind them
-    // what is read for tokens that there are not, and the norm's sums.
+    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab, and what is read
+    // behind them for tokens that there are not.
     __device__ static int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
     __device__ static unsigned x_bytes(int M, int K) {
         return kStays ? (kWarps * most_slabs(K) * M + kOctet) * 2 * kSlab : 0;
@@ -175,7 +167,6 @@ class Product {
         num_slabs_ = (K / SIZES::kSlab - warp + kWarps - 1) / kWarps;
         copy_row_ = lane / kChunks;
         const int column = warp * SIZES::kSlab + lane % kChunks * 8;
-        first_row_ = rows.weight + warp * SIZES::kSlab;
         rows_.weight = opaque(rows.weight + column);
         x_ = opaque(x + column);
         // the halves of odd rows are exchanged
@@ -186,7 +177,6 @@ class Product {
         read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
         if (SIZES::kStays)
             to_x_ = x_memory + warp * SIZES::most_slabs(K) * M * kRowBytes - ring;
-        norm_sums_ = x_memory + kWarps * SIZES::most_slabs(K) * M * kRowBytes;
     }
 
     // Starts to bring the first weights.
@@ -195,13 +185,6 @@ class Product {
 #pragma unroll 1
         for (int stage = 0; stage < kStages; ++stage) {
             if (is_step(step)) bring_rows(step);
-            advance(step);
-        }
-#pragma unroll 1
-        for (int i = 0; i < kStepsIntoL2 && is_step(step); ++i) {
-            const int row = step.first * kRows + threadIdx.x % 32;
-            if (threadIdx.x % 32 < kAtOnce * kRows && rows_.has(row))
-                prefetch_into_l2(rows_.row(first_row_ + step.slab * kSlabStep, row, row_bytes_));
             advance(step);
         }
     }
@@ -213,72 +196,6 @@ class Product {
             for (int slab = 0; slab < num_slabs_; ++slab)
                 bring_x(slab, to_x_ + slab * M_ * kRowBytes);
         }
-    }
-
-    // Of the norm's weights, the lane's; constants, and so before the wait.
-    struct NormWeights {
-        uint4 chunks[kNormChunks];
-    };
-
-    __device__ __forceinline__ NormWeights load_norm(const unsigned short* weight) const {
-        NormWeights lanes = {};
-#pragma unroll
-        for (int i = 0; i < kNormChunks; ++i) {
-            const int chunk = threadIdx.x % 32 + 32 * i;
-            const int column = chunk / kChunks * kSlabStep +
-                               threadIdx.x / 32 * SIZES::kSlab + chunk % kChunks * 8;
-            load_streamed_if(weight && chunk < num_slabs_ * kChunks, weight + column,
-                             lanes.chunks[i]);
-        }
-        return lanes;
-    }
-
-    // x, which stays, becomes its RMSNorm; each warp's slabs, after begin_x(). K up to 4096.
-    __device__ __forceinline__ void normalise_x(const NormWeights& weights, float eps) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const unsigned own = read_from_ - lane / 4 * kRowBytes -
-                             ((kHalves == 2 ? lane / 4 % 2 * 64 : 0) ^ lane % 4 * 16) + to_x_;
-        const auto place = [&](int token, int chunk) {
-            const int swap = kHalves == 2 ? token % 2 * 4 : 0;
-            return own + (chunk / kChunks * M_ + token) * kRowBytes +
-                   (chunk % kChunks ^ swap) * 16;
-        };
-        commit_copies();
-        wait_for_copies<0>();
-        __syncwarp();
-#pragma unroll 1
-        for (int token = 0; token < M_; ++token) {
-            float sum = 0;
-#pragma unroll
-            for (int i = 0; i < kNormChunks; ++i) {
-                float values[8];
-                if (lane + 32 * i >= num_slabs_ * kChunks) break;
-                unpack(load_shared(place(token, lane + 32 * i)), values);
-                sum += sum_of_squares(values);
-            }
-#pragma unroll
-            for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-            if (lane == 0) store_shared(norm_sums_ + (token * kWarps + warp) * 4, sum);
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int token = 0; token < M_; ++token) {
-            float sum = 0;
-#pragma unroll
-            for (int i = 0; i < kWarps; ++i)
-                sum += load_shared_float(norm_sums_ + (token * kWarps + i) * 4);
-            const float root = reciprocal_root(sum * (2.f / row_bytes_) + eps);
-#pragma unroll
-            for (int i = 0; i < kNormChunks; ++i) {
-                float values[8];
-                if (lane + 32 * i >= num_slabs_ * kChunks) break;
-                const unsigned at = place(token, lane + 32 * i);
-                unpack(load_shared(at), values);
-                normalise(values, root, weights.chunks[i]);
-                store_shared(at, pack(values));
-            }
-        }
-        __syncwarp();
     }
 
     // All the rest. `finish(first, num)` is called by all threads when the sums of row blocks first
@@ -432,11 +349,9 @@ class Product {
 
     Rows rows_;                // from the lane's column on
     const unsigned short* x_;  // the same
-    const unsigned short* first_row_;  // from the warp's first column on
     int M_, num_blocks_, num_slabs_, copy_row_;
     unsigned row_bytes_, sums_, copy_to_, read_from_;
     unsigned to_x_;  // from the warp's first stage to its x
-    unsigned norm_sums_;
 };
 
 // The row blocks [begin, end) of this block of threads, of `num` in all.

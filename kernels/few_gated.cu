@@ -3,9 +3,6 @@
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
 //
-// `norm`: a weight [K], or null: x is normalised first, as rms_norm does (norm.cu). Only where x
-// stays, and for K up to 4096.
-//
 // Launch: as few_linear.
 #include "few.cuh"
 
@@ -28,8 +25,7 @@ struct GatedRows {
 };
 
 template <class SIZES>
-__device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* norm, float eps,
-                            const unsigned short* w_gate,
+__device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* w_gate,
                                       const unsigned short* w_up, const unsigned short* b_gate,
                                       const unsigned short* b_up, float threshold, int M, int N,
                                       int K, unsigned short* hidden) {
@@ -43,11 +39,9 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
     const unsigned address = kept_address(memory);
     few::Product<SIZES, GatedRows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
-    const auto norm_weights = product.load_norm(norm);
     wait_for_previous();
     let_next_start();
     product.begin_x();
-    if (SIZES::kStays && norm) product.normalise_x(norm_weights, eps);
     product.run([&](int first, int num) {
         product.for_each(num / 2, [&](int block, int row, int token) {
             const int n = first_row + (first / 2 + block) * few::kRows + row;
@@ -66,14 +60,13 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)            \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                       \
-        few_gated_##name(const unsigned short* x, const unsigned short* norm, float eps, \
-                         const unsigned short* w_gate, const unsigned short* w_up,       \
-                         const unsigned short* b_gate, const unsigned short* b_up,       \
-                         float threshold, int M, int N, int K, unsigned short* hidden) { \
-        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(               \
-            x, norm, eps, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden);       \
+#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)                                                  \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)               \
+        few_gated_##name(const unsigned short* x, const unsigned short* w_gate,                 \
+                           const unsigned short* w_up, const unsigned short* b_gate,              \
+                           const unsigned short* b_up, float threshold, int M, int N, int K,      \
+                           unsigned short* hidden) {                                              \
+        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden); \
     }
 
 TWELL_FEW_GATED(1, 1, true, 2, 2, 3, 2)

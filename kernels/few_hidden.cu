@@ -11,9 +11,6 @@
 // A block goes through its neurons by up to 128: their gates, then up of those that fired, gathered
 // by their list. Rows of W_down that will be wanted are on their way into L2 meanwhile.
 //
-// `norm`: a weight [K], or null: x is normalised first, as rms_norm does (norm.cu). Only where x
-// stays, and for K up to 4096.
-//
 // Launch: as few_linear; dynamic shared memory as there and 160 + 260 * 8 OCTETS bytes more.
 #include "few.cuh"
 
@@ -59,8 +56,7 @@ __device__ __forceinline__ void fetch_into_l2(const unsigned short* weight,
 
 template <class SIZES>
 __device__ __forceinline__ void hidden_state(
-    const unsigned short* x, const unsigned short* norm, float eps,
-                            const unsigned short* w_gate, const unsigned short* w_up,
+    const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
     const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up,
     float threshold, int M, int N, int K, unsigned short* hidden, unsigned short* fired,
     int* counts) {
@@ -94,11 +90,9 @@ __device__ __forceinline__ void hidden_state(
             product.begin();
             if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
             if (!is_up && begin == share.begin) {
-                const auto norm_weights = product.load_norm(norm);
                 wait_for_previous();
                 let_next_start();
                 product.begin_x();
-                if (SIZES::kStays && norm) product.normalise_x(norm_weights, eps);
             }
             product.run([&](int first, int num) {
                 product.for_each(num, [&](int block, int row, int token) {
@@ -144,15 +138,15 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                   \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) few_hidden_##name(            \
-        const unsigned short* x, const unsigned short* norm, float eps,                          \
-        const unsigned short* w_gate, const unsigned short* w_up, const unsigned short* w_down,  \
-        const unsigned short* b_gate, const unsigned short* b_up, float threshold, int M, int N, \
-        int K, unsigned short* hidden, unsigned short* fired, int* counts) {                     \
-        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                \
-            x, norm, eps, w_gate, w_up, w_down, b_gate, b_up, threshold, M, N, K, hidden, fired, \
-            counts);                                                                             \
+#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                                               \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)             \
+        few_hidden_##name(                                                                    \
+            const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,  \
+            const unsigned short* w_down, const unsigned short* b_gate,                         \
+            const unsigned short* b_up, float threshold, int M, int N, int K,                   \
+            unsigned short* hidden, unsigned short* fired, int* counts) {                       \
+        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
+                                              M, N, K, hidden, fired, counts);                  \
     }
 
 TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)

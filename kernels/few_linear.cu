@@ -2,9 +2,6 @@
 //
 // As torch does, the sum is rounded to bf16 before the residual is added.
 //
-// `norm`: a weight [K], or null: x is normalised first, as rms_norm does (norm.cu). Only where x
-// stays, and for K up to 4096.
-//
 // Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long
 // if x is too long to stay; 256 threads, at most as many blocks as there are row blocks of 16. Dynamic
 // shared memory: kBytes and x_bytes(M, K) of few::Sizes.
@@ -13,8 +10,7 @@
 namespace {
 
 template <class SIZES>
-__device__ __forceinline__ void linear(const unsigned short* x, const unsigned short* norm,
-                                       float eps, const unsigned short* weight,
+__device__ __forceinline__ void linear(const unsigned short* x, const unsigned short* weight,
                                        const unsigned short* bias, const unsigned short* residual,
                                        int M, int N, int K, unsigned short* y) {
     extern __shared__ uint4 memory[];
@@ -26,11 +22,9 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
     const unsigned address = kept_address(memory);
     few::Product<SIZES, few::FirstRows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
-    const auto norm_weights = product.load_norm(norm);
     wait_for_previous();
     let_next_start();
     product.begin_x();
-    if (SIZES::kStays && norm) product.normalise_x(norm_weights, eps);
     product.run([&](int first, int num) {
         product.for_each(num, [&](int block, int row, int token) {
             const int n = first_row + (first + block) * few::kRows + row;
@@ -46,13 +40,12 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
 
 }  // namespace
 
-#define TWELL_FEW_LINEAR(name, octets, stays, at_once, passes, stages, halves)                      \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                                  \
-        few_linear_##name(const unsigned short* x, const unsigned short* norm, float eps,           \
-                          const unsigned short* weight, const unsigned short* bias,                 \
-                          const unsigned short* residual, int M, int N, int K, unsigned short* y) { \
-        linear<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                         \
-            x, norm, eps, weight, bias, residual, M, N, K, y);                                      \
+#define TWELL_FEW_LINEAR(name, octets, stays, at_once, passes, stages, halves)                                              \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)            \
+        few_linear_##name(const unsigned short* x, const unsigned short* weight,             \
+                            const unsigned short* bias, const unsigned short* residual, int M, \
+                            int N, int K, unsigned short* y) {                                 \
+        linear<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, weight, bias, residual, M, N, K, y);                \
     }
 
 TWELL_FEW_LINEAR(1, 1, true, 1, 3, 5, 2)

@@ -10,7 +10,6 @@ kernels/few.cuh and in their heads; their sizes are repeated here and nowhere el
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +28,6 @@ _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
 _STAYING = (1, 2)  # octets of which x may stay in shared memory
 _ANY_LENGTH = 1 << 20  # of x: too long to stay
-_LONGEST_NORM = 4096
-
-
-class Norm(NamedTuple):
-    """RMSNorm of x: `weight` `[K]`, and what is added to the mean square."""
-
-    weight: Tensor
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -131,27 +122,18 @@ def _fits(limits: Limits, *launches: Launch) -> bool:
     return all(launch.smem_bytes <= limits.smem_bytes for launch in launches)
 
 
-def takes_norm(M: int, K: int, limits: Limits) -> bool:
-    """Whether the products of `M` inputs of K can normalise them first."""
-    plan = plan_few(M, 0, K, limits)
-    stays = not any(p.name.endswith("_long") for p in (plan.linear, plan.gated, plan.hidden))
-    return stays and plan.octets in _STAYING and K <= _LONGEST_NORM
-
-
 def few_ffn(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
     ffn: FFN,
     *,
-    norm: Norm | None = None,
     residual: Tensor | None = None,
     counts: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous.
 
-    `norm`: of x first, where `takes_norm`.
     `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
     """
@@ -165,8 +147,8 @@ def few_ffn(
         (min(blocks, limits.num_sms),),
         _BLOCK,
         (
-            *(x, *_normed(norm), ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-            *(float(ffn.threshold), M, N, K, hidden, fired, counts),
+            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
+            *(M, N, K, hidden, fired, counts),
         ),
         plan.hidden.smem_bytes,
         overlap=overlap,
@@ -190,7 +172,6 @@ def few_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: Norm | None = None,
     residual: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
@@ -202,7 +183,7 @@ def few_linear(
         plan.linear.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (x, *_normed(norm), weight, bias, residual, M, N, K, y),
+        (x, weight, bias, residual, M, N, K, y),
         plan.linear.smem_bytes,
         overlap=overlap,
     )
@@ -210,13 +191,7 @@ def few_linear(
 
 
 def few_gated(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    norm: Norm | None = None,
-    overlap: bool = False,
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *, overlap: bool = False
 ) -> Tensor:
     """The hidden state `[M, N]` of the dense form: gate and up in one kernel."""
     M, N, K = x.shape[0], ffn.N, ffn.K
@@ -227,14 +202,10 @@ def few_gated(
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (
-            *(x, *_normed(norm), ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up),
-            *(float(ffn.threshold), M, N, K, hidden),
+            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
+            *(M, N, K, hidden),
         ),
         plan.gated.smem_bytes,
         overlap=overlap,
     )
     return hidden
-
-
-def _normed(norm: Norm | None) -> tuple[Tensor | None, float]:
-    return (None, 0.0) if norm is None else (norm.weight, float(norm.eps))

@@ -3,10 +3,8 @@
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/dependent.cuh); of each layer:
 
-    few_linear (q, k, v of x's norm) -> attend -> few_linear (o), onto x
-    few_hidden (of x's norm) -> few_down, onto x           dense: few_gated -> few_linear
-
-Inputs too long, or too many, to be normalised by the product go through rms_norm first.
+    rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
+    rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
@@ -23,13 +21,11 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
-    Norm,
     few_ffn,
     few_gated,
     few_linear,
     takes_few,
     takes_few_dense,
-    takes_norm,
 )
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
@@ -136,7 +132,8 @@ class KernelDecoder:
         counts = torch.zeros(len(self._layers), B, dtype=torch.int32, device=self.device)
         x = F.embedding(tokens, self._model.get_input_embeddings().weight)
         for layer, fired in zip(self._layers, counts, strict=True):
-            qkv = self._linear(x, layer.qkv, norm=layer.input_norm)
+            h = rms_norm(self._kernels, x, layer.input_norm, self._eps)
+            qkv = self._linear(h, layer.qkv)
             h = attend(
                 self._kernels,
                 plan,
@@ -147,50 +144,26 @@ class KernelDecoder:
                 self._rotary,
                 self._workspace,
             )
-            x = self._linear(h, layer.out, residual=x)
-            x = self._ffn(x, layer.ffn, layer.ffn_norm, fired)
-        head, norm = self._model.lm_head, self._model.model.norm.weight
-        logits = self._linear(x, _Linear(head.weight, head.bias), norm=norm)
+            x = self._linear(h, layer.out, x)
+            h = rms_norm(self._kernels, x, layer.ffn_norm, self._eps)
+            x = self._ffn(h, layer.ffn, x, fired)
+        h = rms_norm(self._kernels, x, self._model.model.norm.weight, self._eps)
+        head = self._model.lm_head
+        logits = self._linear(h, _Linear(head.weight, head.bias))
         return logits, counts.float() / self._layers[0].ffn.N
 
-    def _linear(
-        self,
-        x: Tensor,
-        linear: _Linear,
-        *,
-        norm: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        x, first = self._normed(x, norm)
-        return few_linear(
-            self._kernels,
-            self._limits,
-            x,
-            linear.weight,
-            linear.bias,
-            norm=first,
-            residual=residual,
-            overlap=True,
-        )
+    def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
+        weights = linear.weight, linear.bias
+        return few_linear(self._kernels, self._limits, x, *weights, residual=residual, overlap=True)
 
-    def _ffn(self, x: Tensor, ffn: FFN, norm: Tensor, fired: Tensor) -> Tensor:
-        """x and the FFN of its norm; `fired` is raised by what fired."""
+    def _ffn(self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor) -> Tensor:
         here = self._kernels, self._limits
-        h, first = self._normed(x, norm)
         if self._sparse:
-            return few_ffn(*here, h, ffn, norm=first, residual=x, counts=fired, overlap=True)
-        hidden = few_gated(*here, h, ffn, norm=first, overlap=True)
+            return few_ffn(*here, x, ffn, residual=residual, counts=fired, overlap=True)
+        hidden = few_gated(*here, x, ffn, overlap=True)
         if ffn.N % 64:  # more than few_linear takes
-            return x + F.linear(hidden, ffn.w_down, ffn.b_down)
-        return self._linear(hidden, _Linear(ffn.w_down, ffn.b_down), residual=x)
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Norm | None]:
-        """x, and the norm that is left to the product; long rows are normalised before it."""
-        if weight is None:
-            return x, None
-        if takes_norm(*x.shape, self._limits):
-            return x, Norm(weight, self._eps)
-        return rms_norm(self._kernels, x, weight, self._eps), None
+            return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
+        return self._linear(hidden, _Linear(ffn.w_down, ffn.b_down), residual)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
         if (B, width) not in self._plans:
