@@ -21,10 +21,10 @@ from twellctl.bundle.twell_few import (
     takes_few,
     takes_few_dense,
 )
-from twellctl.bundle.twell_ffn import sparse_ffn, why_no_kernels
+from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_name, gated_ffns
-from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_weights import FFN
 from twellctl.contest import MUST_RUN
 from twellctl.own_kernels import own_kernels
@@ -75,12 +75,14 @@ def weights_of(module: nn.Module) -> FewWeights:
 
 def why_no_few(M: int, N: int, device: torch.device) -> str | None:
     """None if the kernels for `M` tokens are loaded on `device`, else why they are not."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.cuda is None:
         return "the kernels need an NVIDIA GPU"
     limits = device_limits(device.index)
+    if limits.capability < (8, 0):
+        return "the kernels need compute capability 8.0 or newer"
     if not (takes_few(M, N, limits) and takes_few_dense(M, limits)):
         return f"the kernels for {M} tokens need more shared memory than this GPU has"
-    if said := why_no_kernels(own_kernels(), device.index):
+    if said := what_is_missing():
         return said
     try:
         kernels_for(own_kernels(), device.index).prepare(few_kernels(M))

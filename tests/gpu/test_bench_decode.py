@@ -1,0 +1,61 @@
+"""bench decode on a GPU, with small shapes: all forms run, choose alike, and the JSON is whole."""
+
+import json
+
+import pytest
+import torch
+
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.timing import GRAPHS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+FFNS = ["dense eager", "dense few", "twell", "twell, no overlap"]
+MODEL = ("--layers", "2", "--hidden-size", "1024", "--intermediate-size", "2048", "--heads", "16")
+SHORT = ("--vocabulary", "16384", "--prompt-tokens", "32", "--new-tokens", "40")
+
+
+@pytest.fixture(autouse=True)
+def _has_kernels():
+    if said := what_is_missing():
+        pytest.skip(said)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no kernels for this GPU")
+
+
+def test_one_ffn_in_all_forms(cli):
+    words = ("--hidden-size", "1024", "--intermediate-size", "2048", "--density", "0.05")
+    words += ("--batch", "1", "--batch", "3", "--batch", "64", "--rounds", "3", "--json")
+    code, out, err = cli("bench", "decode", "--ffn", *words)
+    assert code == 0, err[-1]
+    found = json.loads(out)
+    assert 100 < found["bandwidth_gb_s"] < 20000
+    for point in found["points"]:
+        assert list(point["candidates"]) == FFNS
+        assert (point["timed_by"], point["without_kernels"]) == (GRAPHS, None)
+        assert point["weight_copies"] >= 12
+        for name, candidate in point["candidates"].items():
+            assert 0.001 < candidate["ms"] < 1, name
+            assert candidate["error"] < 0.01, name
+
+
+def test_a_model_in_all_forms(cli):
+    words = ("--batch", "1", "--batch", "5", "--generate-static", "--json")
+    code, out, err = cli("bench", "decode", *MODEL, *SHORT, *words)
+    assert code == 0, err[-1]
+    found = json.loads(out)
+    (model,) = found["models"]
+    assert model["without_twell"] is None
+    for point in model["points"]:
+        assert list(point["forms"]) == ["generate", "generate static", "dense", "twell"]
+        assert list(point["ffn_ms"]) == FFNS
+        for name, form in point["forms"].items():
+            assert form["shortfall"] < 0.1, name
+            assert form["density"] == pytest.approx(0.02, rel=0.5), name
+            assert 0.01 < form["ms"] < 1000, name
+        assert point["forms"]["twell"]["floor_bytes"] < point["forms"]["dense"]["floor_bytes"]
+        assert point["forms"]["dense"]["over_dense"] == 1
+    assert "x " in found["sentences"][0]
+    assert found["sentences"][0].startswith("on this GPU this model (random, 2 layers, ")
