@@ -227,7 +227,9 @@ def decode(
     ] = False,
     ffn: Annotated[
         bool,
-        typer.Option("--ffn", help="One FFN alone, in place of a model; none of the above."),
+        typer.Option(
+            "--ffn", help="One FFN alone, in place of a model; of the above only --batch."
+        ),
     ] = False,
     layers: Annotated[int, typer.Option(help="Of the random model, as all below it.")] = 28,
     hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
