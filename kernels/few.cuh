@@ -1,17 +1,17 @@
 // x [M, K] times rows of a weight, for so few tokens (1 to 64) that time goes by how fast the
 // weights stream in: what few_linear, few_gated and few_hidden are built of.
 //
-// Weights are the a of the mma, in row blocks of 16; tokens are its b, in octets. The eight warps of
-// a block cut K among them, slab by slab of 32 columns, and each takes all rows of the block: so x is
-// read once a pass, and what a warp waits for is its own. A pass takes AT_ONCE row blocks; behind some
-// passes the warps' sums are added up, in the order of warps. Loops are left as loops: a kernel runs
-// for so short a time that its code, read for the first time, counts like weights.
+// Weights are the a of the mma, in row blocks of 16; tokens are its b, in octets. The eight warps
+// of a block cut K among them, slab by slab of 32 columns, and each takes all rows of the block:
+// so x is read once a pass, and what a warp waits for is its own. A pass takes AT_ONCE row blocks;
+// behind some passes the warps' sums are added up, in the order of warps. Loops are left as loops:
+// a kernel runs for so short a time that its code, read for the first time, counts like weights.
 //
 // A row of a slab is 64 HALVES bytes in a stage, and as many that are asked of L2 at once: 128 are
-// worth it, for L2 takes so many requests a clock, whatever their size. Lane 4 g + t of the mma reads
-// 16 bytes (8 columns) of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half, which are not
-// those that the mma names, but a and b agree. The halves of odd rows are exchanged: so the lanes of
-// two neighbouring rows read from all banks.
+// worth it, for L2 takes so many requests a clock, whatever their size. Lane 4 g + t of the mma
+// reads 16 bytes (8 columns) of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half,
+// which are not those that the mma names, but a and b agree. The halves of odd rows are exchanged:
+// so the lanes of two neighbouring rows read from all banks.
 //
 // The product may start before the kernel in front of it has ended (dependent.cuh): weights do not
 // depend on it, x does.
@@ -102,8 +102,8 @@ struct Sizes {
     static constexpr int kSums = PASSES * AT_ONCE * OCTETS * kBlockSums;  // of a warp
     static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;  // and x_bytes, if it stays
 
-    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab, and what is read
-    // behind them for tokens that there are not.
+    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab, and what is
+    // read behind them for tokens that there are not.
     __device__ static int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
     __device__ static unsigned x_bytes(int M, int K) {
         return kStays ? (kWarps * most_slabs(K) * M + kOctet) * 2 * kSlab : 0;
@@ -238,8 +238,8 @@ class Product {
         }
     }
 
-    // All of `num` row blocks' rows and tokens, dealt to the threads: use(block, row, token). A half
-    // warp has the 16 rows of one token; tokens that there are not are among them.
+    // All of `num` row blocks' rows and tokens, dealt to the threads: use(block, row, token). A
+    // half warp has the 16 rows of one token; tokens that there are not are among them.
     template <class Use>
     __device__ __forceinline__ static void for_each(int num, const Use& use) {
         constexpr int kTokens = kOctet * kOctets;
@@ -300,8 +300,8 @@ class Product {
     }
 
     // What was not brought is anything: it stays in the sums of rows and tokens that there are not.
-    __device__ __forceinline__ void multiply(float (&sums)[kAtOnce][kOctets][4], int stage, int slab,
-                                             int num) const {
+    __device__ __forceinline__ void multiply(float (&sums)[kAtOnce][kOctets][4], int stage,
+                                             int slab, int num) const {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const unsigned from = (read_from_ ^ half * 64) + stage * SIZES::kStageBytes;

@@ -1,15 +1,16 @@
-// few_down: y = hidden W_down^T + b_down (+ residual) of 1 to 64 tokens, over the neurons that fired
-// for any of them (few_hidden.cu).
+// few_down: y = hidden W_down^T + b_down (+ residual) of 1 to 64 tokens, over the neurons that
+// fired for any of them (few_hidden.cu).
 //
-// w_down by rows of neurons, [N, K]. A block makes a list of the neurons that fired, and has 16 TILES
-// columns of y, of 16 neurons after the other:
+// w_down by rows of neurons, [N, K]. A block makes a list of the neurons that fired, and has 16
+// TILES columns of y, of 16 neurons after the other:
 //
 //     y^T [16 columns, tokens] += W^T [16 columns, 16 neurons] hidden [16 neurons, tokens]
 //
-// both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2 takes
-// so many requests a clock, whatever their size: so for more tokens, who want more neurons, blocks of
-// `few_down_wide` have 64 columns, 128 bytes of a neuron, and the four blocks of a cluster a quarter of
-// the neurons each (before sm_90 there are no clusters: 16 columns, as `few_down`).
+// both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2
+// takes so many requests a clock, whatever their size: so for more tokens, who want more neurons,
+// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron, and the four blocks of a
+// cluster a quarter of the neurons each (before sm_90 there are no clusters: 16 columns, as
+// `few_down`).
 //
 // Which warp of which block takes which place of the list is fixed, sums are added up in the order
 // of warps and blocks: the bits do not depend on time.
@@ -37,7 +38,7 @@ __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_
                  : "memory");
 }
 
-__device__ __forceinline__ unsigned load_written(const unsigned short* from) {
+__device__ __forceinline__ unsigned load_written_word(const unsigned short* from) {
     unsigned v;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
@@ -57,7 +58,7 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
 #pragma unroll 1
     for (int first = 0; first < num; first += few::kThreads) {
         const int both = first + threadIdx.x;
-        unsigned left = both < num ? load_written(fired + 2 * both) : 0;
+        unsigned left = both < num ? load_written_word(fired + 2 * both) : 0;
         const int own = __popc(left), upto = scan_warp(own, lane);
         if (lane == 31) of_warps[threadIdx.x / 32] = upto;
         __syncthreads();
@@ -79,7 +80,7 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
 template <int OCTETS, int TILES>
 class Down {
     static constexpr int kTokens = few::kOctet * OCTETS;
-    static constexpr int kStages = 3;
+    static constexpr int kStages = 4;
     static constexpr int kChunks = 2 * TILES;  // of 16 bytes, of a neuron's weights
     static constexpr int kWeightBytes = few::kRows * kChunks * 16;
     static constexpr int kHiddenBytes = few::kRows * 16 * (OCTETS < 2 ? 2 : OCTETS);
@@ -100,7 +101,8 @@ class Down {
     __device__ __forceinline__ void multiply() const {
         const int lane = threadIdx.x % 32, step = few::kWarps * TILES;
         const int num_groups = (num + few::kRows - 1) / few::kRows;
-        const int first = threadIdx.x / 32 * TILES + static_cast<int>(TILES > 1 ? cluster_rank() : 0);
+        const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
+        const int first = threadIdx.x / 32 * TILES + rank;
 #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
             if (first + i * step < num_groups) bring(i, first + i * step);
@@ -156,7 +158,8 @@ class Down {
     // Adds up the warps' sums, into those of the first.
     __device__ __forceinline__ void add_warps() const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kSums; i += few::kThreads) store_shared(memory + 4 * i, sum_at(i));
+        for (int i = threadIdx.x; i < kSums; i += few::kThreads)
+            store_shared(memory + 4 * i, sum_at(i));
     }
 
     // Sum of a column of tile `tile`, of the block's warps.
@@ -196,7 +199,8 @@ class Down {
         return (row * kChunks + (chunk ^ (TILES > 1 ? row & 7 : row >> 2 & 1))) * 16;
     }
 
-    // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the end.
+    // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the
+    // end.
     __device__ __forceinline__ void bring(int stage, int group) const {
         const unsigned to = stage_at(stage);
 #pragma unroll

@@ -60,13 +60,14 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)                                                  \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)               \
-        few_gated_##name(const unsigned short* x, const unsigned short* w_gate,                 \
-                           const unsigned short* w_up, const unsigned short* b_gate,              \
-                           const unsigned short* b_up, float threshold, int M, int N, int K,      \
-                           unsigned short* hidden) {                                              \
-        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden); \
+#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)              \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                         \
+        few_gated_##name(const unsigned short* x, const unsigned short* w_gate,            \
+                         const unsigned short* w_up, const unsigned short* b_gate,         \
+                         const unsigned short* b_up, float threshold, int M, int N, int K, \
+                         unsigned short* hidden) {                                         \
+        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                 \
+            x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden);                    \
     }
 
 TWELL_FEW_GATED(1, 1, true, 2, 2, 3, 2)

@@ -18,7 +18,8 @@ namespace {
 
 constexpr int kNeurons = 128;  // that a block has at hand
 constexpr int kRowBlocks = kNeurons / few::kRows;
-constexpr int kLine = 64;  // elements that a prefetch brings
+constexpr int kLine = 64;      // elements that a prefetch brings
+constexpr int kWarpRows = 16;  // fired neurons, at most, of which a warp takes one at a time
 
 // Of the neurons at hand: who fired, and the gates.
 template <int TOKENS>
@@ -54,6 +55,32 @@ __device__ __forceinline__ void fetch_into_l2(const unsigned short* weight,
             prefetch_into_l2(weight + static_cast<long long>(list[i]) * K + at);
 }
 
+// x . row of one token, by a warp: eight loads of each under way at once.
+__device__ __forceinline__ float dot_of_warp(const unsigned short* x, const unsigned short* row,
+                                             int K) {
+    float sum = 0;
+#pragma unroll 1
+    for (int first = threadIdx.x % 32 * 8; first < K; first += 8 * 256) {
+        uint4 weights[8] = {}, values[8] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            load_streamed_if(first + 256 * i < K, row + first + 256 * i, weights[i]);
+            if (first + 256 * i < K) values[i] = load_written(x + first + 256 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float a[8], b[8];
+            unpack(weights[i], a);
+            unpack(values[i], b);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
+        }
+    }
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
+}
+
 template <class SIZES>
 __device__ __forceinline__ void hidden_state(
     const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
@@ -62,7 +89,8 @@ __device__ __forceinline__ void hidden_state(
     int* counts) {
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K)) __trap();
+    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K))
+        __trap();
     AtHand<kTokens>& hand =
         *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     const few::Share share((N + few::kRows - 1) / few::kRows);
@@ -86,6 +114,20 @@ __device__ __forceinline__ void hidden_state(
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
             const unsigned short* bias = is_up ? b_up : b_gate;
+            // of one token, and few neurons, a warp takes a row: that saves two exchanges
+            if (SIZES::kOctets == 1 && is_up && M == 1 && rows.num <= kWarpRows) {
+                fetch_into_l2(w_down + start, hand.list, rows.num, K);
+                for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
+                    const int n = hand.list[i];
+                    float up = dot_of_warp(x, rows.weight + static_cast<long long>(n) * K, K);
+                    if (bias) up += bf16_value(bias[first_neuron + n]);
+                    if (threadIdx.x % 32 == 0)
+                        hidden[static_cast<long long>(first_neuron + n) * kTokens] =
+                            static_cast<unsigned short>(bf16_bits(
+                                bf16_value(hand.gates[n * kTokens]) * rounded(up)));
+                }
+                break;
+            }
             few::Product<SIZES, few::ListedRows> product(address, x_address, x, M, K, rows);
             product.begin();
             if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
@@ -138,15 +180,14 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                                               \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)             \
-        few_hidden_##name(                                                                    \
-            const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,  \
-            const unsigned short* w_down, const unsigned short* b_gate,                         \
-            const unsigned short* b_up, float threshold, int M, int N, int K,                   \
-            unsigned short* hidden, unsigned short* fired, int* counts) {                       \
-        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, w_gate, w_up, w_down, b_gate, b_up, threshold, \
-                                              M, N, K, hidden, fired, counts);                  \
+#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                  \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) few_hidden_##name(           \
+        const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,      \
+        const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up, \
+        float threshold, int M, int N, int K, unsigned short* hidden, unsigned short* fired,    \
+        int* counts) {                                                                          \
+        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(               \
+            x, w_gate, w_up, w_down, b_gate, b_up, threshold, M, N, K, hidden, fired, counts);  \
     }
 
 TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)

@@ -1,10 +1,11 @@
-// few_linear: y = x W^T + b (+ residual), [M, K] and [N, K] to [M, N], for 1 to 64 tokens (few.cuh).
+// few_linear: y = x W^T + b (+ residual), [M, K] and [N, K] to [M, N], for 1 to 64 tokens
+// (few.cuh).
 //
 // As torch does, the sum is rounded to bf16 before the residual is added.
 //
-// Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long
-// if x is too long to stay; 256 threads, at most as many blocks as there are row blocks of 16. Dynamic
-// shared memory: kBytes and x_bytes(M, K) of few::Sizes.
+// Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long if x is too
+// long to stay; 256 threads, at most as many blocks as there are row blocks of 16. Dynamic shared
+// memory: kBytes and x_bytes(M, K) of few::Sizes.
 #include "few.cuh"
 
 namespace {
@@ -40,12 +41,13 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
 
 }  // namespace
 
-#define TWELL_FEW_LINEAR(name, octets, stays, at_once, passes, stages, halves)                                              \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)            \
+#define TWELL_FEW_LINEAR(name, octets, stays, at_once, passes, stages, halves)               \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                           \
         few_linear_##name(const unsigned short* x, const unsigned short* weight,             \
-                            const unsigned short* bias, const unsigned short* residual, int M, \
-                            int N, int K, unsigned short* y) {                                 \
-        linear<few::Sizes<octets, stays, at_once, passes, stages, halves>>(x, weight, bias, residual, M, N, K, y);                \
+                          const unsigned short* bias, const unsigned short* residual, int M, \
+                          int N, int K, unsigned short* y) {                                 \
+        linear<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                  \
+            x, weight, bias, residual, M, N, K, y);                                          \
     }
 
 TWELL_FEW_LINEAR(1, 1, true, 1, 3, 5, 2)

@@ -22,7 +22,7 @@ FEW_TOKENS = 64
 _BLOCK, _WARPS = 256, 8
 _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
-_DOWN_STAGES, _WIDE_TILES = 3, 4
+_DOWN_STAGES, _WIDE_TILES = 4, 4
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
