@@ -3,9 +3,10 @@
     Hopper:    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows, densely
     portable:  torch's gate product -> pack -> plan -> up -> hidden -> down
 
-The host reads nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all;
-buffers are torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in
-the heads of plan.cu, up.cu, hidden.cu and down.cu.
+Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
+nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
+torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in the heads of
+plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
