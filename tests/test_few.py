@@ -148,7 +148,7 @@ def nvrtc() -> Nvrtc:
 def template(entry: str) -> tuple[str, str]:
     """(the template argument of an entry of few_linear, few_gated or few_hidden; octets)."""
     family, name = re.fullmatch(r"(few_[a-z]+)_(\w+)", entry).groups()
-    text = source(entry)
+    text = re.sub(r" +", " ", source(entry).replace("\n ", " "))
     macro = "TWELL_" + family.upper()
     (names,) = re.findall(rf"#define {macro}\(name, ([^)]*)\)", text)
     assert f"<few::Sizes<{names}>>(" in text, f"{macro} passes on what it is given, in this order"
@@ -163,7 +163,7 @@ def probe(file: str, claims: list[str], arguments: str) -> bytes:
     out, and with them the time that they take to compile.
     """
     text = (resource_dir("kernels") / file).read_text()
-    (needed,) = re.findall(r"if \(dynamic_smem_bytes\(\) < (.*)\) __trap\(\);", text)
+    (needed,) = re.findall(r"if \(dynamic_smem_bytes\(\) < ([^;]*)\)\s*__trap\(\);", text)
     head = text[: text.index("}  // namespace\n")]
     tokens = "constexpr int kTokens = 8 * SIZES::kOctets;" if "SIZES" in arguments else ""
     function = f"constexpr unsigned needed(int M, int N, int K) {{ {tokens} return {needed}; }}"
