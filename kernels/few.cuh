@@ -2,7 +2,7 @@
 // weights stream in: what few_linear, few_gated and few_hidden are built of.
 //
 // Weights are the a of the mma, in row blocks of 16; tokens are its b, in octets. The eight warps
-// of a block cut K among them, slab by slab of 32 columns, and each takes all rows of the block:
+// of a block cut K among them, slab by slab, and each takes all rows of the block:
 // so x is read once a pass, and what a warp waits for is its own. A pass takes AT_ONCE row blocks;
 // behind some passes the warps' sums are added up, in the order of warps. Loops are left as loops:
 // a kernel runs for so short a time that its code, read for the first time, counts like weights.
