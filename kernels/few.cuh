@@ -77,6 +77,16 @@ __device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
 }
 
+// Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and Orin;
+// all other GPUs. What the kernels are built for goes by it.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define TWELL_SHARED_KB 227
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+#define TWELL_SHARED_KB 163
+#else
+#define TWELL_SHARED_KB 99
+#endif
+
 namespace few {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;

@@ -70,9 +70,21 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
             x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden);                    \
     }
 
+#if TWELL_SHARED_KB >= 163
 TWELL_FEW_GATED(1, 1, true, 2, 2, 3, 2)
-TWELL_FEW_GATED(2, 2, true, 2, 2, 3, 2)
 TWELL_FEW_GATED(1_long, 1, false, 2, 2, 3, 2)
+#else
+TWELL_FEW_GATED(1, 1, true, 2, 1, 2, 2)
+TWELL_FEW_GATED(1_long, 1, false, 2, 1, 2, 2)
+#endif
+#if TWELL_SHARED_KB >= 227
+TWELL_FEW_GATED(2, 2, true, 2, 2, 3, 2)
 TWELL_FEW_GATED(2_long, 2, false, 2, 2, 3, 2)
 TWELL_FEW_GATED(4, 4, false, 4, 1, 1, 2)
 TWELL_FEW_GATED(8, 8, false, 2, 1, 2, 1)
+#else
+TWELL_FEW_GATED(2, 2, true, 2, 1, 1, 2)
+TWELL_FEW_GATED(2_long, 2, false, 2, 1, 1, 2)
+TWELL_FEW_GATED(4, 4, false, 2, 1, 1, 2)
+TWELL_FEW_GATED(8, 8, false, 2, 1, 1, 1)
+#endif

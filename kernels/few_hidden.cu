@@ -190,9 +190,21 @@ __device__ __forceinline__ void hidden_state(
             x, w_gate, w_up, w_down, b_gate, b_up, threshold, M, N, K, hidden, fired, counts);  \
     }
 
+#if TWELL_SHARED_KB >= 163
 TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)
 TWELL_FEW_HIDDEN(2, 2, true, 1, 3, 4, 2)
 TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 5, 2)
 TWELL_FEW_HIDDEN(2_long, 2, false, 1, 3, 4, 2)
+#else
+TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(2, 2, true, 1, 1, 2, 2)
+TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(2_long, 2, false, 1, 1, 2, 2)
+#endif
+#if TWELL_SHARED_KB >= 227
 TWELL_FEW_HIDDEN(4, 4, false, 1, 3, 3, 2)
 TWELL_FEW_HIDDEN(8, 8, false, 3, 1, 2, 1)
+#else
+TWELL_FEW_HIDDEN(4, 4, false, 1, 1, 1, 2)
+TWELL_FEW_HIDDEN(8, 8, false, 1, 1, 1, 1)
+#endif

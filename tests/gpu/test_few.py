@@ -174,6 +174,9 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal(hidden, problem.hidden, f"few_gated, {problem}")
         w_down, rest = ffn.w_down.t().contiguous(), (ffn.b_down,)
         y = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate)
+        wide = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate, wide=True)
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide.bfloat16(), y)
         equal(y, problem.gate, f"few_linear, {problem}")
         if ffn.N % 64 == 0:
             y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)

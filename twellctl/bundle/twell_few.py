@@ -23,9 +23,12 @@ _BLOCK, _WARPS = 256, 8
 _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 4, 4
-# of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves
+# of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
+# kernels are built for GPUs with much shared memory, and with little
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
+_SMALL_PASS = {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)}
+_SMALL_GATED_PASS = {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)}
 _STAYING = (1, 2)  # octets of which x may stay in shared memory
 _ANY_LENGTH = 1 << 20  # of x: too long to stay
 
@@ -58,13 +61,23 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
     stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
     down = ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
     at_hand = 160 + 260 * 8 * octets
+    kilobytes = _shared_kb(limits.capability)
+    passes = _PASS if kilobytes >= (163 if octets <= 2 else 227) else _SMALL_PASS
+    gated_passes = _GATED_PASS if kilobytes >= (163 if octets == 1 else 227) else _SMALL_GATED_PASS
     return FewPlan(
         octets,
-        _product("few_linear", M, K, octets, _PASS, 0, limits),
-        _product("few_gated", M, K, octets, _GATED_PASS, 0, limits),
-        _product("few_hidden", M, K, octets, _PASS, at_hand, limits),
+        _product("few_linear", M, K, octets, passes, 0, limits),
+        _product("few_gated", M, K, octets, gated_passes, 0, limits),
+        _product("few_hidden", M, K, octets, passes, at_hand, limits),
         Launch(f"few_down_wide_{octets}" if wide else "few_down", down),
     )
+
+
+def _shared_kb(capability: tuple[int, int]) -> int:
+    """few.cuh: TWELL_SHARED_KB."""
+    if (9, 0) <= capability < (12, 0):
+        return 227
+    return 163 if capability in ((8, 0), (8, 7)) else 99
 
 
 def _product(
@@ -173,17 +186,21 @@ def few_linear(
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
+    wide: bool = False,
     overlap: bool = False,
 ) -> Tensor:
-    """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16."""
+    """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16.
+
+    `wide`: the result is float32, not rounded, and there is no `residual`.
+    """
     M, (N, K) = x.shape[0], weight.shape
     plan = plan_few(M, N, K, limits)
-    y = x.new_empty(M, N)
+    y = x.new_empty(M, N, dtype=torch.float32 if wide else x.dtype)
     kernels.launch(
         plan.linear.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (x, weight, bias, residual, M, N, K, y),
+        (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None))),
         plan.linear.smem_bytes,
         overlap=overlap,
     )

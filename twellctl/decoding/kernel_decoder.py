@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import (
-    FEW_TOKENS,
     few_ffn,
     few_gated,
     few_linear,
@@ -83,7 +82,6 @@ class _Layer:
 class KernelDecoder:
     """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels."""
 
-    max_rows = FEW_TOKENS
     capturable = True
 
     @staticmethod
@@ -96,6 +94,7 @@ class KernelDecoder:
         self.device = model.device
         self._kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
+        self.max_rows = _most_rows(model)
         if sparse:
             _put_over_twell(model)
         self._plain = HFDecoder(model)
@@ -117,7 +116,8 @@ class KernelDecoder:
         ]
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
-        plans = [self._plan(B, W) for B in _BATCHES for W in self.widths(-(-reach // PAGE))]
+        batches = (B for B in _BATCHES if self.max_rows >= B)
+        plans = [self._plan(B, W) for B in batches for W in self.widths(-(-reach // PAGE))]
         self._workspace = open_workspace(plans, self.device)
 
     def widths(self, max_pages: int) -> list[int]:
@@ -149,7 +149,10 @@ class KernelDecoder:
             x = self._ffn(h, layer.ffn, x, fired)
         h = rms_norm(self._kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
-        logits = self._linear(h, _Linear(head.weight, head.bias))
+        # not rounded to bf16, which would make many tokens equally likely
+        logits = few_linear(
+            self._kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
+        )
         return logits, counts.float() / self._layers[0].ffn.N
 
     def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
@@ -264,10 +267,16 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
         return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
-    N = config.intermediate_size
-    if not (takes_few(FEW_TOKENS, N, limits) and takes_few_dense(FEW_TOKENS, limits)):
+    if not _most_rows(model):
         return "the decode kernels need more shared memory than this GPU has"
     return _why_not_layers(model)
+
+
+def _most_rows(model: PreTrainedModel) -> int:
+    """How many rows the kernels take in one step here; 0: none."""
+    N, limits = model.config.intermediate_size, device_limits(model.device.index)
+    taken = (B for B in _BATCHES if takes_few(B, N, limits) and takes_few_dense(B, limits))
+    return max(taken, default=0)
 
 
 def _why_not_layers(model: PreTrainedModel) -> str | None:
