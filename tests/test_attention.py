@@ -20,7 +20,6 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
     why_no_norm,
-    why_no_rotary_tables,
     why_not_attend,
 )
 from twellctl.decoding.pages import PAGE
@@ -171,11 +170,3 @@ def test_rotary_tables_are_what_the_model_computes():
     wanted = rotary(bf16(1), at)
     assert torch.equal(cos[at[0]], wanted[0][0])
     assert torch.equal(sin[at[0]], wanted[1][0])
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_angles_that_change_with_the_length_are_refused(kind):
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
-    assert why_no_rotary_tables(rotary) is None
-    rotary.rope_type = kind
-    assert kind in why_no_rotary_tables(rotary)

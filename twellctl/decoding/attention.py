@@ -207,17 +207,12 @@ def _told(tensor: Tensor) -> str:
 # ---- rotary ----
 
 
-def why_no_rotary_tables(rotary: nn.Module) -> str | None:
-    """None if the angles of a transformers rotary embedding depend on the position alone."""
-    kind = getattr(rotary, "rope_type", "default")
-    if kind == "longrope" or "dynamic" in kind:
-        return f"the rotary embedding is {kind}: its angles change with the length of a sequence"
-    return None
-
-
 @torch.inference_mode()
 def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
-    """cos and sin `[num_positions, D]` in bf16, as the model's rotary embedding computes them."""
+    """cos and sin `[num_positions, D]` in bf16, as the model's rotary embedding computes them.
+
+    Its angles must depend on the position alone, as those of any model in pages do (hf_decoder.py).
+    """
     like = torch.empty(1, dtype=torch.bfloat16, device=device)
     positions = torch.arange(num_positions, device=device)[None]
     parts = [rotary(like, part) for part in positions.split(8192, dim=1)]

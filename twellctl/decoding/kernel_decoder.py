@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from twellctl.bundle.twell_few import (
     few_ffn,
     few_gated,
+    few_kernels,
     few_linear,
     takes_few,
     takes_few_dense,
@@ -35,7 +36,7 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import (
     AttendLayer,
@@ -46,11 +47,10 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
     why_no_norm,
-    why_no_rotary_tables,
     why_not_attend,
 )
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.pages import PAGE
+from twellctl.decoding.pages import PAGE, pages_for
 from twellctl.own_kernels import own_kernels
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -80,7 +80,11 @@ class _Layer:
 
 
 class KernelDecoder:
-    """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels."""
+    """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels.
+
+    The dense form tells no fired shares. It is to be made before the sparse one of the same model,
+    whose prompts go over TwELL from then on.
+    """
 
     capturable = True
 
@@ -97,34 +101,37 @@ class KernelDecoder:
         self.max_rows = _most_rows(model)
         if sparse:
             _put_over_twell(model)
+        elif _is_over_twell(model):
+            raise ValueError("this model runs over TwELL already: make its dense form before")
         self._plain = HFDecoder(model)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
-        self.num_layers = len(gated_ffns(model))
+        self.num_layers = self._plain.num_layers if sparse else 0
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
-    @torch.inference_mode()
     def open_cache(self, num_pages: int) -> None:
         self._plain.open_cache(num_pages)
-        body = self._model.model
-        self._layers = [
-            self._layer(layer, *pages)
-            for layer, *pages in zip(
-                body.layers, self._plain.cache.keys, self._plain.cache.values, strict=True
-            )
-        ]
+        body, cache = self._model.model, self._plain.cache
+        # under the caller's inference mode weights would become such that cannot be trained
+        with torch.inference_mode(False), torch.no_grad():
+            self._layers = [
+                self._layer(layer, *pages)
+                for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
+            ]
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
-        batches = (B for B in _BATCHES if self.max_rows >= B)
-        plans = [self._plan(B, W) for B in batches for W in self.widths(-(-reach // PAGE))]
+        # for any number of rows: some want more room than the most rows do
+        rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
+        plans = [self._plan(B, W) for B in rows for W in widths]
         self._workspace = open_workspace(plans, self.device)
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
 
     def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        return self._plain.prefill(tokens, start, table)
+        logits, fired = self._plain.prefill(tokens, start, table)
+        return logits, fired[: self.num_layers]
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         B = len(tokens)
@@ -153,7 +160,7 @@ class KernelDecoder:
         logits = few_linear(
             self._kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
         )
-        return logits, counts.float() / self._layers[0].ffn.N
+        return logits, counts[: self.num_layers].float() / self._layers[0].ffn.N
 
     def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
         weights = linear.weight, linear.bias
@@ -222,9 +229,13 @@ def _put_together(linears: list[nn.Linear]) -> _Linear:
 def _put_over_twell(model: PreTrainedModel) -> None:
     """Let prompts go through TwELL's kernels, where the checkpoint says how."""
     twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
-    if twell and not any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model)):
+    if twell and not _is_over_twell(model):
         put_over_twell(model, twell)
         use_kernels(model, own_kernels())
+
+
+def _is_over_twell(model: PreTrainedModel) -> bool:
+    return any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model))
 
 
 def _threshold(mlp: nn.Module) -> float:
@@ -250,8 +261,8 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return said
     if model.device.type != "cuda" or torch.version.cuda is None:
         return "the decode kernels need an NVIDIA GPU"
-    if model.dtype != torch.bfloat16:
-        return f"the decode kernels take bf16, not {str(model.dtype).removeprefix('torch.')}"
+    if other := {parameter.dtype for parameter in model.parameters()} - {torch.bfloat16}:
+        return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
     if config.model_type not in _FAMILIES:
         return f"the decode kernels know {', '.join(_FAMILIES)}, not {config.model_type}"
     limits = device_limits(model.device.index)
@@ -263,13 +274,13 @@ def _why_not(model: PreTrainedModel) -> str | None:
         config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     ):
         return said
-    if said := why_no_norm(config.hidden_size) or why_no_rotary_tables(model.model.rotary_emb):
+    if said := why_no_norm(config.hidden_size):
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
         return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
     if not _most_rows(model):
         return "the decode kernels need more shared memory than this GPU has"
-    return _why_not_layers(model)
+    return _why_not_layers(model) or _why_no_kernels(model)
 
 
 def _most_rows(model: PreTrainedModel) -> int:
@@ -279,8 +290,23 @@ def _most_rows(model: PreTrainedModel) -> int:
     return max(taken, default=0)
 
 
+def _why_no_kernels(model: PreTrainedModel) -> str | None:
+    """None if all that a step launches is compiled and loaded, else why it is not."""
+    config, index = model.config, model.device.index
+    heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
+    attention = plan_attend(1, *heads, PAGE, device_limits(index).num_sms).entry
+    few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M)}
+    try:
+        kernels_for(own_kernels(), index).prepare(("rms_norm", attention, *sorted(few)))
+    except KernelError as error:
+        return str(error)
+    return None
+
+
 def _why_not_layers(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
+    if type(model.lm_head) is not nn.Linear or type(model.model.embed_tokens) is not nn.Embedding:
+        return f"the embeddings or the LM head of {name} are not plain layers"
     for layer in model.model.layers:
         if {part for part, _ in layer.named_children()} != _LAYER_PARTS:
             return f"the layers of {name} have other parts than the decode kernels know"
@@ -298,5 +324,5 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
 
 
 def _is_relu(activation: nn.Module) -> bool:
-    probe = torch.tensor([-1.0, 0.0, 2.0])
+    probe = torch.tensor([-1.0, 0.0, 2.0, 100.0])
     return torch.equal(activation(probe), torch.relu(probe))

@@ -1,0 +1,239 @@
+"""The decoder over kernels with plain PyTorch in their place: what it hands to them, on a CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import rotate_half
+
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_model import gated_ffns, set_thresholds, use_kernels
+from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding.attention import plan_attend
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.pages import PAGE
+from twellctl.serving.engine import Sampling
+
+H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
+SIZES = {"hidden_size": 64, "head_dim": 64}
+TWELL = {"tile": 256, "slots": [32, 32], "thresholds": [0.5, 0.25]}
+
+
+class Kernels:
+    """Stands in for the compiled ones; `prepared`: the entries that were asked for."""
+
+    def __init__(self, failure: str | None = None):
+        self.prepared, self.failure = (), failure
+
+    def prepare(self, names) -> None:
+        self.prepared = names
+        if self.failure:
+            raise KernelError(self.failure)
+
+
+def rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (table[:, None] for table in angles)
+    return heads * cos + rotate_half(heads) * sin
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
+    assert plan.B == len(qkv)
+    assert workspace.parts.numel() >= plan.num_parts
+    assert workspace.tickets.numel() >= plan.num_tickets
+    q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
+    if layer.q_norm is not None:
+        q, k = norm(q, layer.q_norm, layer.eps), norm(k, layer.k_norm, layer.eps)
+    angles = tuple(table[positions.long()] for table in rotary)
+    q, k = rotated(q, angles), rotated(k, angles)
+    rows = []
+    for row, position in enumerate(positions.tolist()):
+        page, slot = int(tables[row, position // PAGE]), position % PAGE
+        layer.keys[page, :, slot], layer.values[page, :, slot] = k[row], v[row]
+        start = max(0, position + 1 - layer.window) if layer.window else 0
+        keys, values = (
+            pages[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, start : position + 1]
+            for pages in (layer.keys, layer.values)
+        )
+        ours = q[row].unflatten(0, (plan.Hkv, -1))
+        scores = torch.einsum("gsd,gpd->gsp", ours, keys) * layer.scale
+        rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), values).flatten())
+    return torch.stack(rows)
+
+
+def linear(kernels, limits, x, weight, bias=None, *, residual=None, wide=False, overlap) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if residual is None else residual + y
+
+
+def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    if counts is not None:
+        counts += (gate > ffn.threshold).sum(-1)
+    return F.threshold(gate, ffn.threshold, 0.0) * F.linear(x, ffn.w_up, ffn.b_up)
+
+
+def sparse(kernels, limits, x, ffn, *, residual, counts, overlap) -> Tensor:
+    hidden = gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
+    return residual + F.linear(hidden, ffn.w_down.t(), ffn.b_down)
+
+
+def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
+    return cos[0], sin[0]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch) -> Kernels:
+    made = Kernels()
+    for name, stand_in in {
+        "kernels_for": lambda sources, index: made,
+        "device_limits": lambda index: H200,
+        "what_is_missing": lambda: None,
+        "rms_norm": lambda kernels, *inputs: norm(*inputs),
+        "attend": attend,
+        "few_linear": linear,
+        "few_gated": gated,
+        "few_ffn": sparse,
+        "rotary_tables": rotary_tables,
+    }.items():
+        monkeypatch.setattr(module, name, stand_in)
+    return made
+
+
+def run(scheduler, prompts, count: int) -> tuple[list[list[int]], list]:
+    ids, tokens = [[] for _ in prompts], []
+    for events in scheduler.run(prompts, Sampling(count, 0, densities=True)):
+        for sequence, event in events:
+            assert not isinstance(event, Exception), event
+            ids[sequence.client] += [event.id] if event else []
+            tokens += [event] if event else []
+    return ids, tokens
+
+
+CASES = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "a key for many": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "neurons": ("llama", {"intermediate_size": 128}),  # few_linear takes them
+    "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_sparse):
+    family, changes = CASES[case]
+    model = tiny(family, **SIZES | changes)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+    if case == "llama":
+        set_thresholds(model, TWELL["thresholds"])
+        model.config.twell = TWELL
+    known = [generated(model, prompt, 60) for prompt in prompts]
+    decoder = KernelDecoder(model, sparse=is_sparse)
+    scheduler = open_scheduler(model, max_running=3, decoder=decoder)
+    found, tokens = run(scheduler, prompts, 60)
+    assert found == known
+    if is_sparse:
+        assert all(0.1 < share < 0.9 for token in tokens for share in token.densities)
+        assert {len(token.densities) for token in tokens} == {2}
+    else:
+        assert {token.densities for token in tokens} == {()}
+
+
+@pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
+def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_path, is_sparse):
+    model = tiny("qwen3", **SIZES)
+    kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+    run(open_scheduler(model, decoder=KernelDecoder(model, sparse=is_sparse)), prompts[:1], 3)
+    ids = torch.tensor(prompts[:1])
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert not parameter.is_inference(), name
+        assert parameter.grad is not None, name
+        assert torch.equal(parameter, kept[name]), name
+    model.save_pretrained(tmp_path)
+    for name, weight in type(model).from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(weight, kept[name]), name
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (15, 5), (4, 2)])
+def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
+    """Splits of 6 rows of 9 heads, three of which share keys, need more than those of 4 or 8."""
+    H, Hkv = heads
+    sizes = {"hidden_size": 64 * H, "num_attention_heads": H, "num_key_value_heads": Hkv}
+    decoder = KernelDecoder(tiny(**sizes, head_dim=64, max_position_embeddings=2048))
+    assert decoder.max_rows == 64
+    with torch.inference_mode():
+        decoder.open_cache(33)
+    for B in range(1, 65):
+        for width in decoder.widths(32):
+            plan = plan_attend(B, H, Hkv, 64, width * PAGE, H200.num_sms)
+            assert decoder._workspace.parts.numel() >= plan.num_parts, (B, width)
+            assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
+
+
+def test_the_dense_form_of_a_model_over_twell_is_refused(tiny):
+    model = tiny(**SIZES)
+    model.config.twell = TWELL
+    KernelDecoder(model, sparse=False)
+    KernelDecoder(model)
+    use_kernels(model, "sources")  # here are none to register
+    with pytest.raises(ValueError, match="make its dense form before"):
+        KernelDecoder(model, sparse=False)
+
+
+# ---- what it does not take ----
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, kernels):
+    assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) is None
+    assert {"rms_norm", "attend_64_2", "few_linear_8", "few_gated_4"} <= set(kernels.prepared)
+    assert {"few_down", "few_down_wide_1", "few_hidden_2_long"} <= set(kernels.prepared)
+    kernels.failure = "NVRTC found no compiler"
+    assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) == "NVRTC found no compiler"
+
+
+def relu6(model) -> None:
+    for ffn in gated_ffns(model):
+        ffn.act_fn = nn.ReLU6()
+
+
+def wide_norm(model) -> None:
+    model.model.norm.float()
+
+
+def other_head(model) -> None:
+    model.lm_head = nn.Sequential(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (relu6, "the FFNs of LlamaForCausalLM are not ReLU"),
+        (wide_norm, "take bf16, not float32"),
+        (other_head, "the LM head of LlamaForCausalLM are not plain layers"),
+    ],
+)
+def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
+    model = tiny(**SIZES).bfloat16()
+    change(model)
+    assert said in KernelDecoder.why_not(model)
