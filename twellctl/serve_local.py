@@ -6,6 +6,7 @@ import errno
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,10 @@ from twellctl.serving.text_tokens import encode_text
 from twellctl.serving.traffic import Traffic
 
 OnReady = Callable[[str, str], None]
+# The event loop and the engine's worker share the interpreter. A thread that wants it gets it after
+# Python's 5 ms at the latest, which is longer than a step: with 16 clients a tenth of that made
+# 842 steps/s of 638.
+_SWITCH_SECONDS = 0.0005
 
 
 def serve_local(
@@ -51,7 +56,7 @@ def serve_local(
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
-    with _listener(host, port) as listener:
+    with _short_turns(), _listener(host, port) as listener:
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         try:
             limits = Limits(answer_seconds=timeout)
@@ -185,6 +190,16 @@ def _no_port(port: int, error: OSError) -> TwellError:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

@@ -209,6 +209,18 @@ def test_sigterm_ends_the_command_with_0(relu_llama):
     assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_threads_take_short_turns_while_it_serves(relu_llama):
+    seen, before = [], sys.getswitchinterval()
+
+    def on_ready(name: str, url: str) -> None:
+        seen.append(sys.getswitchinterval())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serve_local(relu_llama, port=0, drain=0, on_ready=on_ready)
+    assert seen == [pytest.approx(0.0005)]
+    assert sys.getswitchinterval() == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_function_and_its_handler_comes_back(tokenizer, number):
     served = ServedModel("model", tokenizer, Scripted([5]))
