@@ -44,7 +44,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
-    assert plan.B == len(qkv)
+    assert len(qkv) == plan.B
     assert workspace.parts.numel() >= plan.num_parts
     assert workspace.tickets.numel() >= plan.num_tickets
     q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
