@@ -1,5 +1,6 @@
 """profile: its figures against counts made here, one by one."""
 
+import dataclasses
 import json
 import math
 
@@ -74,6 +75,125 @@ def test_figures_are_those_counted_by_hand(
         assert layer.slots == 8 or fewer.overflowed.double().mean() > 0.001
 
 
+def densities_of(gates, threshold, picked) -> list[float]:
+    """The density of each layer over the `picked` tokens, a plain count of what is not zero."""
+    fired = [(torch.where(gate > threshold, gate, 0)[picked] != 0).sum().item() for gate in gates]
+    return [count / (int(picked.sum()) * gates[0].shape[-1]) for count in fired]
+
+
+def position_ranges(found) -> list[tuple[int, int]]:
+    return [(part.first, part.last) for part in found.by_position]
+
+
+@pytest.fixture
+def kinds_of_text(tmp_path, text_file) -> dict[str, list]:
+    """Files and folders, by kind; all so short that windows span two kinds."""
+    sources = list(read_texts([str(text_file)], "text"))
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name in ("a", "b"):
+        (notes / f"{name}.txt").write_text(sources.pop()[:600])
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text("".join(json.dumps({"text": text[:50]}) + "\n" for text in sources[:12]))
+    code = [tmp_path / "2.txt", tmp_path / "3.txt"]
+    for path in code:
+        path.write_text(sources.pop()[:900])
+    return {"notes": [notes], "chat": [chat], "code": code}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_parts_are_those_counted_by_hand(
+    make_model, tmp_path, tokenizer, kinds_of_text, family, threshold, monkeypatch
+):
+    monkeypatch.setattr("twellctl.profile.BATCH_TOKENS", 7 * 48)  # 20 windows: 7, 7, 6
+    convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
+    code, more_code = kinds_of_text["code"]
+    ordered = [
+        ("code", code),
+        ("notes", *kinds_of_text["notes"]),
+        ("chat", *kinds_of_text["chat"]),
+        ("code", more_code),
+    ]
+    data = [f"code={path}" if kind == "code" else str(path) for kind, path in ordered]
+    found = profile(tmp_path / "model", data, windows=20, seq_len=48, threshold=threshold)
+    assert found.data == tuple(data)
+
+    ids, kinds = [], []
+    for kind, path in ordered:
+        for text in read_texts([str(path)], "text"):
+            tokens = [0, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+            ids += tokens
+            kinds += [kind] * len(tokens)
+    starts = torch.linspace(0, len(ids) - 48, 20).long().tolist()
+    windows = torch.tensor([ids[start : start + 48] for start in starts])
+    batches = [gates_of(tmp_path / "model", batch, threshold) for batch in windows.split(7)]
+    gates = [torch.cat(layer) for layer in zip(*batches, strict=True)]
+    kinds = [kind for start in starts for kind in kinds[start : start + 48]]
+    assert len({tuple(kinds[i : i + 48]) for i in range(0, 960, 48)}) > 3  # some span two kinds
+
+    ranges = [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 47)]
+    assert position_ranges(found) == ranges
+    positions = torch.arange(48).repeat(20)
+    expected = [(positions >= first) & (positions <= last) for first, last in ranges]
+    assert [part.kind for part in found.by_kind] == ["code", "notes", "chat"]
+    expected += [torch.tensor([kind == k for k in kinds]) for kind in ("code", "notes", "chat")]
+    for part, picked in zip((*found.by_position, *found.by_kind), expected, strict=True):
+        densities = densities_of(gates, threshold, picked)
+        assert part.tokens == int(picked.sum()) > 0
+        assert part.layers == tuple(densities)
+        assert part.density == pytest.approx(sum(densities) / 2, rel=1e-12)
+    for parts in (found.by_position, found.by_kind):
+        mean = sum(part.tokens * part.density for part in parts) / found.tokens
+        assert mean == pytest.approx(found.density, rel=1e-12)
+
+
+def test_kinds_change_nothing_else(relu_llama, kinds_of_text):
+    files = [str(path) for paths in kinds_of_text.values() for path in paths]
+    apart = profile(relu_llama, files, windows=30, seq_len=40)
+    named = profile(relu_llama, [f"all={path}" for path in files], windows=30, seq_len=40)
+    assert [part.kind for part in apart.by_kind] == ["notes", "chat", "2", "3"]
+    assert [part.kind for part in named.by_kind] == ["all"]
+    assert named.by_kind[0].density == pytest.approx(named.density, rel=1e-12)
+    rest = {"data": (), "by_kind": ()}
+    assert dataclasses.replace(apart, **rest) == dataclasses.replace(named, **rest)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranges"),
+    [(1, [(0, 0)]), (2, [(0, 0), (1, 1)]), (5, [(0, 0), (1, 1), (2, 3), (4, 4)])],
+)
+def test_positions_end_with_the_window(relu_llama, text_file, seq_len, ranges):
+    found = profile(relu_llama, [str(text_file)], windows=3, seq_len=seq_len)
+    assert position_ranges(found) == ranges
+    assert [part.tokens for part in found.by_position] == [3 * (b - a + 1) for a, b in ranges]
+
+
+def test_names_of_kinds(relu_llama, kinds_of_text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "notes")
+    (tmp_path / "notes" / "x=a.txt").write_text("a file with such a name " * 20)
+    data = ["x=a.txt", "y=x=a.txt", ".", "../2.txt", "/".join([str(tmp_path), "notes", "x=a.txt"])]
+    found = profile(relu_llama, data, windows=40, seq_len=16)
+    assert [part.kind for part in found.by_kind] == ["x=a", "y", "notes", "2"]
+    for missing in ("none.txt", "z=none.txt"):
+        with pytest.raises(TwellError, match=r"^none\.txt does not exist"):
+            profile(relu_llama, ["../2.txt", missing])
+
+
+def test_a_kind_that_no_window_meets_has_no_density(relu_llama, kinds_of_text, tmp_path):
+    small = tmp_path / "small.txt"
+    small.write_text("x")
+    code, more_code = map(str, kinds_of_text["code"])
+    arguments = ["profile", str(relu_llama), "--data", code, "--data", str(small)]
+    arguments += ["--data", more_code, "--windows", "2", "--seq-len", "16"]
+    arguments += ["--json", str(tmp_path / "profile.json")]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    found = read_profile(tmp_path / "profile.json").by_kind[1]
+    assert (found.kind, found.tokens, found.density) == ("small", 0, None)
+    assert found.layers == (None, None)
+    assert "no window holds a token of small: raise --windows" in done.stderr
+
+
 def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
     convert(silu_llama, tmp_path / "model")
     found = profile(tmp_path / "model", [str(text_file)], windows=4, seq_len=32, threshold=3e38)
@@ -116,6 +236,11 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
     assert (content["dtype"], content["tile"]) == ("float32", 256)
     assert {"twellctl", "torch", "transformers"} == set(content["versions"])
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    first_form = {key: content[key] for key in content if not key.startswith("by_")}
+    (tmp_path / "profile.json").write_text(json.dumps(first_form))
+    assert read_profile(tmp_path / "profile.json") == dataclasses.replace(
+        found, by_position=(), by_kind=()
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,6 +251,7 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
         ("{}", r"no schema_version"),
         ('{"schema_version": 2}', "schema_version 2, this twellctl reads 1"),
         ('{"schema_version": 1}', "no whole profile"),
+        ('{"schema_version": 1, "by_kind": [1]}', "no whole profile"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -161,7 +287,21 @@ def test_command_shows_a_table_and_says_what_it_rounded(relu_llama, text_file, t
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "overflow" in done.stdout
+    assert "density by position" in done.stdout
+    assert "16-23" in done.stdout
+    assert "kind of text" not in done.stdout
     assert "0.1 was rounded to 0.10009765625" in done.stderr
     assert read_profile(saved).layers[1].threshold == 0.10009765625
     refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
     assert "is not a folder you may write to" in str(refused.exception)
+
+
+def test_command_shows_the_kinds_of_text(relu_llama, kinds_of_text):
+    code, more_code = map(str, kinds_of_text["code"])
+    arguments = ["profile", str(relu_llama), "--data", code, "--data", f"[mine]={more_code}"]
+    arguments += ["--windows", "4", "--seq-len", "24"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    found = profile(relu_llama, [code, f"[mine]={more_code}"], windows=4, seq_len=24)
+    rows = [line.split() for line in done.stdout.split("density by kind of text")[1].splitlines()]
+    for part in found.by_kind:
+        assert [part.kind, str(part.tokens), f"{part.density:.2%}"] in rows

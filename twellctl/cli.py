@@ -142,7 +142,12 @@ def finetune(
 def profile(
     model: LocalModel,
     data: Annotated[
-        list[str], typer.Option(help="Text: jsonl, txt or parquet files, or folders. Repeatable.")
+        list[str],
+        typer.Option(
+            metavar="[NAME=]FILE",
+            help="Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of "
+            "text, by the file's name or NAME; equal names are one kind.",
+        ),
     ],
     text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
     windows: Annotated[int, typer.Option(help="Windows, at even strides through the text.")] = 128,
@@ -158,7 +163,8 @@ def profile(
 ) -> None:
     """Count which neurons fire.
 
-    By token and layer; dead ones too, and the slots a packed gate needs.
+    By token and layer; dead ones too, and the slots a packed gate needs. Then by position in the
+    window, and by kind of text if --data names several; --json holds these by layer too.
     """
     from twellctl.profiled import check_profile_path, save_profile
 

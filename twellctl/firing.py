@@ -51,19 +51,25 @@ class FiredMeter:
 
 
 class LayerCount:
-    """What fired in one layer: by neuron, and histograms of nnz and of the fullest tile, by row."""
+    """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile."""
 
-    def __init__(self, intermediate_size: int, tile: int, device: torch.device):
-        self.tile = tile
+    def __init__(
+        self, intermediate_size: int, tile: int, device: torch.device, num_groups: int = 0
+    ):
+        self.intermediate_size, self.tile = intermediate_size, tile
+        self.by_group = torch.zeros(num_groups, dtype=torch.int64, device=device)
         self.by_neuron = torch.zeros(intermediate_size, dtype=torch.int64, device=device)
         self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
         self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
 
-    def add(self, gate: Tensor, active: Tensor) -> None:
-        """Count rows `[M, N]`: the gate before and after its activation."""
+    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> None:
+        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`."""
         fired = active != 0
+        nnz = fired.sum(-1)
         self.by_neuron += fired.sum(0)
-        self.nnz += fired.sum(-1).bincount(minlength=len(self.nnz))
+        self.nnz += nnz.bincount(minlength=len(self.nnz))
+        if groups is not None:
+            self.by_group.index_add_(0, groups, nnz)
         tiles = F.pad(fired, (0, -fired.shape[-1] % self.tile)).unflatten(-1, (-1, self.tile))
         fullest = tiles.sum(-1).amax(-1)
         # whatever the slots, a row that is not finite goes to the backup
@@ -84,7 +90,7 @@ class LayerCount:
             nnz_p50=int((reached < 0.50 * num_rows).sum()),
             nnz_p99=int((reached < 0.99 * num_rows).sum()),
             nnz_max=int(nnz.nonzero().max()),
-            density=mean / len(self.by_neuron),
+            density=mean / self.intermediate_size,
             dead=int((self.by_neuron == 0).sum()),
             slots=slots,
             overflow=float(overflow[slots]),

@@ -1,6 +1,7 @@
 """twellctl profile: how many neurons fire, by layer, and the slots that a packed gate needs.
 
 Windows at even strides through the text are run through the dense model. All counts are exact.
+How dense tokens are by position in their window, and by kind of text, is counted beside.
 """
 
 from collections.abc import Callable
@@ -8,14 +9,15 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 from twellctl import __version__
 from twellctl.bundle.twell_config import storable_threshold
 from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.errors import UsageError
 from twellctl.firing import FiredMeter, LayerCount
+from twellctl.grouping import grouped_windows
 from twellctl.model import default_device, load_model, load_tokenizer
 from twellctl.profiled import Profile
 
@@ -35,6 +37,7 @@ def profile(
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
+    Each of `data` is a file or folder, a kind of text by its name, or NAME=FILE to call it NAME.
     `seq_len` None is 1024, or the model's context where that is shorter. `threshold`, rounded to
     what bf16 holds, takes the place of the model's own in all layers. Computes in bf16 on CUDA, in
     float32 on the CPU. `progress(done, total)` is told of windows. Raises `TwellError`.
@@ -44,27 +47,27 @@ def profile(
     thresholds = _thresholds(checkpoint, threshold)
     seq_len = _checked_length(checkpoint, windows, seq_len)
     tokenizer = load_tokenizer(checkpoint)
-    texts = read_texts([str(path) for path in data], text_column, tokenizer)
-    ids = spread_windows(token_stream(texts, tokenizer), windows, seq_len)
+    data = [str(path) for path in data]
+    text = grouped_windows(data, text_column, tokenizer, windows, seq_len)
 
     device = device or default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_model(checkpoint, dtype=dtype, device=device)
     set_thresholds(loaded, thresholds)
     tile, size = checkpoint.twell["tile"], checkpoint.ffn.intermediate_size
-    counts = [LayerCount(size, tile, device) for _ in thresholds]
-    with torch.inference_mode(), FiredMeter(loaded, lambda i, *gates: counts[i].add(*gates)):
-        batch_size = max(1, BATCH_TOKENS // seq_len)
-        for start in range(0, len(ids), batch_size):
-            loaded.base_model(ids[start : start + batch_size].to(device), use_cache=False)
-            progress(min(start + batch_size, len(ids)), len(ids))
+    counts = [LayerCount(size, tile, device, text.num_groups) for _ in thresholds]
+    batch_size, done = max(1, BATCH_TOKENS // seq_len), 0
+    for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
+        _count_batch(loaded, ids.to(device), groups.to(device), counts)
+        done += len(ids)
+        progress(done, len(text.ids))
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),
-        data=tuple(str(path) for path in data),
-        windows=len(ids),
+        data=tuple(data),
+        windows=len(text.ids),
         seq_len=seq_len,
-        tokens=ids.numel(),
+        tokens=text.ids.numel(),
         dtype=str(dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         versions={
@@ -75,7 +78,17 @@ def profile(
         intermediate_size=size,
         tile=tile,
         layers=tuple(c.summary(t) for c, t in zip(counts, thresholds, strict=True)),
+        by_position=text.by_position(counts),
+        by_kind=text.by_kind(counts),
     )
+
+
+@torch.inference_mode()
+def _count_batch(model: nn.Module, ids: Tensor, groups: Tensor, counts: list[LayerCount]) -> None:
+    """Add what fires while `model` reads `ids` `[B, S]`, whose tokens are of these groups."""
+    groups = groups.flatten()
+    with FiredMeter(model, lambda layer, *gates: counts[layer].add(*gates, groups)):
+        model.base_model(ids, use_cache=False)
 
 
 def _thresholds(checkpoint: Checkpoint, threshold: float | None) -> list[float]:

@@ -5,6 +5,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from twellctl.errors import TwellError
 
@@ -31,6 +32,39 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
+class PartDensity:
+    """The density of some tokens: mean of the layers, and by layer; all None for no tokens."""
+
+    tokens: int
+    density: float | None
+    layers: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, fired: list[int], tokens: int, intermediate_size: int, **which: Any) -> Self:
+        """From the neurons that fired in each layer, summed over the tokens."""
+        places = tokens * intermediate_size
+        if not places:
+            return cls(tokens, None, (None,) * len(fired), **which)
+        layers = tuple(count / places for count in fired)
+        return cls(tokens, sum(fired) / (places * len(fired)), layers, **which)
+
+
+@dataclass(frozen=True)
+class PositionDensity(PartDensity):
+    """At positions `first` to `last` of a window, counted from 0, both included."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class KindDensity(PartDensity):
+    """In text of one kind."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
 class Profile:
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on."""
 
@@ -46,6 +80,8 @@ class Profile:
     intermediate_size: int
     tile: int
     layers: tuple[LayerProfile, ...]
+    by_position: tuple[PositionDensity, ...] = ()
+    by_kind: tuple[KindDensity, ...] = ()
 
     @property
     def nnz_mean(self) -> float:
@@ -102,8 +138,15 @@ def read_profile(path: str | Path) -> Profile:
             f"{path} has schema_version {version!r}, this twellctl reads {SCHEMA_VERSION}: {again}"
         )
     try:
+        content = {"by_position": [], "by_kind": []} | content  # the first profiles had neither
         fields = {name: content[name] for name in Profile.__dataclass_fields__}
         fields["layers"] = tuple(LayerProfile(**layer) for layer in fields["layers"])
+        fields["by_position"] = _parts(PositionDensity, fields["by_position"])
+        fields["by_kind"] = _parts(KindDensity, fields["by_kind"])
         return Profile(**fields | {"data": tuple(fields["data"])})
     except (KeyError, TypeError) as error:
         raise TwellError(f"{path} is no whole profile ({error}): {again}") from error
+
+
+def _parts(made: type[PartDensity], parts: list[dict]) -> tuple[PartDensity, ...]:
+    return tuple(made(**part | {"layers": tuple(part["layers"])}) for part in parts)

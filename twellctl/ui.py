@@ -100,7 +100,7 @@ def finetuned(result: Any) -> None:
 
 
 def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = None) -> None:
-    """The figures of a `Profile`, a line a layer."""
+    """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
     rows = []
     for number, layer in enumerate(result.layers):
         nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
@@ -114,11 +114,29 @@ def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = 
         f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
     )
     say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
+    _densities("position", [(_positions(part), part) for part in result.by_position])
+    if len(result.by_kind) > 1:
+        _densities("kind of text", [(part.kind, part) for part in result.by_kind])
+    if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
+        note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     used = result.layers[0].threshold
     if asked_threshold is not None and asked_threshold != used:
         note(f"threshold {asked_threshold!r} was rounded to {used!r}, which bf16 holds exactly")
     if saved_as is not None:
         say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+
+
+def _positions(part: Any) -> str:
+    return str(part.first) if part.first == part.last else f"{part.first}-{part.last}"
+
+
+def _densities(what: str, parts: list[tuple[str, Any]]) -> None:
+    """Named `PartDensity`s, a line each: means over the layers."""
+    rows = [
+        [escape(name), str(part.tokens), "-" if part.density is None else f"{part.density:.2%}"]
+        for name, part in parts
+    ]
+    table(f"density by {what}", [what, "tokens", "density"], rows)
 
 
 def exported(result: Any) -> None:
