@@ -27,7 +27,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 class HistoryDecoder:
-    """A `Decoder` on the CPU; `calls` tells its prefills (start, end) and steps (rows)."""
+    """A `Decoder` on the CPU; `calls` tells its prefills (start, end of each) and steps (rows)."""
 
     device = torch.device("cpu")
     vocab_size = VOCAB
@@ -47,11 +47,17 @@ class HistoryDecoder:
     def widths(self, max_pages: int) -> list[int]:
         return sorted({1, max_pages})
 
-    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        self.calls.append(("prefill", start, start + len(tokens)))
-        for i, token in enumerate(tokens.tolist()):
-            self._write(table, start + i, token)
-        return self._logits(table, start + len(tokens)), torch.tensor([0.25, 0.5])
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        assert tokens.numel() <= self.prefill_chunk
+        starts = positions.masked_fill(positions < 0, self.context).amin(1).tolist()
+        ends = (positions[:, -1] + 1).tolist()
+        self.calls.append(
+            ("prefill", *(at for span in zip(starts, ends, strict=True) for at in span))
+        )
+        for row, position in (positions >= 0).nonzero().tolist():
+            self._write(tables[row], int(positions[row, position]), int(tokens[row, position]))
+        logits = [self._logits(table, end) for table, end in zip(tables, ends, strict=True)]
+        return torch.stack(logits), torch.tensor([[0.25], [0.5]]).expand(2, len(tokens))
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         self.calls.append(("step", len(tokens)))

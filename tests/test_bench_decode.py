@@ -203,7 +203,8 @@ def test_one_sequence_at_a_time_is_told(make_model, text_file, monkeypatch):
         bench_decode(DecodeSettings(**settings))
 
 
-def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
+def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(HFDecoder, "prefill_chunk", 16)  # a prompt is read alone
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass\n" * 4)
     for settings, sentence in [

@@ -54,7 +54,8 @@ def test_little_room_changes_no_token(tiny, generated, prompts):
     calls, prefill = [], scheduler.decoder.prefill
     scheduler.decoder.prefill = lambda *inputs: calls.append(inputs) or prefill(*inputs)
     assert greedy(scheduler, prompts, 100) == known
-    assert len(calls) > len(prompts)  # one was evicted, and read again
+    read = sum(len(tokens) for tokens, _, _ in calls)
+    assert read > len(prompts)  # one was evicted, and read again
 
 
 def test_chunks_of_a_prompt_change_no_token(tiny, generated, prompts, monkeypatch):
@@ -149,19 +150,45 @@ def test_bf16_parts_only_where_the_best_two_are_close(tiny, prompts):
         assert (logits.amax(-1) - chosen).max() < 0.1
 
 
+@pytest.mark.parametrize("family", PAGED)
+def test_prompts_read_together_give_what_each_gives_alone(tiny, prompts, family):
+    decoder = HFDecoder(tiny(family))
+    lengths = list(map(len, prompts))
+    tokens = torch.zeros(5, 130, dtype=torch.int32)
+    positions = torch.full_like(tokens, -1)
+    tables = torch.zeros(5, 3, dtype=torch.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, 130 - len(prompt) :] = torch.tensor(prompt)
+        positions[row, 130 - len(prompt) :] = torch.arange(len(prompt))
+        tables[row] = torch.tensor([1, 2, 3]) + 3 * row
+    with torch.inference_mode():
+        decoder.open_cache(16)
+        logits, fired = decoder.prefill(tokens, positions, tables)
+        cached = [pages.clone() for pages in (*decoder.cache.keys, *decoder.cache.values)]
+        decoder.open_cache(16)
+        for row, length in enumerate(lengths):
+            inputs = tokens[row, -length:], positions[row, -length:], tables[row]
+            alone, fired_alone = decoder.prefill(*(part[None] for part in inputs))
+            assert torch.allclose(logits[row], alone[0], atol=1e-4)
+            assert torch.equal(fired[:, row], fired_alone[:, 0])
+    for pages, known in zip(cached, (*decoder.cache.keys, *decoder.cache.values), strict=True):
+        assert torch.allclose(pages[1:], known[1:], atol=1e-4)
+
+
 def test_garbage_behind_a_row_is_not_seen(tiny):
     """Pages come from others who may have left NaN there."""
     decoder = HFDecoder(tiny())
-    tokens = torch.arange(1, 71, dtype=torch.int32)
-    table = torch.tensor([3, 1], dtype=torch.int32)
+    tokens = torch.arange(1, 71, dtype=torch.int32).repeat(2, 1)
+    positions = torch.stack([torch.arange(70), torch.arange(-50, 20).clamp(min=-1)]).int()
+    tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
 
     def logits(garbage: float) -> list[torch.Tensor]:
         decoder.open_cache(5)
         for pages in (*decoder.cache.keys, *decoder.cache.values):
             pages.fill_(garbage)
-        first, _ = decoder.prefill(tokens, 0, table)
-        rows = torch.tensor([9, 0], dtype=torch.int32), torch.tensor([70, 0], dtype=torch.int32)
-        second, _ = decoder.step(*rows, torch.stack([table, torch.zeros_like(table)]))
+        first, _ = decoder.prefill(tokens, positions, tables)
+        rows = torch.tensor([[9, 8, 0], [70, 20, 0]], dtype=torch.int32)
+        second, _ = decoder.step(*rows, torch.cat([tables, torch.zeros_like(tables[:1])]))
         return [first, second]
 
     with torch.inference_mode():

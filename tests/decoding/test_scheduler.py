@@ -149,7 +149,50 @@ def test_short_prompts_are_read_together_before_a_step():
         scheduler.add(Sequence([i] * 20, GREEDY))
     assert len(scheduler.advance()) == 4  # first tokens are told before
     scheduler.advance()
-    assert [call[0] for call in decoder.calls] == ["prefill"] * 4 + ["step"]
+    assert decoder.calls == [("prefill", *(0, 20) * 4), ("step", 4)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([33, 33, 33, 33], [3, 1]),  # no more than the 100 tokens of a prefill
+        ([10, 19, 20], [3]),
+        ([10, 60, 20], [1, 1, 1]),  # no more than half of it filled up
+        ([250, 10, 10], [1, 1, 1, 2]),  # a long one's chunks are read alone
+        ([3] * 20, [16, 4]),
+    ],
+)
+def test_what_is_read_together(lengths, rows):
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, max_running=20)
+    sequences = [Sequence([i] * length, GREEDY) for i, length in enumerate(lengths)]
+    for sequence, events in all_of(scheduler, sequences).items():
+        assert tokens_of(events) == expected(sequence.tokens[: sequence.num_prompt], 40)
+    calls = [call for call in decoder.calls if call[0] == "prefill"]
+    assert [(len(call) - 1) // 2 for call in calls] == rows
+    assert scheduler.prompt_tokens == sum(lengths)
+    assert (scheduler.fired / scheduler.generated_tokens).tolist() == [0.25, 0.5]
+    assert_nothing_is_held(scheduler)
+
+
+def test_rows_read_together_are_no_more_than_may_run():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, max_running=3)
+    for i in range(5):
+        scheduler.add(Sequence([i] * 5, GREEDY))
+    scheduler.advance()
+    assert decoder.calls == [("prefill", *(0, 5) * 3)]
+    assert (scheduler.num_running, len(scheduler.waiting)) == (3, 2)
+
+
+def test_rows_read_together_leave_a_page_to_each_that_runs():
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder, num_pages=6, max_running=5)  # 5 pages
+    sequences = [Sequence([i] * 5, GREEDY) for i in range(5)]
+    found = all_of(scheduler, sequences)
+    assert decoder.calls[0] == ("prefill", *(0, 5) * 3)  # a fourth and its three neighbours: 7
+    for i, sequence in enumerate(sequences):
+        assert tokens_of(found[sequence]) == expected([i] * 5, 40)
 
 
 def test_an_end_token_ends_a_sequence_and_is_its_last():
@@ -230,10 +273,10 @@ class Failing(HistoryDecoder):
         super().__init__()
         self.error, self.at = error, at
 
-    def prefill(self, tokens, start, table):
-        if 200 in tokens.tolist():
+    def prefill(self, tokens, positions, tables):
+        if (tokens == 200).any():
             raise self.error
-        return super().prefill(tokens, start, table)
+        return super().prefill(tokens, positions, tables)
 
     def step(self, tokens, positions, tables):
         self.at -= 1
@@ -258,6 +301,22 @@ def test_a_prompt_that_fails_fails_alone(error, kind):
     assert "\n" not in str(failure)
     for i, sequence in enumerate(sequences):
         assert tokens_of(found[sequence]) == expected([i] * 150, 40)
+    assert_nothing_is_held(scheduler)
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, IndexError("lost")])
+def test_of_prompts_read_together_only_the_one_that_fails_fails(error):
+    decoder = Failing(error)
+    scheduler = scheduler_of(decoder)
+    sequences = [Sequence([i] * 20, GREEDY) for i in range(3)]
+    bad = Sequence([1] * 14 + [200], GREEDY)
+    found = all_of(scheduler, [*sequences[:2], bad, sequences[2]])
+    (failure,) = found[bad]
+    assert isinstance(failure, EngineError)
+    for i, sequence in enumerate(sequences):
+        assert tokens_of(found[sequence]) == expected([i] * 20, 40)
+    assert decoder.calls[:3] == [("prefill", 0, 20)] * 3  # alone, after all in one
+    assert scheduler.prompt_tokens == 60
     assert_nothing_is_held(scheduler)
 
 
@@ -290,8 +349,9 @@ def test_fail_all_ends_what_runs_is_read_and_waits():
     sequences = [Sequence([i] * n, GREEDY) for i, n in enumerate((10, 400, 10))]
     for sequence in sequences:
         scheduler.add(sequence)
-    scheduler.advance()
-    assert scheduler.num_running == 2
+    while scheduler.num_running < 2:
+        scheduler.advance()
+    assert sequences[1].cached == 100
     error = EngineError("enough")
     assert scheduler.fail_all(error) == [(sequence, error) for sequence in sequences]
     assert_nothing_is_held(scheduler)

@@ -139,13 +139,13 @@ class Batch:
         return self._followed(B)
 
     def first(
-        self, logits: Tensor, fired: Tensor, fields: np.ndarray, variant: Variant
+        self, logits: Tensor, fired: Tensor, fields: Sequence[np.ndarray], variant: Variant
     ) -> np.ndarray:
-        """Choose the token after a prompt from logits `[V]`; its record `[width]`. Waits."""
-        of_row = torch.from_numpy(fields)[:, None].to(self.decoder.device)
-        record = torch.zeros_like(self._records[:1])
-        self.record.write(record, logits[None], fired[:, None], of_row, variant)
-        return record[0].cpu().numpy()
+        """Choose the tokens after prompts from logits `[B, V]`; records `[B, width]`. Waits."""
+        of_rows = torch.from_numpy(np.stack(fields, 1)).to(self.decoder.device)
+        records = torch.zeros_like(self._records[: len(logits)])
+        self.record.write(records, logits, fired, of_rows, variant)
+        return records.cpu().numpy()
 
     def _on_host(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu)

@@ -19,7 +19,7 @@ class Decoder(Protocol):
     num_layers: int  # L: gated FFNs whose fired share is told; 0: none is
     page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
     max_rows: int | None  # of one step; None: any number
-    prefill_chunk: int  # tokens of one prefill, at most
+    prefill_chunk: int  # tokens of one prefill, at most, those that only fill up too
     capturable: bool  # whether a step may be captured in a CUDA graph
 
     def open_cache(self, num_pages: int) -> None:
@@ -33,11 +33,12 @@ class Decoder(Protocol):
         """
         ...
 
-    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[P]` at positions from `start` on of one sequence, with pages `table` `[W]`.
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Consecutive tokens of each row: tokens and positions `[B, P]`, tables `[B, W]`, int32.
 
-        int32 on the device, W * PAGE >= start + P; what lies before `start` is cached. Returns, of
-        the last token, the logits `[V]` and the share of fired neurons, float32 `[L]`.
+        A row with fewer tokens than P is filled up on the left, there its positions are -1. What
+        lies before a row's first position is cached; rows that are filled up begin at 0. Returns,
+        of the last tokens, the logits `[B, V]` and the shares of fired neurons, float32 `[L, B]`.
         """
         ...
 

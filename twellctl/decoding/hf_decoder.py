@@ -51,16 +51,17 @@ class HFDecoder:
         powers = [1 << i for i in range(max_pages.bit_length())]
         return sorted({*powers, max_pages})
 
-    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(start, start + len(tokens), device=self.device)
-        logits, fired = self._forward(tokens[None], positions[None], table[None])
-        return logits[0], fired[:, 0]
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        return self._forward(tokens, positions, tables)
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         return self._forward(tokens[:, None], positions[:, None], tables)
 
     def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones."""
+        """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones.
+
+        Position -1 is no token: it looks at its row's first one, and nobody looks at it.
+        """
         rows = _Rows(self.cache, positions.long(), tables.long())
         with self._fired.counted(len(tokens)):
             done = self._model(
@@ -90,9 +91,11 @@ class _Rows(Cache):
 
     def __init__(self, cache: PagedCache, positions: Tensor, tables: Tensor):
         super().__init__(layers=[])
-        self.positions, self._tables, self._cache = positions, tables, cache
-        self._pages = tables.gather(1, positions // PAGE)
-        self._slots = positions % PAGE
+        self.positions = positions.clamp(min=0)
+        self._tables, self._cache = tables, cache
+        # page 0 is nobody's
+        self._pages = tables.gather(1, self.positions // PAGE).masked_fill(positions < 0, 0)
+        self._slots = self.positions % PAGE
         self._places = torch.arange(tables.shape[1] * PAGE, device=tables.device)
         # `[B, 1, W * PAGE, 1]`: what lies behind may be NaN, and 0 * NaN is NaN
         self._behind = (self._places > positions[:, -1:])[:, None, :, None]

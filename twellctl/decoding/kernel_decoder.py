@@ -129,8 +129,8 @@ class KernelDecoder:
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
 
-    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        logits, fired = self._plain.prefill(tokens, start, table)
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        logits, fired = self._plain.prefill(tokens, positions, tables)
         return logits, fired[: self.num_layers]
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:

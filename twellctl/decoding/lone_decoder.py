@@ -30,18 +30,17 @@ class LoneDecoder:
     def widths(self, max_pages: int) -> list[int]:
         return [max_pages]
 
-    def prefill(self, tokens: Tensor, start: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         self._cache = DynamicCache(config=self._model.config)
-        logits, fired = self._forward(tokens)
-        return logits[0], fired[:, 0]
+        return self._forward(tokens)
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        return self._forward(tokens)
+        return self._forward(tokens[None])
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         with self._fired.counted(1):
             done = self._model(
-                input_ids=tokens.to(torch.long)[None],
+                input_ids=tokens.to(torch.long),
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,

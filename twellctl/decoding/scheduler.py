@@ -8,7 +8,9 @@ No threads here: whoever owns a `Scheduler` calls `advance` until nothing is lef
 """
 
 import contextlib
+import functools
 import gc
+import operator
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
@@ -16,6 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.decoder import Decoder
@@ -24,7 +27,7 @@ from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
 
-_SHORT_PROMPTS = 4  # that are read between two steps, at most
+_PROMPTS_TOGETHER = 16  # read between two steps, at most
 # what became of a sequence: a token, its failure, or None for its end
 Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
@@ -43,7 +46,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
         self.fired = np.zeros(decoder.num_layers)  # sums of shares, over all generated tokens
-        self._entering: Sequence | None = None  # its prompt is being read
+        self._entering: list[Sequence] = []  # whose prompts are being read
         self._under_way: tuple[Step, list[Sequence]] | None = None
         self._variant = Variant()
         self._changed = False
@@ -64,7 +67,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + (self._entering is not None)
+        return len(self.running) + len(self._entering)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. `EngineError` if there is never room for it."""
@@ -82,8 +85,7 @@ class Scheduler:
     def fail_all(self, error: EngineError) -> list[Event]:
         """End all there is with `error`."""
         events: list[Event] = []
-        entering = [self._entering] if self._entering else []
-        for sequence in [*self.running, *entering, *self.waiting]:
+        for sequence in [*self.running, *self._entering, *self.waiting]:
             self._end(sequence, events, error)
         self.waiting.clear()
         self._under_way, self._settled = None, False
@@ -206,24 +208,24 @@ class Scheduler:
         self._read(events)
         self._leave()
         before = len(self.running)
-        self._read_prompts(events)
+        if self._can_enter():
+            if not self._entering:
+                self._enter()
+            self._read_prompts(self._entering, events)
+            self._leave()
         begun = len(self.running) > before
         self._give_pages()
-        self._variant = Variant()
-        for sequence in self.running:
-            self._variant |= sequence.variant
+        self._variant = variant_of_all(self.running)
         self._batch.load([s.fields() for s in self.running], [s.pages for s in self.running])
         self._changed = False
         return begun
 
     def _leave(self) -> None:
-        entering = [self._entering] if self._entering else []
-        for sequence in [*self.running, *entering]:
+        for sequence in [*self.running, *self._entering]:
             if sequence.gone:
                 self.pool.give_back(sequence.pages)
         self.running = [sequence for sequence in self.running if not sequence.gone]
-        if self._entering and self._entering.gone:
-            self._entering = None
+        self._entering = [sequence for sequence in self._entering if not sequence.gone]
 
     def _give_pages(self) -> None:
         """A page to each row that needs one, the oldest first, if need be from the youngest."""
@@ -236,74 +238,100 @@ class Scheduler:
 
     def _evict(self) -> None:
         """Take the pages of the youngest, which waits again, before all others."""
-        holders = [*self.running, self._entering] if self._entering else self.running
-        youngest = max(holders, key=lambda sequence: sequence.number)
+        youngest = max([*self.running, *self._entering], key=lambda sequence: sequence.number)
         self.pool.give_back(youngest.pages)
         youngest.cached = 0
-        if youngest is self._entering:
-            self._entering = None
-        else:
-            self.running.remove(youngest)
+        (self._entering if youngest in self._entering else self.running).remove(youngest)
         self.waiting.appendleft(youngest)
 
     # ---- prompts ----
 
     def _can_enter(self) -> bool:
         """Whether there is a prompt to read: one half read, or room for the first that waits."""
-        if self._entering:
-            return True
-        if not self.waiting or len(self.running) >= self.max_running:
+        return bool(self._entering) or self._has_room()
+
+    def _has_room(self) -> bool:
+        if not self.waiting or self.num_running >= self.max_running:
             return False
         # those that run may need a page each before this one is through
-        needed = pages_for(len(self.waiting[0].tokens)) + len(self.running)
+        needed = pages_for(len(self.waiting[0].tokens)) + self.num_running
         return self.pool.free >= min(needed, self.pool.capacity)
 
-    def _read_prompts(self, events: list[Event]) -> None:
-        """Read about a chunk of prompts: a few short ones, or a part of a long one."""
-        spent, chunk = 0, self.decoder.prefill_chunk
-        while spent < chunk and self._can_enter():
-            sequence = self._entering or self._entered()
-            try:
-                # what is short takes its time too
-                spent += max(self._read_chunk(sequence, events), chunk // _SHORT_PROMPTS)
-            except Exception as error:
-                self._end(sequence, events, failure := failure_of(error))
-                self._free_memory(failure)
-            self._leave()
+    def _enter(self) -> None:
+        """Let the first come that waits, and those behind it that one forward reads with it."""
+        longest = total = 0
+        while self._has_room() and len(self._entering) < _PROMPTS_TOGETHER:
+            length = len(self.waiting[0].tokens)
+            longest, total = max(longest, length), total + length
+            filled_up = (len(self._entering) + 1) * longest
+            if self._entering and filled_up > min(self.decoder.prefill_chunk, 2 * total):
+                break
+            sequence = self.waiting.popleft()
+            sequence.pages += self.pool.take(pages_for(length))
+            self._entering.append(sequence)
 
-    def _entered(self) -> Sequence:
-        self._entering = sequence = self.waiting.popleft()
-        sequence.pages += self.pool.take(pages_for(len(sequence.tokens)))
-        return sequence
+    def _read_prompts(self, sequences: list[Sequence], events: list[Event]) -> None:
+        """Read on in prompts, with one forward if it does not fail."""
+        failure = None
+        try:
+            self._read_chunk(sequences, events)
+        except Exception as error:  # which holds tensors up to here
+            failure = failure_of(error)
+        if failure is None:
+            return
+        self._free_memory(failure)
+        if len(sequences) == 1:
+            self._end(sequences[0], events, failure)
+        else:  # whose it was shows when each is read alone
+            for sequence in sequences:
+                self._read_prompts([sequence], events)
 
-    def _read_chunk(self, sequence: Sequence, events: list[Event]) -> int:
-        """Read on in a prompt; the last chunk gives its first token. How many tokens were read.
+    def _read_chunk(self, sequences: list[Sequence], events: list[Event]) -> None:
+        """All of several prompts or a chunk of one; the last chunk gives its first token.
 
-        Where chunks begin hangs on the prompt alone: so do the bits of what is cached.
+        Where chunks begin hangs on the prompt alone. So do the bits of what is cached, unless it
+        was read with others: then they hang on the shape of what was read together, too.
         """
-        start = sequence.cached
-        chunk = sequence.tokens[start : start + self.decoder.prefill_chunk]
-        end = start + len(chunk)
-        device = self.decoder.device
-        tokens = torch.tensor(chunk, dtype=torch.int32, device=device)
-        pages = sequence.pages[: pages_for(end)]
-        table = torch.tensor(pages, dtype=torch.int32, device=device)
-        logits, fired = self.decoder.prefill(tokens, start, table)
-        sequence.cached = end
-        if end == len(sequence.tokens):
-            record = self._batch.first(logits, fired, sequence.fields(), sequence.variant)
+        ends = [min(len(s.tokens), s.cached + self.decoder.prefill_chunk) for s in sequences]
+        logits, fired = self.decoder.prefill(*self._prompts(sequences, ends))
+        if ends[0] < len(sequences[0].tokens):
+            sequences[0].cached = ends[0]
+            return
+        variant = variant_of_all(sequences)
+        records = self._batch.first(logits, fired, [s.fields() for s in sequences], variant)
+        self._entering = [s for s in self._entering if s not in sequences]
+        self.running += sequences
+        self._count_fired(records, sequences)
+        for sequence, record, end in zip(sequences, records, ends, strict=True):
+            sequence.cached = end
             if end == sequence.num_prompt:
                 self.prompt_tokens += end
-            self.running.append(sequence)
-            self._entering = None
-            self._count_fired(record[None], [sequence])
             self._append(sequence, record, events)
-        return len(chunk)
+
+    def _prompts(self, sequences: list[Sequence], ends: list[int]) -> tuple[Tensor, ...]:
+        """Tokens, positions and tables as a decoder reads prompts."""
+        P = max(end - s.cached for s, end in zip(sequences, ends, strict=True))
+        tokens = np.zeros((len(sequences), P), np.int32)
+        positions = np.full_like(tokens, -1)
+        tables = np.zeros((len(sequences), pages_for(max(ends))), np.int32)
+        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
+            start, place = sequence.cached, P - (end - sequence.cached)
+            tokens[row, place:] = sequence.tokens[start:end]
+            positions[row, place:] = range(start, end)
+            pages = sequence.pages[: pages_for(end)]
+            tables[row, : len(pages)] = pages
+        rows = (tokens, positions, tables)
+        return tuple(torch.from_numpy(row).to(self.decoder.device) for row in rows)
 
     def _free_memory(self, failure: EngineError) -> None:
         if isinstance(failure, OutOfMemory):
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def variant_of_all(sequences: list[Sequence]) -> Variant:
+    """What must be computed for some of them."""
+    return functools.reduce(operator.or_, (s.variant for s in sequences), Variant())
 
 
 def check_fits(sequence: Sequence, context: int) -> None:
