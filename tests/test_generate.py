@@ -215,7 +215,8 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
         "step = HFDecoder.step\n"
         "HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)\n"
         "from twellctl.cli import main\n"
-        f"sys.argv[1:] = ['generate', {str(relu_llama)!r}, 'x = 1', '--temperature', '2']\n"
+        f"sys.argv[1:] = ['generate', {str(relu_llama)!r}, 'x = 1', '--temperature', '2',\n"
+        " '--seed', '1']\n"
         "main()\n"
     )
     with subprocess.Popen(
