@@ -50,7 +50,7 @@ def built(tmp_path_factory) -> Path:
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
     for folder in SOURCES:
-        suffixes = (".py", ".typed", ".html", *DATA["kernels"], *DATA["recipes"])
+        suffixes = (".py", ".typed", ".html", ".css", ".js", *DATA["kernels"], *DATA["recipes"])
         for name in sources(folder, suffixes):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
@@ -63,8 +63,8 @@ def test_the_wheel_holds_everything_and_nothing_beside_the_package(built):
     names = set(zipfile.ZipFile(wheel).namelist())
     data = {f"twellctl/_data/{name}" for folder in DATA for name in sources(folder, DATA[folder])}
     inside = {name for name in names if ".dist-info/" not in name}
-    assert inside == sources("twellctl", (".py", ".html", ".typed")) | data
-    assert "twellctl/serving/page.html" in inside
+    assert inside == sources("twellctl", (".py", ".html", ".css", ".js", ".typed")) | data
+    assert {f"twellctl/serving/page.{kind}" for kind in ("html", "css", "js")} <= inside
     assert {"twellctl/_data/recipes/paper.yaml", "twellctl/_data/kernels/README.md"} <= inside
     info = f"twellctl-{twellctl.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"twellctl", info}

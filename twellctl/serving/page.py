@@ -1,4 +1,4 @@
-"""The page at /: one file, and headers that let it load nothing else and run nothing else."""
+"""The page at /: sent as one file, with headers that let it load and run nothing else."""
 
 import base64
 import hashlib
@@ -17,7 +17,9 @@ def page_response() -> web.Response:
 
 @cache
 def _page() -> tuple[str, dict[str, str]]:
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text, style, script = (_part(kind) for kind in ("html", "css", "js"))
+    text = text.replace("<style></style>", f"<style>\n{style}</style>")
+    text = text.replace("<script></script>", f"<script>\n{script}</script>")
     policy = {
         "default-src": "'none'",
         "script-src": _hash(text, "script"),
@@ -35,6 +37,10 @@ def _page() -> tuple[str, dict[str, str]]:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
+
+
+def _part(kind: str) -> str:
+    return Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
 
 
 def _hash(text: str, tag: str) -> str:
