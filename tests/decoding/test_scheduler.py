@@ -1,6 +1,7 @@
 """Continuous batching: every sequence gets its own tokens, whatever goes on beside it."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -330,6 +331,31 @@ def test_a_step_without_memory_fails_the_youngest_only():
     for i in range(2):
         assert tokens_of(found[sequences[i]]) == expected([i] * 20, 40)
     assert_nothing_is_held(scheduler)
+
+
+@pytest.mark.parametrize("method", ["prefill", "step"])
+def test_memory_is_freed_when_nothing_of_the_failure_holds_it(method, monkeypatch):
+    """An error that is being handled holds the tensors of its frames."""
+
+    class Large:
+        """Of a decoder that runs out of memory."""
+
+    held, freed = weakref.WeakSet(), []
+
+    def hungry(*inputs):
+        held.add(large := Large())
+        raise torch.OutOfMemoryError(f"CUDA out of memory for {large}")
+
+    decoder = HistoryDecoder()
+    scheduler = scheduler_of(decoder)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(held)))
+    if method == "step":
+        scheduler.add(Sequence([1], GREEDY))
+        scheduler.advance()
+    monkeypatch.setattr(decoder, method, hungry)
+    scheduler.add(Sequence([2], GREEDY))
+    scheduler.advance()
+    assert freed == [0]
 
 
 def test_a_step_that_fails_otherwise_fails_those_in_it_and_no_others():

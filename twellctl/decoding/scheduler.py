@@ -138,11 +138,14 @@ class Scheduler:
     def _launch(self, events: list[Event]) -> None:
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
+        failure = None
         try:
             step = self._batch.launch(num_pages, self._variant)
-        except Exception as error:
+        except Exception as error:  # which holds tensors up to here
+            failure = failure_of(error)
+        if failure:
             self._read(events)
-            self._blame(failure_of(error), events)
+            self._blame(failure, events)
             return
         for sequence in rows:
             sequence.launched += 1
@@ -277,7 +280,7 @@ class Scheduler:
             self._read_chunk(sequences, events)
         except Exception as error:  # which holds tensors up to here
             failure = failure_of(error)
-        if failure is None:
+        if not failure:
             return
         self._free_memory(failure)
         if len(sequences) == 1:

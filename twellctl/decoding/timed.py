@@ -12,13 +12,11 @@ from twellctl.serving.engine import EngineError, Sampling
 class TimedRun:
     """The tokens after each prompt; the time of each step that continued all of them, in seconds.
 
-    A step is timed from the end of the one before to its own, tokens on the host. `densities`: the
-    mean share of neurons that fired, by gated FFN, over all tokens.
+    A step is timed from the end of the one before to its own, tokens on the host.
     """
 
     tokens: list[list[int]]
     step_seconds: list[float]
-    densities: tuple[float, ...]
 
 
 def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: int) -> TimedRun:
@@ -31,7 +29,6 @@ def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: in
         raise EngineError(said)
     tokens: list[list[int]] = [[] for _ in prompts]
     seconds, last = [], None
-    fired, generated = scheduler.fired.copy(), scheduler.generated_tokens
     eos_tokens, scheduler.eos_tokens = scheduler.eos_tokens, frozenset()
     try:
         for events in scheduler.run(prompts, Sampling(num_tokens, 0)):
@@ -49,5 +46,4 @@ def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: in
             last = now if told else last
     finally:
         scheduler.eos_tokens = eos_tokens
-    shares = (scheduler.fired - fired) / (scheduler.generated_tokens - generated)
-    return TimedRun(tokens, seconds, tuple(shares.tolist()))
+    return TimedRun(tokens, seconds)
