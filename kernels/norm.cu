@@ -1,12 +1,11 @@
-// rms_norm: y = norm(x). add_rms_norm: x += delta, then y = norm(x), where
-// norm(x) = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16.
+// rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16.
 //
-// Rounded as transformers' LlamaRMSNorm in bf16: the sum x + delta; x / sqrt(..), once more after
-// the weight. A row is a block, which has all of it under way at once and meets at one barrier:
-// with few rows latency is all that counts.
+// Rounded as transformers' LlamaRMSNorm in bf16: x / sqrt(..), and once more after the weight. A row
+// is a block, which has all of it under way at once and meets at one barrier: with few rows latency
+// is all that counts.
 //
 // Launch: a block a row, of ceil(K / 8) threads rounded up to warps, at most 1024. K a multiple of
-// 8 up to 16384; rows are contiguous. y may be delta.
+// 8 up to 16384; rows are contiguous.
 #include "dependent.cuh"
 #include "eights.cuh"
 
@@ -29,16 +28,11 @@ __device__ __forceinline__ float sum_over_block(float value, float* sums) {
     return sum;
 }
 
-__device__ __forceinline__ void add_rounded(float (&values)[8], const uint4& added) {
-    float terms[8];
-    unpack(added, terms);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] = rounded(values[i] + terms[i]);
-}
+}  // namespace
 
-template <bool ADDS>
-__device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, const uint4* weight,
-                                              float eps, int K, uint4* y, float* sums) {
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm(const uint4* x, const uint4* weight, float eps, int K, uint4* y) {
+    __shared__ float sums[kMaxWarps];
     let_next_start();
     const int num = K / 8;
     const long long start = static_cast<long long>(blockIdx.x) * num;
@@ -55,26 +49,18 @@ __device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, cons
     wait_for_previous();
 
     // the row
-    uint4 old[kParts], added[kParts];
+    uint4 row[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
         const int i = threadIdx.x + part * blockDim.x;
-        old[part] = added[part] = make_uint4(0, 0, 0, 0);
-        if (i < num) {
-            old[part] = load_written(x + start + i);
-            if (ADDS) added[part] = load_written(delta + start + i);
-        }
+        row[part] = make_uint4(0, 0, 0, 0);
+        if (i < num) row[part] = load_written(x + start + i);
     }
     float values[kParts][8];
     float sum = 0.f;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-        unpack(old[part], values[part]);
-        if (ADDS) {
-            const int i = threadIdx.x + part * blockDim.x;
-            add_rounded(values[part], added[part]);
-            if (i < num) x[start + i] = pack(values[part]);
-        }
+        unpack(row[part], values[part]);
         sum += sum_of_squares(values[part]);
     }
 
@@ -86,18 +72,4 @@ __device__ __forceinline__ void normalise_row(uint4* x, const uint4* delta, cons
         normalise(values[part], root, weights[part]);
         if (i < num) y[start + i] = pack(values[part]);
     }
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(uint4* x, const uint4* weight, float eps, int K, uint4* y) {
-    __shared__ float sums[kMaxWarps];
-    normalise_row<false>(x, nullptr, weight, eps, K, y, sums);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    add_rms_norm(uint4* x, const uint4* delta, const uint4* weight, float eps, int K, uint4* y) {
-    __shared__ float sums[kMaxWarps];
-    normalise_row<true>(x, delta, weight, eps, K, y, sums);
 }

@@ -232,24 +232,12 @@ def why_no_norm(K: int) -> str | None:
 
 def rms_norm(kernels: KernelSet, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the rows of `x` `[B, K]`."""
-    return _norm(kernels, "rms_norm", (x,), weight, eps)
-
-
-def add_rms_norm(
-    kernels: KernelSet, x: Tensor, delta: Tensor, weight: Tensor, eps: float
-) -> Tensor:
-    """`x += delta` in place, then RMSNorm of it; all `[B, K]`."""
-    return _norm(kernels, "add_rms_norm", (x, delta), weight, eps)
-
-
-def _norm(kernels: KernelSet, entry: str, rows: tuple[Tensor, ...], weight, eps: float) -> Tensor:
-    B, K = rows[0].shape
+    B, K = x.shape
     if reason := why_no_norm(K):
         raise ValueError(reason)
-    for name, tensor in zip(("x", "delta"), rows, strict=False):
-        _check_bf16(name, tensor, (B, K))
+    _check_bf16("x", x, (B, K))
     _check_bf16("weight", weight, (K,))
-    y = torch.empty_like(rows[0])
+    y = torch.empty_like(x)
     block = min(1024, -(-K // 256) * 32)
-    kernels.launch(entry, (B,), block, (*rows, weight, float(eps), K, y), overlap=True)
+    kernels.launch("rms_norm", (B,), block, (x, weight, float(eps), K, y), overlap=True)
     return y
