@@ -1,0 +1,89 @@
+"""The decoder over kernels writes what the model itself finds likeliest, within bf16's rounding."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.timed import timed_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"head_dim": 64},
+    "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
+    "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+}
+LENGTHS = (5, 70, 130, 33, 1, 64)
+NUM_TOKENS = 40
+
+
+def make(family: str):
+    """A random ReLU model in bf16 whose logits spread over some units."""
+    settings = {
+        "vocab_size": 1000,
+        "hidden_size": 576 if family == "odd heads" else 512,
+        "intermediate_size": 1416,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "initializer_range": 0.06,
+        "hidden_act": "relu",
+    }
+    torch.manual_seed(0)
+    kind = "llama" if family == "odd heads" else family
+    config = AutoConfig.for_model(kind, **settings | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def logits_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """`[tokens, vocabulary]` of the places where `tokens` were chosen, float64."""
+    ids = torch.tensor([prompt + tokens], device="cuda")
+    with torch.inference_mode():
+        return model(ids).logits[0, len(prompt) - 1 : -1].double()
+
+
+def shortfall(logits: torch.Tensor, chosen: torch.Tensor) -> float:
+    """By how much the logit of a chosen token lies below the best, at most."""
+    return (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]).max().item()
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_models_own(family, sparse):
+    model = make(family)
+    judge = copy.deepcopy(model).double()
+    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in LENGTHS]
+    assert KernelDecoder.why_not(model) is None
+
+    def run():
+        scheduler = open_scheduler(
+            model,
+            decoder=KernelDecoder(model, sparse),
+            max_running=len(prompts),  # no power of two
+            cache_bytes=1 << 28,
+        )
+        return timed_run(scheduler, prompts, NUM_TOKENS).tokens
+
+    tokens = run()
+    assert [len(written) for written in tokens] == [NUM_TOKENS] * len(prompts)
+    assert run() == tokens
+    for prompt, written in zip(prompts, tokens, strict=True):
+        wanted = logits_of(judge, prompt, written)
+        usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))  # of bf16 itself
+        found = shortfall(wanted, torch.tensor(written, device="cuda"))
+        assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
