@@ -1,6 +1,7 @@
 // What a block of `attend` is given, its lanes, and batches of positions out of the cache. See
 // attend.cu.
 #pragma once
+#include "dependent.cuh"
 #include "eights.cuh"
 
 namespace {

@@ -16,6 +16,8 @@
 // wait all that came before has ended.
 #pragma once
 
+#include "twell.cuh"
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -28,3 +30,26 @@ __device__ __forceinline__ void let_next_start() {
 __device__ __forceinline__ void wait_for_previous() {}
 __device__ __forceinline__ void let_next_start() {}
 #endif
+
+// ---- what the previous kernel wrote: asked for where it stands, behind the wait, and of L2
+
+__device__ __forceinline__ uint4 load_written(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ unsigned load_written_word(const unsigned short* from) {
+    unsigned v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float load_written_bf16(const unsigned short* from) {
+    unsigned short bits;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(from) : "memory");
+    return bf16_value(bits);
+}

@@ -23,16 +23,6 @@ __device__ __forceinline__ int load_here(const int* from) {
     return word;
 }
 
-// Of what the previous kernel wrote: stays behind wait_for_previous(), and goes to L2.
-__device__ __forceinline__ uint4 load_written(const void* from) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
-
 // ---- arithmetic
 
 __device__ __forceinline__ float reciprocal_root(float value) {

@@ -20,65 +20,8 @@
 #include "dependent.cuh"
 #include "eights.cuh"
 
-// ---- shared memory by its address: the compiler makes addresses out of pointers again and again
-
-// The address, but the compiler forgets how it was made, and keeps it.
-__device__ __forceinline__ unsigned kept_address(const void* pointer) {
-    unsigned address = smem_address(pointer);
-    asm volatile("" : "+r"(address));
-    return address;
-}
-
-__device__ __forceinline__ void copy_async_if(bool wanted, unsigned smem_to, const void* from) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(
-            smem_to),
-        "l"(from), "r"(static_cast<unsigned>(wanted))
-        : "memory");
-}
-
-// Zeros if not wanted; `from` is not looked at then.
-__device__ __forceinline__ void copy_async_or_zero(bool wanted, unsigned smem_to,
-                                                   const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_to), "l"(from),
-                 "r"(wanted ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(unsigned smem_from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(smem_from)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float load_shared_float(unsigned smem_from) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem_from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ unsigned load_shared_byte(unsigned smem_from) {
-    unsigned v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(smem_from) : "memory");
-    return v;
-}
-
-// Of what the kernel before wrote: from L2.
-__device__ __forceinline__ float load_written_bf16(const unsigned short* from) {
-    unsigned short bits;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(from) : "memory");
-    return bf16_value(bits);
-}
-
-__device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
-}
-
-// Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and Orin;
-// all other GPUs. What the kernels are built for goes by it.
+// Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and
+// Orin; all other GPUs. What the kernels are built for goes by it.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 #define TWELL_SHARED_KB 227
 #elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870

@@ -29,26 +29,6 @@ constexpr int kWideTiles = 4;
 constexpr int kWideTiles = 1;
 #endif
 
-// Four 8 x 8 matrices, transposed; lane i gives row i % 8 of matrix i / 8. All lanes have read when
-// this returns.
-__device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(smem_row)
-                 : "memory");
-}
-
-__device__ __forceinline__ unsigned load_written_word(const unsigned short* from) {
-    unsigned v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem_to), "h"(static_cast<unsigned short>(v))
-                 : "memory");
-}
-
 // The neurons that fired, in ascending order, to shared memory; how many. All threads of the block.
 __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N) {
     __shared__ int of_warps[few::kWarps];

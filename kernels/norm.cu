@@ -1,8 +1,8 @@
 // rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16.
 //
-// Rounded as transformers' LlamaRMSNorm in bf16: x / sqrt(..), and once more after the weight. A row
-// is a block, which has all of it under way at once and meets at one barrier: with few rows latency
-// is all that counts.
+// Rounded as transformers' LlamaRMSNorm in bf16: x / sqrt(..), and once more after the weight. A
+// row is a block, which has all of it under way at once and meets at one barrier: with few rows
+// latency is all that counts.
 //
 // Launch: a block a row, of ceil(K / 8) threads rounded up to warps, at most 1024. K a multiple of
 // 8 up to 16384; rows are contiguous.

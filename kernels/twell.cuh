@@ -48,6 +48,13 @@ __device__ __forceinline__ unsigned smem_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// The same, but the compiler forgets how it was made, and keeps it; else it makes it at each use.
+__device__ __forceinline__ unsigned kept_address(const void* pointer) {
+    unsigned address = smem_address(pointer);
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
 // Of what nobody writes meanwhile and no other warp here will want: not kept in L1.
 __device__ __forceinline__ uint4 load_streamed(const uint4* from) {
     uint4 v;
@@ -67,6 +74,36 @@ __device__ __forceinline__ T* offset_by(T* pointer, unsigned index, unsigned byt
 
 __device__ __forceinline__ void store_pair(void* to, unsigned low, unsigned high) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(unsigned smem_from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(smem_from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float load_shared_float(unsigned smem_from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem_from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ unsigned load_shared_byte(unsigned smem_from) {
+    unsigned v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(smem_from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem_to), "h"(static_cast<unsigned short>(v))
+                 : "memory");
 }
 
 __device__ __forceinline__ unsigned load_shared_half(unsigned smem_from) {
@@ -128,6 +165,22 @@ __device__ __forceinline__ void copy_async(unsigned smem_to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void copy_async_if(bool wanted, unsigned smem_to, const void* from) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(
+            smem_to),
+        "l"(from), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+}
+
+// Zeros if not wanted; `from` is not looked at then.
+__device__ __forceinline__ void copy_async_or_zero(bool wanted, unsigned smem_to,
+                                                   const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_to), "l"(from),
+                 "r"(wanted ? 16 : 0)
+                 : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -156,6 +209,14 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
                  : "=r"(column_pair)
                  : "r"(row_pair));
     return column_pair;
+}
+
+// The same of memory that changes: all lanes have read when this returns.
+__device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(smem_row)
+                 : "memory");
 }
 
 // sums [16, 8] += a [16, 16] b [16, 8], bf16 in and fp32 out. A lane holds, two to a register:

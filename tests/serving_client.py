@@ -11,8 +11,8 @@ from email.message import Message
 
 import openai
 
+from twellctl.decoding.engine import EngineClosed, EngineStats, Sampling, Token
 from twellctl.serve_local import serve
-from twellctl.serving.engine import EngineClosed, EngineStats, Sampling, Token
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -108,7 +108,7 @@ class Scripted:
         densities = self.densities(0) if self.num_generated else ()
         return EngineStats(self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
 
-    def close(self, drain_seconds: float = 0) -> None:
+    def close(self) -> None:
         self.closed = True
 
 

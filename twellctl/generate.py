@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
-from twellctl.serving.engine import EngineError, Sampling
-from twellctl.serving.text_tokens import Detokenizer, encode_chat, encode_text
+from twellctl.text_tokens import Detokenizer, encode_chat, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

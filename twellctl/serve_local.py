@@ -19,8 +19,8 @@ from twellctl.serving.access import Access, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
-from twellctl.serving.text_tokens import encode_text
 from twellctl.serving.traffic import Traffic
+from twellctl.text_tokens import encode_text
 
 OnReady = Callable[[str, str], None]
 # The event loop and the engine's worker share the interpreter. A thread that wants it gets it after

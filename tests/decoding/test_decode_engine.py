@@ -9,8 +9,8 @@ import pytest
 from history_decoder import HistoryDecoder, expected
 
 from twellctl.decoding.decode_engine import DecodeEngine
+from twellctl.decoding.engine import EngineClosed, EngineError, QueueFull, Sampling
 from twellctl.decoding.scheduler import Scheduler
-from twellctl.serving.engine import EngineClosed, EngineError, QueueFull, Sampling
 
 
 class Gated(HistoryDecoder):
@@ -197,33 +197,6 @@ def test_closing_ends_what_runs_and_takes_nothing_new(engine, decoder):
     asyncio.run(ask())
     assert not engine._worker.is_alive()
     engine.close()  # again
-
-
-def test_draining_lets_what_runs_and_waits_end(engine, decoder):
-    async def ask() -> list:
-        jobs = [asyncio.create_task(tokens_of(engine, [i], 60)) for i in range(6)]
-        await asyncio.sleep(0.02)
-        start = time.monotonic()
-        await asyncio.to_thread(engine.close, 30)
-        assert time.monotonic() - start < 10
-        return await asyncio.gather(*jobs)
-
-    assert asyncio.run(ask()) == [expected([i], 60) for i in range(6)]
-
-
-def test_draining_has_an_end(engine, decoder):
-    async def ask() -> None:
-        decoder.gate.clear()
-        job = asyncio.create_task(tokens_of(engine, [1], 900))
-        await asyncio.sleep(0.05)
-        closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.2))
-        await asyncio.sleep(0.3)
-        decoder.gate.set()
-        await closing
-        with pytest.raises(EngineClosed):
-            await job
-
-    asyncio.run(ask())
 
 
 def test_a_loop_that_is_gone_leaves_no_work_behind(engine, decoder):

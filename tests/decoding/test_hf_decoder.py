@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from twellctl.bundle.twell_model import set_thresholds
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.opening import open_scheduler
 from twellctl.errors import TwellError
 from twellctl.firing import FiredMeter
-from twellctl.serving.engine import Sampling
 
 PAGED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2"]
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32

@@ -12,10 +12,10 @@ from twellctl.bundle.twell_model import gated_ffns, set_thresholds, use_kernels
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.decoding import kernel_decoder as module
 from twellctl.decoding.attention import plan_attend
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.pages import PAGE
-from twellctl.serving.engine import Sampling
 
 H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}

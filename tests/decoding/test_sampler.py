@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.sampler import (
     Field,
     Variant,
@@ -16,7 +17,6 @@ from twellctl.decoding.sampler import (
     log_probabilities,
     variant_of,
 )
-from twellctl.serving.engine import Sampling
 
 VOCAB = 12
 

@@ -8,10 +8,10 @@ import torch
 from history_decoder import HistoryDecoder, expected
 
 from twellctl.decoding.batch import Batch, buckets
+from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
-from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
 
 GREEDY = Sampling(40, 0)
 

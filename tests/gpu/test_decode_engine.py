@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding import batch
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import open_engine, open_scheduler
 from twellctl.decoding.sampler import Field, Variant, _gumbel, choose
-from twellctl.serving.engine import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

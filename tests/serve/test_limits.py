@@ -15,9 +15,9 @@ import openai
 import pytest
 from serving_client import PROMPT, Scripted, chat, complete, get, post, running
 
+from twellctl.decoding.engine import OutOfMemory, QueueFull
 from twellctl.errors import UsageError
 from twellctl.serve_local import serve_local
-from twellctl.serving.engine import OutOfMemory, QueueFull
 from twellctl.serving.openai_server import Limits
 from twellctl.serving.plan import ServedModel
 

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_client import Scripted, chat, complete, get, post, running
 
-from twellctl.serving.engine import EngineError
+from twellctl.decoding.engine import EngineError
 from twellctl.serving.plan import ServedModel
 
 

@@ -24,10 +24,10 @@ from serving_client import (
     streamed_completion,
 )
 
+from twellctl.decoding.engine import EngineClosed, EngineError
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.serve_local import serve, serve_local
-from twellctl.serving.engine import EngineClosed, EngineError
 from twellctl.serving.plan import ServedModel
 
 

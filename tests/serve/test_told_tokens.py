@@ -5,7 +5,7 @@ import math
 import pytest
 from serving_client import UNDECODED, Scripted, chat, complete, running
 
-from twellctl.serving.engine import Token
+from twellctl.decoding.engine import Token
 from twellctl.serving.plan import ServedModel
 
 TEXT = "for x in [é, 日本]:\n    print(x)"

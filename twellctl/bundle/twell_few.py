@@ -1,7 +1,7 @@
 """The gated FFN and a linear layer for few tokens, 1 to 64: bound by how fast weights stream in.
 
     few_ffn:     few_hidden (gate product, what fires, up of that)  ->  few_down
-    few_dense:   few_gated (gate and up)                            ->  few_linear
+    few_gated:   gate and up of the dense form, to which few_linear is down
     few_linear:  one product
 
 Nothing is read back by the host, so a CUDA graph can hold it all. What the kernels do stands in
@@ -55,9 +55,9 @@ class FewPlan:
 @lru_cache(maxsize=4096)
 def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
     """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K."""
-    octets = next(o for o in _PASS if 8 * o >= M)
-    wide = M > 2
-    tiles = _WIDE_TILES if wide and limits.capability >= (9, 0) else 1
+    octets, down_name = _octets(M), _down_name(M)
+    wide = down_name != "few_down" and limits.capability >= (9, 0)
+    tiles = _WIDE_TILES if wide else 1
     stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
     down = ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
     at_hand = 160 + 260 * 8 * octets
@@ -69,8 +69,16 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
         _product("few_linear", M, K, octets, passes, 0, limits),
         _product("few_gated", M, K, octets, gated_passes, 0, limits),
         _product("few_hidden", M, K, octets, passes, at_hand, limits),
-        Launch(f"few_down_wide_{octets}" if wide else "few_down", down),
+        Launch(down_name, down),
     )
+
+
+def _octets(M: int) -> int:
+    return next(octets for octets in _PASS if 8 * octets >= M)
+
+
+def _down_name(M: int) -> str:
+    return f"few_down_wide_{_octets(M)}" if M > 2 else "few_down"
 
 
 def _shared_kb(capability: tuple[int, int]) -> int:
@@ -103,10 +111,10 @@ def _product(
 
 def few_kernels(M: int) -> tuple[str, ...]:
     """All entries for `M` tokens: the products, for inputs of any length, and down."""
-    octets = next(o for o in _PASS if 8 * o >= M)
+    octets = _octets(M)
     names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
     long = [f"{name}_long" for name in names] if octets in _STAYING else []
-    return (*names, *long, f"few_down_wide_{octets}" if M > 2 else "few_down")
+    return (*names, *long, _down_name(M))
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.sampler import Field, Variant, choose, log_probabilities
-from twellctl.serving.engine import MAX_TOP_LOGPROBS, Sampling, Token
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2

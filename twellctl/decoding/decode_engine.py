@@ -3,15 +3,12 @@
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from twellctl.decoding.scheduler import Event, Scheduler, check_fits, failure_of
-from twellctl.decoding.sequence import Sequence
-from twellctl.serving.engine import (
+from twellctl.decoding.engine import (
     EngineClosed,
     EngineError,
     EngineStats,
@@ -19,6 +16,8 @@ from twellctl.serving.engine import (
     Sampling,
     Token,
 )
+from twellctl.decoding.scheduler import Event, Scheduler, check_fits, failure_of
+from twellctl.decoding.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class _Client:
 
 
 class DecodeEngine:
-    """An `Engine` (serving/engine.py) that continues many sequences at once."""
+    """An `Engine` (engine.py) that continues many sequences at once."""
 
     def __init__(self, scheduler: Scheduler, max_waiting: int):
         self.context = scheduler.context
@@ -42,7 +41,7 @@ class DecodeEngine:
         self._wake = threading.Condition()  # guards what follows
         self._arrived: deque[Sequence] = deque()
         self._left: deque[Sequence] = deque()
-        self._closed = self._stopping = self._idle = False
+        self._closed = False
         self._worker = threading.Thread(target=self._work, name="decoding", daemon=True)
         self._worker.start()
 
@@ -73,13 +72,9 @@ class DecodeEngine:
             densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
         )
 
-    def close(self, drain_seconds: float = 0) -> None:
-        deadline = time.monotonic() + drain_seconds
+    def close(self) -> None:
         with self._wake:
             self._closed = True
-            while not self._idle and (left := deadline - time.monotonic()) > 0:
-                self._wake.wait(left)
-            self._stopping = True
             self._wake.notify_all()
         self._worker.join()
 
@@ -91,7 +86,6 @@ class DecodeEngine:
             if self._num_here() >= self._scheduler.max_running + self._max_waiting:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
-            self._idle = False
             self._wake.notify_all()
 
     def _num_here(self) -> int:
@@ -119,15 +113,13 @@ class DecodeEngine:
     def _take_in(self) -> bool:
         """Wait for something to do, and hand it to the scheduler; False: stop."""
         with self._wake:
-            while not (self._arrived or self._left or self._stopping or self._scheduler.busy):
-                self._idle = True
-                self._wake.notify_all()
+            while not (self._arrived or self._left or self._closed or self._scheduler.busy):
                 self._wake.wait()
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
             while self._left:
                 self._scheduler.cancel(self._left.popleft())
-            return not self._stopping
+            return not self._closed
 
     def _tell(self, events: list[Event]) -> None:
         """Wake each event loop once."""

@@ -29,7 +29,7 @@ def open_engine(
     max_running: int = MAX_RUNNING,
     max_waiting: int = MAX_WAITING,
 ) -> DecodeEngine:
-    """An `Engine` (serving/engine.py) whose worker has started; the arguments of `open_scheduler`.
+    """An `Engine` (engine.py) whose worker has started; the arguments of `open_scheduler`.
 
     More than `max_waiting` generations that wait for room are refused.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twellctl.serving.engine import MAX_TOP_LOGPROBS, Sampling
+from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling
 
 GREEDY_BELOW = 1e-5  # temperatures that are taken as 0
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PAGE, PagePool, pages_for
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
-from twellctl.serving.engine import EngineError, OutOfMemory, Sampling, Token
 
 _PROMPTS_TOGETHER = 16  # read between two steps, at most
 # what became of a sequence: a token, its failure, or None for its end

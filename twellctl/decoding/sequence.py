@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, fields_of, variant_of
-from twellctl.serving.engine import Sampling
 
 _numbers = itertools.count()
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.scheduler import Scheduler
-from twellctl.serving.engine import EngineError, Sampling
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from twellctl.serving.engine import Engine, Sampling, Token
-from twellctl.serving.text_tokens import Detokenizer, StopStrings
+from twellctl.decoding.engine import Engine, Sampling, Token
+from twellctl.text_tokens import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import logging
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from twellctl.serving.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
+from twellctl.decoding.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
 from twellctl.serving.request_fields import ApiError
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from twellctl.decoding.engine import Engine
 from twellctl.serving.completion import Piece
-from twellctl.serving.engine import Engine
 from twellctl.serving.http_errors import as_api_error
 
 CLIENT_LEFT = 499  # nginx's number for it; no client ever sees it

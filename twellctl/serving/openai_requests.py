@@ -7,7 +7,7 @@ nothing. No HTTP, no torch.
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.serving.engine import MAX_TOP_LOGPROBS
+from twellctl.decoding.engine import MAX_TOP_LOGPROBS
 from twellctl.serving.request_fields import (
     check_text,
     flag,

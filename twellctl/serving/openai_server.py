@@ -25,9 +25,9 @@ from twellctl.serving.openai_responses import (
 from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
 from twellctl.serving.request_fields import ApiError, parse_json
-from twellctl.serving.text_tokens import Detokenizer, StopStrings
 from twellctl.serving.together import together
 from twellctl.serving.traffic import Traffic
+from twellctl.text_tokens import Detokenizer, StopStrings
 
 Request = TypeVar("Request")
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from twellctl.serving.engine import Engine, Sampling
+from twellctl.decoding.engine import Engine, Sampling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid
-from twellctl.serving.text_tokens import encode_chat, encode_text
 from twellctl.serving.token_spelling import TokenSpelling
+from twellctl.text_tokens import encode_chat, encode_text
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from twellctl.serving.engine import EngineClosed
+from twellctl.decoding.engine import EngineClosed
 
 
 class Traffic:

@@ -1,4 +1,4 @@
-"""The seam between HTTP and the model: tokens in, tokens out. No torch, no text."""
+"""What the engine is to those above it: tokens in, tokens out. No torch, no text."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -79,6 +79,6 @@ class Engine(Protocol):
         """What the engine does and has done; from any thread."""
         ...
 
-    def close(self, drain_seconds: float = 0) -> None:
-        """Take nothing new, let what runs go on for so long, then stop; returns when it has."""
+    def close(self) -> None:
+        """Take nothing new, end what runs, and stop; returns when it has."""
         ...
