@@ -176,7 +176,7 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         y = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate)
         wide = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate, wide=True)
         assert wide.dtype == torch.float32
-        assert torch.equal(wide.bfloat16(), y)
+        equal(wide.bfloat16(), y, f"few_linear wide, {problem}")
         equal(y, problem.gate, f"few_linear, {problem}")
         if ffn.N % 64 == 0:
             y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)
