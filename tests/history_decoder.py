@@ -10,6 +10,7 @@ from torch import Tensor
 from twellctl.decoding.pages import PAGE
 
 VOCAB = 211
+FIRED = torch.tensor([[1], [4]], dtype=torch.int32)
 
 
 def following(tokens: list[int]) -> int:
@@ -32,7 +33,8 @@ class HistoryDecoder:
     device = torch.device("cpu")
     vocab_size = VOCAB
     context = 1024
-    num_layers = 2
+    neurons = (4, 8)
+    kernels = None
     page_bytes = 4 * PAGE
     max_rows = None
     prefill_chunk = 100
@@ -57,7 +59,7 @@ class HistoryDecoder:
         for row, position in (positions >= 0).nonzero().tolist():
             self._write(tables[row], int(positions[row, position]), int(tokens[row, position]))
         logits = [self._logits(table, end) for table, end in zip(tables, ends, strict=True)]
-        return torch.stack(logits), torch.tensor([[0.25], [0.5]]).expand(2, len(tokens))
+        return torch.stack(logits), FIRED.expand(2, len(tokens))
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         self.calls.append(("step", len(tokens)))
@@ -65,7 +67,7 @@ class HistoryDecoder:
             self._write(table, position, int(token))
         lengths = (positions + 1).tolist()
         logits = [self._logits(t, n) for t, n in zip(tables, lengths, strict=True)]
-        return torch.stack(logits), torch.tensor([[0.25], [0.5]]).expand(2, len(tokens))
+        return torch.stack(logits), FIRED.expand(2, len(tokens))
 
     def _write(self, table: Tensor, position: int, token: int) -> None:
         self.cache[table[position // PAGE], position % PAGE] = token

@@ -14,6 +14,7 @@ from twellctl.decoding.attention import (
     AttendLayer,
     attend,
     batch_positions,
+    embed_norm,
     open_workspace,
     plan_attend,
     rms_norm,
@@ -93,9 +94,14 @@ def test_attend_is_launched_as_its_source_says(shape):
 def test_norms_are_launched_as_their_source_says():
     kernels = Launches()
     rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
-    ((name, grid, block, args, _),) = kernels.made
-    assert (name, grid, block) == ("rms_norm", (3,), 288)
-    assert kinds(args) == parameters(name)
+    tokens, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+    x, y = embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
+    assert x.shape == y.shape == (3, 2056)
+    embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5)
+    assert [name for name, *_ in kernels.made] == ["rms_norm", "embed_norm", "embed_norm"]
+    for name, grid, block, args, _ in kernels.made:
+        assert (grid, block) == ((3,), 288)
+        assert kinds(args) == parameters(name)
 
 
 def test_every_plan_has_its_entry():

@@ -16,6 +16,7 @@ from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.sampler import Field, choose
 
 H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
@@ -33,6 +34,15 @@ class Kernels:
         if self.failure:
             raise KernelError(self.failure)
 
+    def launch(self, name, grid, block, args, *, overlap) -> None:
+        """`choose`; the others are stood in for with their launches."""
+        logits, V, fields, _, fired, L, records, _, best, tickets = args
+        assert (name, grid[1], V, L) == ("choose", *logits.shape, len(fired))
+        assert len(best) >= len(logits) <= len(tickets)
+        records[:, 0] = fields[Field.TOKEN] = choose(logits, fields, True)
+        records[:, 1 : 1 + L] = fired.T
+        fields[Field.POSITION] = (fields[Field.POSITION] + 1).minimum(fields[Field.LIMIT])
+
 
 def rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table[:, None] for table in angles)
@@ -41,6 +51,12 @@ def rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def embed_norm(kernels, tokens, table, weight, eps, counts) -> tuple[Tensor, Tensor]:
+    counts.zero_()
+    x = F.embedding(tokens, table)
+    return x, norm(x, weight, eps)
 
 
 def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
@@ -96,6 +112,7 @@ def kernels(monkeypatch) -> Kernels:
         "kernels_for": lambda sources, index: made,
         "device_limits": lambda index: H200,
         "what_is_missing": lambda: None,
+        "embed_norm": embed_norm,
         "rms_norm": lambda kernels, *inputs: norm(*inputs),
         "attend": attend,
         "few_linear": linear,
@@ -206,7 +223,8 @@ def as_on_a_gpu(monkeypatch):
 
 def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, kernels):
     assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) is None
-    assert {"rms_norm", "attend_64_2", "few_linear_8", "few_gated_4"} <= set(kernels.prepared)
+    assert {"choose", "embed_norm", "rms_norm", "attend_64_2"} <= set(kernels.prepared)
+    assert {"few_linear_8", "few_gated_4"} <= set(kernels.prepared)
     assert {"few_down", "few_down_wide_1", "few_hidden_2_long"} <= set(kernels.prepared)
     kernels.failure = "NVRTC found no compiler"
     assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) == "NVRTC found no compiler"

@@ -13,6 +13,7 @@ from twellctl.decoding.sampler import (
     Variant,
     _gumbel,
     choose,
+    cut,
     fields_of,
     log_probabilities,
     variant_of,
@@ -27,10 +28,14 @@ def rows_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -
     return torch.from_numpy(fields)
 
 
+def chosen(logits: Tensor, fields: Tensor, variant: Variant) -> Tensor:
+    return choose(cut(logits, fields) if variant.cut else logits, fields, variant.drawn)
+
+
 def drawn(logits: Tensor, sampling: Sampling, seed: int, count: int) -> Tensor:
     """Tokens of one seed at positions 0 to `count` - 1, all from the same logits `[VOCAB]`."""
     fields = rows_of([sampling] * count, [seed] * count, list(range(count)))
-    return choose(logits.expand(count, -1), fields, variant_of(sampling))
+    return chosen(logits.expand(count, -1), fields, variant_of(sampling))
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
     logits = torch.randn(8, 1000)
     warm, cut, greedy = Sampling(1, 1.0), Sampling(1, 1.2, 0.9, 50), Sampling(1, 0)
     mine = rows_of([warm], [99], [12])
-    alone = choose(logits[:1], mine, variant_of(warm))
+    alone = chosen(logits[:1], mine, variant_of(warm))
     for row in range(8):
         mixed = [cut, greedy, warm, cut, greedy, warm, cut, greedy]
         mixed[row] = warm
@@ -89,7 +94,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
         seeds[row], positions[row] = 99, 12
         several = logits.clone()
         several[row] = logits[0]
-        tokens = choose(several, rows_of(mixed, seeds, positions), Variant(True, True))
+        tokens = chosen(several, rows_of(mixed, seeds, positions), Variant(True, True))
         assert tokens[row] == alone
         others = [i for i in (1, 4, 7) if i != row]
         assert tokens[others].tolist() == several[others].argmax(-1).tolist()
@@ -98,7 +103,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
 def test_other_seeds_and_positions_draw_other_tokens():
     logits = torch.zeros(1000)
     fields = rows_of([Sampling(1)] * 4, [1, 2, 1, (1 << 32) + 1], [5, 5, 6, 5])
-    assert len(set(choose(logits.expand(4, -1), fields, Variant(True)).tolist())) == 4
+    assert len(set(chosen(logits.expand(4, -1), fields, Variant(True)).tolist())) == 4
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_what_leaves_one_token_is_greedy_and_needs_no_noise(logits, sampling):
     tied = torch.stack([logits, logits.clone().fill_(1.0)])
     fields = rows_of([sampling] * 2, [1, 2], [3, 4])
     for variant in (Variant(), Variant(True), Variant(True, True)):
-        assert choose(tied, fields, variant).tolist() == [int(logits.argmax()), 0]
+        assert chosen(tied, fields, variant).tolist() == [int(logits.argmax()), 0]
 
 
 def test_half_precision_is_drawn_from_like_float32(logits):

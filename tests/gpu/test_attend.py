@@ -16,6 +16,7 @@ from twellctl.bundle.twell_launch import kernels_for
 from twellctl.decoding.attention import (
     AttendLayer,
     attend,
+    embed_norm,
     open_workspace,
     plan_attend,
     rms_norm,
@@ -261,6 +262,17 @@ def test_norms(kernels, B, K):
     close(found, norm(x, weight), 2)
     share = (found == norm(x, weight)).float().mean()  # the sum's order may move a rounding
     assert share > 0.99
+
+
+@pytest.mark.parametrize("K", [64, 2048, 8200])
+def test_embeddings_and_their_norm(kernels, K):
+    table, weight = random_bf16(11, K, seed=1), 1 + random_bf16(K, seed=3, scale=0.2)
+    tokens = torch.tensor([3, 10, 0, 3], dtype=torch.int32, device=DEVICE)
+    counts = torch.full((3, 700), 9, dtype=torch.int32, device=DEVICE)
+    x, y = embed_norm(kernels, tokens, table, weight, EPS, counts)
+    assert torch.equal(x, table[tokens.long()])
+    assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
+    assert not counts.any()
 
 
 def test_norm_keeps_what_is_not_finite_in_its_row(kernels):

@@ -29,6 +29,7 @@ ENTRY_FILES = {
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",
     "rms_norm": "norm.cu",
+    "embed_norm": "norm.cu",
     **{f"attend_{D}_{heads}": "attend.cu" for D in (64, 96, 128) for heads in (1, 2, 4)},
     **{
         f"{name}_{octets}": f"{name}.cu"

@@ -238,6 +238,36 @@ def rms_norm(kernels: KernelSet, x: Tensor, weight: Tensor, eps: float) -> Tenso
     _check_bf16("x", x, (B, K))
     _check_bf16("weight", weight, (K,))
     y = torch.empty_like(x)
-    block = min(1024, -(-K // 256) * 32)
-    kernels.launch("rms_norm", (B,), block, (x, weight, float(eps), K, y), overlap=True)
+    args = (x, weight, float(eps), K, y)
+    kernels.launch("rms_norm", (B,), _norm_block(K), args, overlap=True)
     return y
+
+
+def embed_norm(
+    kernels: KernelSet,
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    eps: float,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows of `table` `[V, K]` by int32 `tokens` `[B]`, and their RMSNorm; both `[B, K]`.
+
+    It begins a step: int32 `counts` are set to 0. Tokens are not checked.
+    """
+    (B,), (V, K) = tokens.shape, table.shape
+    if reason := why_no_norm(K):
+        raise ValueError(reason)
+    _check_bf16("table", table, (V, K))
+    _check_bf16("weight", weight, (K,))
+    if tokens.dtype != torch.int32 or not tokens.is_contiguous():
+        raise ValueError(f"tokens must be int32 [{B}] and contiguous, got {_told(tokens)}")
+    x, y = table.new_empty(2, B, K)
+    num_counts = 0 if counts is None else counts.numel()
+    args = (tokens, table, weight, float(eps), K, counts, num_counts, x, y)
+    kernels.launch("embed_norm", (B,), _norm_block(K), args)
+    return x, y
+
+
+def _norm_block(K: int) -> int:
+    return min(1024, -(-K // 256) * 32)

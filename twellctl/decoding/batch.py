@@ -1,4 +1,4 @@
-"""The rows of a decoder's steps on its device: inputs, the choice of tokens, CUDA graphs.
+"""The rows of a decoder's steps on its device: inputs, records of what was chosen, CUDA graphs.
 
 A step reads tokens, positions and tables from buffers that stay where they are, and writes the
 tokens it chose and the positions after them back there: the next step needs nothing from the host.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
-from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
-from twellctl.decoding.sampler import Field, Variant, choose, log_probabilities
+from twellctl.decoding.sampler import Field, Variant
+from twellctl.decoding.step_end import Record, StepEnd
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
@@ -27,48 +27,6 @@ _IN_FLIGHT = 2  # steps whose records were not read yet, at most
 def buckets(max_rows: int) -> list[int]:
     """The numbers of rows that steps are made for: powers of two, and `max_rows` itself."""
     return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
-
-
-class Record:
-    """What a step tells of each row: columns of int32, floats by their bits.
-
-    The token; the fired share of each layer; the token's log-probability, the likeliest tokens and
-    theirs. The last three are only written by variants that ask for log-probabilities.
-    """
-
-    def __init__(self, num_layers: int, vocab_size: int):
-        self.num_top = min(MAX_TOP_LOGPROBS, vocab_size)
-        self.fired = slice(1, 1 + num_layers)
-        self.logprob = 1 + num_layers
-        self.top_ids = slice(self.logprob + 1, self.logprob + 1 + self.num_top)
-        self.top_logprobs = slice(self.top_ids.stop, self.top_ids.stop + self.num_top)
-        self.width = self.top_logprobs.stop
-
-    def write(
-        self, record: Tensor, logits: Tensor, fired: Tensor, fields: Tensor, variant: Variant
-    ) -> Tensor:
-        """Choose tokens and fill `record` `[B, width]`; the tokens, int64 `[B]`."""
-        tokens, floats = choose(logits, fields, variant), record.view(torch.float32)
-        record[:, 0] = tokens
-        floats[:, self.fired] = fired.T
-        if variant.logprobs:
-            chosen, ids, logprobs = log_probabilities(logits, tokens)
-            floats[:, self.logprob] = chosen
-            record[:, self.top_ids] = ids
-            floats[:, self.top_logprobs] = logprobs
-        return tokens
-
-    def token(self, row: np.ndarray, sampling: Sampling) -> Token:
-        """The token of one row, with what `sampling` asks to be told."""
-        if sampling.top_logprobs is None and not sampling.densities:
-            return Token(int(row[0]))
-        floats, logprob, top = row.view(np.float32), None, ()
-        if (count := sampling.top_logprobs) is not None:
-            logprob = float(floats[self.logprob])
-            pairs = zip(row[self.top_ids].tolist(), floats[self.top_logprobs].tolist(), strict=True)
-            top = tuple(pairs)[:count]
-        densities = tuple(floats[self.fired].tolist()) if sampling.densities else None
-        return Token(int(row[0]), logprob, top, densities)
 
 
 @dataclass(frozen=True)
@@ -91,7 +49,8 @@ class Batch:
 
     def __init__(self, decoder: Decoder, max_rows: int, max_pages: int):
         self.decoder = decoder
-        self.record = Record(decoder.num_layers, decoder.vocab_size)
+        self.record = Record(decoder.neurons, decoder.vocab_size)
+        self._end = StepEnd(self.record, decoder.kernels, max_rows, decoder.device)
         self._on_gpu = decoder.device.type == "cuda"
         self.reads_late = self._on_gpu  # elsewhere a step is through when it was launched
         self._buckets, self._widths = buckets(max_rows), decoder.widths(max_pages)
@@ -132,7 +91,7 @@ class Batch:
         self._bring_tables()
         B = next(bucket for bucket in self._buckets if bucket >= self._num_rows)
         W = next(width for width in self._widths if width >= num_pages)
-        key = (B, W, variant)
+        key = (B, W, self._end.kind_of(variant))
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
         run()
@@ -144,7 +103,7 @@ class Batch:
         """Choose the tokens after prompts from logits `[B, V]`; records `[B, width]`. Waits."""
         of_rows = torch.from_numpy(np.stack(fields, 1)).to(self.decoder.device)
         records = torch.zeros_like(self._records[: len(logits)])
-        self.record.write(records, logits, fired, of_rows, variant)
+        self._end(logits, fired, of_rows, records, variant)
         return records.cpu().numpy()
 
     def _on_host(self, *shape: int) -> Tensor:
@@ -173,10 +132,9 @@ class Batch:
 
     def _step(self, B: int, W: int, variant: Variant) -> None:
         fields = self._fields[:, :B]
-        token, position, limit = (fields[i] for i in (Field.TOKEN, Field.POSITION, Field.LIMIT))
-        logits, fired = self.decoder.step(token, position, self._tables[:B, :W])
-        token.copy_(self.record.write(self._records[:B], logits, fired, fields, variant))
-        torch.minimum(position + 1, limit, out=position)
+        inputs = fields[Field.TOKEN], fields[Field.POSITION], self._tables[:B, :W]
+        logits, fired = self.decoder.step(*inputs)
+        self._end(logits, fired, fields, self._records[:B], variant)
 
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
         """The step as a CUDA graph, or as it is where there are none."""

@@ -4,10 +4,13 @@ The engine knows sequences, pages and sampling; a `Decoder` knows the model and 
 All calls come from one thread, under `torch.inference_mode`, on torch's current stream.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from twellctl.bundle.twell_launch import KernelSet
 
 
 class Decoder(Protocol):
@@ -16,7 +19,9 @@ class Decoder(Protocol):
     device: torch.device
     vocab_size: int
     context: int  # tokens of a sequence, at most
-    num_layers: int  # L: gated FFNs whose fired share is told; 0: none is
+    # of each of the L gated FFNs of which is told what fired; right from the first prefill on
+    neurons: Sequence[int]
+    kernels: KernelSet | None  # with `choose`, by which a step may end; None: torch ends it
     page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
     max_rows: int | None  # of one step; None: any number
     prefill_chunk: int  # tokens of one prefill, at most, those that only fill up too
@@ -38,7 +43,7 @@ class Decoder(Protocol):
 
         A row with fewer tokens than P is filled up on the left, there its positions are -1. What
         lies before a row's first position is cached; rows that are filled up begin at 0. Returns,
-        of the last tokens, the logits `[B, V]` and the shares of fired neurons, float32 `[L, B]`.
+        of the last tokens, the logits `[B, V]` and how many neurons fired, int32 `[L, B]`.
         """
         ...
 
@@ -47,7 +52,7 @@ class Decoder(Protocol):
 
         Row b writes at `positions[b]` and attends to all up to there. Rows of `tables` may lie
         apart; entries behind a row's last page are 0. Cached values behind a row's position may
-        be anything, NaN too. Returns logits `[B, V]` and fired shares, float32 `[L, B]`. No host
-        reads: the call may be captured in a CUDA graph.
+        be anything, NaN too. Returns logits `[B, V]` and how many neurons fired, int32 `[L, B]`. No
+        host reads: the call may be captured in a CUDA graph.
         """
         ...

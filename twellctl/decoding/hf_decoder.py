@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from twellctl.decoding.fired_shares import FiredShares
+from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import PagedCache, cached_shapes
 from twellctl.decoding.pages import PAGE
 
@@ -27,6 +27,7 @@ class HFDecoder:
     max_rows = None
     prefill_chunk = PREFILL_CHUNK
     capturable = True
+    kernels = None
 
     @staticmethod
     def why_not(model: PreTrainedModel) -> str | None:
@@ -40,8 +41,8 @@ class HFDecoder:
         self.context = config.max_position_embeddings
         self._model, self._config = model, config
         self._shapes = cached_shapes(model)
-        self._fired = FiredShares(model, config.num_hidden_layers)
-        self.num_layers = self._fired.num_layers
+        self._fired = FiredCounts(model, config.num_hidden_layers)
+        self.neurons = self._fired.neurons
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
 
     def open_cache(self, num_pages: int) -> None:

@@ -1,10 +1,12 @@
 """A decoder over our own kernels, for Llama and its kin in bf16 on an NVIDIA GPU.
 
 A step is a chain of launches, each of which may start before the one in front has ended
-(kernels/dependent.cuh); of each layer:
+(kernels/dependent.cuh): the embedding, with the first norm; of each layer
 
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
+
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them.
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
@@ -42,6 +44,7 @@ from twellctl.decoding.attention import (
     AttendLayer,
     AttendPlan,
     attend,
+    embed_norm,
     open_workspace,
     plan_attend,
     rms_norm,
@@ -96,7 +99,7 @@ class KernelDecoder:
     def __init__(self, model: PreTrainedModel, sparse: bool = True):
         self._model, self._sparse = model, sparse
         self.device = model.device
-        self._kernels = kernels_for(own_kernels(), self.device.index)
+        self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
         self.max_rows = _most_rows(model)
         if sparse:
@@ -106,7 +109,7 @@ class KernelDecoder:
         self._plain = HFDecoder(model)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
-        self.num_layers = self._plain.num_layers if sparse else 0
+        self.neurons = self._plain.neurons if sparse else []
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -131,18 +134,21 @@ class KernelDecoder:
 
     def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         logits, fired = self._plain.prefill(tokens, positions, tables)
-        return logits, fired[: self.num_layers]
+        return logits, fired[: len(self.neurons)]
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         B = len(tokens)
         plan = self._plan(B, tables.shape[1])
-        counts = torch.zeros(len(self._layers), B, dtype=torch.int32, device=self.device)
-        x = F.embedding(tokens, self._model.get_input_embeddings().weight)
-        for layer, fired in zip(self._layers, counts, strict=True):
-            h = rms_norm(self._kernels, x, layer.input_norm, self._eps)
+        counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=self.device)
+        table = self._model.get_input_embeddings().weight
+        first_norm = self._layers[0].input_norm
+        x, h = embed_norm(self.kernels, tokens, table, first_norm, self._eps, counts)
+        for i, layer in enumerate(self._layers):
+            if i:
+                h = rms_norm(self.kernels, x, layer.input_norm, self._eps)
             qkv = self._linear(h, layer.qkv)
             h = attend(
-                self._kernels,
+                self.kernels,
                 plan,
                 layer.attend,
                 qkv,
@@ -152,22 +158,22 @@ class KernelDecoder:
                 self._workspace,
             )
             x = self._linear(h, layer.out, x)
-            h = rms_norm(self._kernels, x, layer.ffn_norm, self._eps)
-            x = self._ffn(h, layer.ffn, x, fired)
-        h = rms_norm(self._kernels, x, self._model.model.norm.weight, self._eps)
+            h = rms_norm(self.kernels, x, layer.ffn_norm, self._eps)
+            x = self._ffn(h, layer.ffn, x, counts[i])
+        h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
         logits = few_linear(
-            self._kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
+            self.kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
         )
-        return logits, counts[: self.num_layers].float() / self._layers[0].ffn.N
+        return logits, counts[: len(self.neurons)]
 
     def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
         weights = linear.weight, linear.bias
-        return few_linear(self._kernels, self._limits, x, *weights, residual=residual, overlap=True)
+        return few_linear(self.kernels, self._limits, x, *weights, residual=residual, overlap=True)
 
     def _ffn(self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor) -> Tensor:
-        here = self._kernels, self._limits
+        here = self.kernels, self._limits
         if self._sparse:
             return few_ffn(*here, x, ffn, residual=residual, counts=fired, overlap=True)
         hidden = few_gated(*here, x, ffn, overlap=True)
@@ -296,8 +302,9 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     attention = plan_attend(1, *heads, PAGE, device_limits(index).num_sms).entry
     few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M)}
+    others = "embed_norm", "rms_norm", "choose", attention
     try:
-        kernels_for(own_kernels(), index).prepare(("rms_norm", attention, *sorted(few)))
+        kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:
         return str(error)
     return None

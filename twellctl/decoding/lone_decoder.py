@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from twellctl.decoding.fired_shares import FiredShares
+from twellctl.decoding.fired_counts import FiredCounts
 
 
 class LoneDecoder:
@@ -13,6 +13,7 @@ class LoneDecoder:
     page_bytes = 0
     max_rows = 1
     capturable = False
+    kernels = None
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config()
@@ -21,8 +22,8 @@ class LoneDecoder:
         self.context = config.max_position_embeddings
         self.prefill_chunk = self.context  # states that recur are not continued by many tokens
         self._model = model
-        self._fired = FiredShares(model, config.num_hidden_layers)
-        self.num_layers = self._fired.num_layers
+        self._fired = FiredCounts(model, config.num_hidden_layers)
+        self.neurons = self._fired.neurons
 
     def open_cache(self, num_pages: int) -> None:
         """There is none: transformers' grows with each sequence."""

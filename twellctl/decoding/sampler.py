@@ -59,17 +59,34 @@ def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
     return fields
 
 
-def choose(logits: Tensor, fields: Tensor, variant: Variant) -> Tensor:
-    """The next token of each row, int64 `[B]`; logits `[B, V]`, fields int32 `[len(Field), B]`."""
+def choose(logits: Tensor, fields: Tensor, drawn: bool) -> Tensor:
+    """The next token of each row, int64 `[B]`; logits `[B, V]`, fields int32 `[len(Field), B]`.
+
+    kernels/choose.cu does the same. Not `drawn`: all rows are greedy.
+    """
     best = logits.argmax(-1)
-    if not variant.drawn:
+    if not drawn:
         return best
-    temperature = fields[Field.TEMPERATURE].view(torch.float32)
-    scaled = logits.float() / temperature.clamp_min(GREEDY_BELOW)[:, None]
-    if variant.cut:
-        scaled = _cut(scaled, fields[Field.TOP_K], fields[Field.TOP_P].view(torch.float32))
-    drawn = scaled.add_(_gumbel(fields, logits.shape[-1])).argmax(-1)
-    return torch.where(temperature > 0, drawn, best)
+    noisy = _scaled(logits, fields).add_(_gumbel(fields, logits.shape[-1]))
+    return torch.where(_temperatures(fields) > 0, noisy.argmax(-1), best)
+
+
+def cut(logits: Tensor, fields: Tensor) -> Tensor:
+    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`.
+
+    Tokens as likely as the last one kept are kept too.
+    """
+    scaled, size = _scaled(logits, fields), logits.shape[-1]
+    top_k, top_p = fields[Field.TOP_K], fields[Field.TOP_P].view(torch.float32)
+    ordered = scaled.sort(-1, descending=True).values
+    kth = torch.where(top_k > 0, top_k.clamp(max=size), size).long() - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
+    # whole numbers: their sum is the same in whatever order a GPU adds them up
+    shares = (ordered.softmax(-1).double() * 2**40).long()
+    before = shares.cumsum(-1) - shares
+    kept = (before < (top_p.double() * 2**40).long()[:, None]) | (top_p >= 1)[:, None]
+    last = (kept & (ordered > -torch.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
+    return logits.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,21 +106,13 @@ def _temperature(sampling: Sampling) -> float:
     return 0.0 if one_left or sampling.temperature < GREEDY_BELOW else sampling.temperature
 
 
-def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`.
+def _temperatures(fields: Tensor) -> Tensor:
+    return fields[Field.TEMPERATURE].view(torch.float32)
 
-    Tokens as likely as the last one kept are kept too.
-    """
-    size = scaled.shape[-1]
-    ordered = scaled.sort(-1, descending=True).values
-    kth = torch.where(top_k > 0, top_k.clamp(max=size), size).long() - 1
-    ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
-    # whole numbers: their sum is the same in whatever order a GPU adds them up
-    shares = (ordered.softmax(-1).double() * 2**40).long()
-    before = shares.cumsum(-1) - shares
-    kept = (before < (top_p.double() * 2**40).long()[:, None]) | (top_p >= 1)[:, None]
-    last = (kept & (ordered > -torch.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
-    return scaled.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
+
+def _scaled(logits: Tensor, fields: Tensor) -> Tensor:
+    """float32, those of greedy rows by a temperature above 0."""
+    return logits.float() / _temperatures(fields).clamp_min(GREEDY_BELOW)[:, None]
 
 
 def _gumbel(fields: Tensor, size: int) -> Tensor:

@@ -45,7 +45,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
-        self.fired = np.zeros(decoder.num_layers)  # sums of shares, over all generated tokens
+        self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._under_way: tuple[Step, list[Sequence]] | None = None
         self._variant = Variant()
@@ -174,7 +174,7 @@ class Scheduler:
     def _count_fired(self, records: np.ndarray, rows: list[Sequence]) -> None:
         if gone := [row for row, sequence in enumerate(rows) if sequence.gone]:
             records = np.delete(records, gone, axis=0)
-        self.fired += records.view(np.float32)[:, self._batch.record.fired].sum(0)
+        self.fired += self._batch.record.shares(records).sum(0)
 
     def _append(self, sequence: Sequence, record: np.ndarray, events: list[Event]) -> None:
         token = self._batch.record.token(record, sequence.sampling)
