@@ -10,6 +10,9 @@
 // warp each, and among the second dimension their rounds, 8 at a time. With dynamic shared memory,
 // 2 bytes for each pair that is to fit at once, 16 bytes or more: grid (tiles). partial_stride and
 // tile_tokens * cap are multiples of 4 then.
+//
+// `hidden_kept` does the same, and keeps what the backward pass needs: of each pair gate | up << 16,
+// by its place in `pairs`; and the sum of |h| of each block, float32 [blocks].
 #include "twell_lists.cuh"
 #include "round_masks.cuh"
 #include "twell.cuh"
@@ -58,6 +61,36 @@ __device__ __forceinline__ unsigned multiply(unsigned gate, unsigned up) {
     return bf16_bits(bf16_value(gate) * bf16_value(up));
 }
 
+// What is done with a pair beside; nothing in inference.
+struct Leave {
+    __device__ __forceinline__ void pair(unsigned, unsigned, unsigned, unsigned) {}
+    __device__ __forceinline__ void finish() {}
+};
+
+struct Keep {
+    unsigned* kept;
+    float* block_sums;
+    float sum;  // of |h|, the lane's
+
+    __device__ __forceinline__ void pair(unsigned place, unsigned gate, unsigned up, unsigned h) {
+        kept[place] = gate | up << 16;
+        sum += fabsf(bf16_value(h));
+    }
+
+    __device__ __forceinline__ void finish() {
+        __shared__ float warp_sums[kWarps];
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            sum += __shfl_xor_sync(~0u, sum, distance);
+        if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        if (threadIdx.x > 0) return;
+        float all = 0;
+        for (int warp = 0; warp < kWarps; ++warp) all += warp_sums[warp];
+        block_sums[blockIdx.y * gridDim.x + blockIdx.x] = all;
+    }
+};
+
 // ---- parts gathered one by one
 
 template <int RANGES>
@@ -78,8 +111,10 @@ __device__ __forceinline__ void gather_parts(float (&sums)[4], const uint4& link
 }
 
 // h in the place of the record's gates; pads stay what they are.
+template <class Also>
 __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& record,
-                                                 const uint4& link, int first_column) {
+                                                 const uint4& link, int first_column,
+                                                 Also& also) {
     float sums[4] = {};
     int range = 0;
     for (; range + 4 <= from.ranges; range += 4)
@@ -94,14 +129,17 @@ __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& 
             const unsigned code = half_of(record.z, record.w, i);
             if (from.b_up)
                 sums[i] += bf16_value(__ldg(from.b_up + first_column + (code & COLUMN_MASK)));
-            h[i] = multiply(h[i], bf16_bits(sums[i]));
+            const unsigned gate = h[i], up = bf16_bits(sums[i]);
+            h[i] = multiply(gate, up);
+            also.pair(element(link, i), gate, up, h[i]);
         }
     }
     return make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
 }
 
+template <class Also>
 __device__ __forceinline__ void gather_all(const Sums& from, const Rounds& rounds, int num,
-                                           int num_panels, int panel_rows) {
+                                           int num_panels, int panel_rows, Also& also) {
     const int lane = threadIdx.x % 32;
     for (int q = blockIdx.x * kWarps + threadIdx.x / 32; q < num; q += gridDim.x * kWarps) {
         const int end = __ldg(rounds.num_rounds + q) * ROUND_RECORDS;
@@ -114,7 +152,7 @@ __device__ __forceinline__ void gather_all(const Sums& from, const Rounds& round
             const uint4 link = any ? __ldg(links + i) : no_links();
             masks[i] = batch_mask(make_uint2(record.z, record.w), lane);
             const uint2 values =
-                gathered_values(from, record, link, q % num_panels * panel_rows);
+                gathered_values(from, record, link, q % num_panels * panel_rows, also);
             if (any) *reinterpret_cast<uint2*>(records + i) = values;
         }
     }
@@ -206,9 +244,10 @@ __device__ __forceinline__ Record load_record(const Rounds& rounds, const Walk& 
 }
 
 // Multiplies what is staged, pairs `first` to `first + num`, into the slots that they have.
+template <class Also>
 __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin, int end,
                                                 const unsigned short* staged, unsigned first,
-                                                unsigned num, bool make_masks) {
+                                                unsigned num, bool make_masks, Also& also) {
     const int lane = threadIdx.x % 32;
     Walk walk(rounds, begin + threadIdx.x / 32, end);
     Record behind = load_record(rounds, walk, end, lane);
@@ -225,7 +264,11 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
         for (int i = 0; i < 4; ++i) {
             const unsigned at = element(record.link, i) - first;
             h[i] = half_of(record.values.x, record.values.y, i);
-            if (at < num) h[i] = multiply(h[i], staged[at]);
+            if (at < num) {
+                const unsigned gate = h[i], up = staged[at];
+                h[i] = multiply(gate, up);
+                also.pair(element(record.link, i), gate, up, h[i]);
+            }
         }
         if (here.at + lane < here.num_records)
             *reinterpret_cast<uint2*>(rounds.records + rounds.first_record(here.q) + here.at +
@@ -233,20 +276,16 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
     }
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    hidden(const float* partial, long long partial_stride, int Q, const uint4* links,
-           const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,
-           int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
-           const int* num_rounds, uint4* records, unsigned* masks) {
-    extern __shared__ uint4 staged[];
-    const Sums from{partial, partial_stride, Q, b_up};
-    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+template <class Also>
+__device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& rounds,
+                                            const int* pair_start, const unsigned* pairs, int M,
+                                            int N, int tile_tokens, int cap, int panel_rows,
+                                            int num_panels, uint4* staged, Also also) {
     const int num_groups = (M + GROUP - 1) / GROUP;
     const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
     if (room == 0) {
-        gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows);
+        gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows, also);
+        also.finish();
         return;
     }
     const int tile = blockIdx.x, num_neuron_groups = (N + NEURONS - 1) / NEURONS;
@@ -260,7 +299,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         stage_sums(from, pairs, first, num, reinterpret_cast<uint2*>(staged));
         __syncthreads();
         fill_from_stage(rounds, begin * num_panels, end * num_panels,
-                        reinterpret_cast<const unsigned short*>(staged), first, num, done == 0);
+                        reinterpret_cast<const unsigned short*>(staged), first, num, done == 0,
+                        also);
         __syncthreads();
     }
+    also.finish();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    hidden(const float* partial, long long partial_stride, int Q, const uint4* links,
+           const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,
+           int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
+           const int* num_rounds, uint4* records, unsigned* masks) {
+    extern __shared__ uint4 staged[];
+    fill_rounds({partial, partial_stride, Q, b_up}, {num_rounds, records, links, masks, group_rounds},
+                pair_start, pairs, M, N, tile_tokens, cap, panel_rows, num_panels, staged, Leave{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    hidden_kept(const float* partial, long long partial_stride, int Q, const uint4* links,
+                const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens,
+                int cap, int panel_rows, int num_panels, int group_rounds,
+                const unsigned short* b_up, const int* num_rounds, uint4* records, unsigned* masks,
+                unsigned* kept, float* block_sums) {
+    extern __shared__ uint4 staged[];
+    fill_rounds({partial, partial_stride, Q, b_up}, {num_rounds, records, links, masks, group_rounds},
+                pair_start, pairs, M, N, tile_tokens, cap, panel_rows, num_panels, staged,
+                Keep{kept, block_sums, 0.f});
 }

@@ -136,6 +136,16 @@ __device__ __forceinline__ unsigned load_or_leave(bool wanted, const unsigned* f
     return word;
 }
 
+// A number, or 0: a predicate, no branch. The load is made here, wherever its result is needed.
+__device__ __forceinline__ float load_or_zero(bool wanted, const float* from) {
+    float value;
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"
+        : "=f"(value)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)));
+    return value;
+}
+
 // As `load_if`, of 16 bytes in shared memory.
 __device__ __forceinline__ void load_shared_if(bool wanted, unsigned smem_from, uint4& v) {
     asm volatile(
@@ -214,6 +224,14 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
 // The same of memory that changes: all lanes have read when this returns.
 __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(smem_row)
+                 : "memory");
+}
+
+// As they lie: of each matrix row g, columns 2t and 2t + 1. All lanes have read when this returns.
+__device__ __forceinline__ void read_matrices(unsigned (&m)[4], unsigned smem_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(smem_row)
                  : "memory");

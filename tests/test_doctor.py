@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from twellctl import kernels_here, machine
-from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc
+from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.cli import app
@@ -170,7 +170,7 @@ def gpus(monkeypatch):
 
     def play(*limits: Limits) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(limits))
-        for module in (twell_launch, twell_ffn):
+        for module in (twell_launch, twell_reasons):
             monkeypatch.setattr(module, "device_limits", lambda index: limits[index])
 
     play.reasons = {}

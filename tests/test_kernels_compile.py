@@ -10,6 +10,7 @@ from twellctl.bundle.twell_launch import ENTRY_FILES
 from twellctl.bundle.twell_nvrtc import KernelError, Nvrtc, nvrtc_paths
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.resources import resource_dir
 
 SOURCES = {
@@ -20,7 +21,7 @@ SOURCES = {
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {"gate_pack.cu", "heavy.cu"}
-ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, "few_down", "choose"}
+ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS, "few_down", "choose"}
 COMPILED = [
     (name, arch)
     for name in SOURCES

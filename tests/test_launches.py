@@ -105,7 +105,7 @@ def test_many_neurons_take_several_panels():
 
 def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
-    monkeypatch.setattr(twell_sequence, "heavy_window", lambda M, N, K: 50)
+    monkeypatch.setattr(twell_sequence, "heavy_window", lambda M, N, K, **k: 50)
     made = launches(300, 64, 96, portable=False)
     tokens = [args[2] for name, _, _, args, _ in made if name == "plan_cluster"]
     assert tokens == [128, 128, 44]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_route
+from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons, twell_route
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
     gate_pack,
@@ -170,11 +170,11 @@ def test_unknown_sources_are_refused():
 
 
 def test_a_reason_is_said_once(caplog):
-    twell_ffn._say_once.cache_clear()
+    twell_reasons.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            twell_ffn._say_once("CuPy is not installed")
-            twell_ffn._say_once("another reason")
+            twell_reasons.say_once("CuPy is not installed")
+            twell_reasons.say_once("another reason")
     assert [record.getMessage() for record in caplog.records] == [
         "TwELL kernels are not used, plain PyTorch is: CuPy is not installed",
         "TwELL kernels are not used, plain PyTorch is: another reason",
@@ -189,22 +189,22 @@ def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
 
 def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    twell_ffn._why_never_here.cache_clear()
+    twell_reasons._why_never_here.cache_clear()
     try:
         assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
     finally:
-        twell_ffn._why_never_here.cache_clear()
+        twell_reasons._why_never_here.cache_clear()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
-    monkeypatch.setattr(twell_ffn, "what_is_missing", lambda: None)
+    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     failures = [LoadError("out of memory"), KernelError("does not compile"), None]
 
@@ -213,13 +213,13 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
             if failure := failures.pop(0):
                 raise failure
 
-    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: Kernels())
-    twell_ffn._why_never_here.cache_clear()
+    monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: Kernels())
+    twell_reasons._why_never_here.cache_clear()
     try:
         assert why_no_kernels("a", 0) == "out of memory"
         assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
     finally:
-        twell_ffn._why_never_here.cache_clear()
+        twell_reasons._why_never_here.cache_clear()
     assert failures == [None]
 
 
@@ -228,16 +228,16 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
 def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, smem_bytes):
     """A capture may be the first that needs one of them, and nothing can be loaded there."""
     limits, prepared = twell_launch.Limits(132, smem_bytes, 60 << 20, (9, 0)), []
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
-    monkeypatch.setattr(twell_ffn, "what_is_missing", lambda: None)
+    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
-    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: kernels)
-    twell_ffn._why_never_here.cache_clear()
+    monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
+    twell_reasons._why_never_here.cache_clear()
     try:
         assert why_no_kernels(SOURCES, 0, "auto" if hopper else "portable") is None
     finally:
-        twell_ffn._why_never_here.cache_clear()
+        twell_reasons._why_never_here.cache_clear()
     many = HOPPER_KERNELS if hopper else PORTABLE_KERNELS
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
@@ -249,7 +249,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
 def test_which_kernels(monkeypatch):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         limits = twell_launch.Limits(132, 232448, 60 << 20, capability)
-        monkeypatch.setattr(twell_ffn, "device_limits", lambda index, found=limits: found)
+        monkeypatch.setattr(twell_reasons, "device_limits", lambda index, found=limits: found)
         monkeypatch.delenv("TWELL_PORTABLE", raising=False)
         assert takes_hopper_kernels(0) is hopper
         assert not takes_hopper_kernels(0, "portable")
@@ -258,43 +258,43 @@ def test_which_kernels(monkeypatch):
 
 
 def test_the_fused_route_is_hoppers():
-    assert twell_ffn._why_not_route("fused", True) is None
-    assert "needs a Hopper GPU" in twell_ffn._why_not_route("fused", False)
-    assert all(twell_ffn._why_not_route(r, False) is None for r in ("auto", "twell", "portable"))
+    assert twell_reasons.why_not_route("fused", True) is None
+    assert "needs a Hopper GPU" in twell_reasons.why_not_route("fused", False)
+    assert all(twell_reasons.why_not_route(r, False) is None for r in ("auto", "twell", "portable"))
 
 
 def test_reasons_are_collected_in_place_of_the_log(caplog):
-    twell_ffn._say_once("a reason")
+    twell_reasons.say_once("a reason")
     caplog.clear()
     with reasons_said() as said:
         for _ in range(2):
-            twell_ffn._say_once("a reason")
+            twell_reasons.say_once("a reason")
     assert said == ["TwELL kernels are not used, plain PyTorch is: a reason"]
     assert not caplog.records
-    twell_ffn._say_once("a reason")
+    twell_reasons.say_once("a reason")
     assert len(caplog.records) == 1
 
 
 def test_what_is_not_taken(monkeypatch):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     x, w_gate, w_up, w_down, *_ = problem()
     rows, w_down = x.view(-1, 64), w_down.t()
     ffn = FFN(w_gate, w_up, w_down, None, None, None, 0.0)
     assert not w_down.is_contiguous()  # of which a copy would be made
-    assert twell_ffn._why_not_ffn(rows, ffn, 256) is None
-    assert "bf16, not float32" in twell_ffn._why_not_ffn(rows.float(), ffn, 256)
-    assert "tiles of 256" in twell_ffn._why_not_ffn(rows, ffn, 128)
+    assert twell_reasons.why_not_ffn(rows, ffn, 256) is None
+    assert "bf16, not float32" in twell_reasons.why_not_ffn(rows.float(), ffn, 256)
+    assert "tiles of 256" in twell_reasons.why_not_ffn(rows, ffn, 128)
     strided = FFN(w_gate, w_up.t().contiguous().t(), w_down, None, None, None, 0.0)
-    assert "contiguous weights" in twell_ffn._why_not_ffn(rows, strided, 256)
+    assert "contiguous weights" in twell_reasons.why_not_ffn(rows, strided, 256)
     turned = FFN(w_gate, w_up, w_down.t(), None, None, None, 0.0)
-    assert "[K, N]" in twell_ffn._why_not_ffn(rows, turned, 256)
+    assert "[K, N]" in twell_reasons.why_not_ffn(rows, turned, 256)
     mixed = FFN(w_gate, w_up.float(), w_down, None, None, None, 0.0)
-    assert "dtype and device" in twell_ffn._why_not_ffn(rows, mixed, 256)
+    assert "dtype and device" in twell_reasons.why_not_ffn(rows, mixed, 256)
     for up, bias in ((w_up[:8], None), (w_up, w_up[0])):
         wrong = FFN(w_gate, up, w_down, None, bias, None, 0.0)
-        assert "[K, N]" in twell_ffn._why_not_ffn(rows, wrong, 256)
-    assert "[M, 64], not [10, 32]" in twell_ffn._why_not_ffn(rows[:, :32], ffn, 256)
+        assert "[K, N]" in twell_reasons.why_not_ffn(rows, wrong, 256)
+    assert "[M, 64], not [10, 32]" in twell_reasons.why_not_ffn(rows[:, :32], ffn, 256)
 
 
 @pytest.mark.parametrize(("M", "taken"), [(1, "few"), (64, "few"), (65, "long"), (200, "long")])

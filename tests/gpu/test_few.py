@@ -339,7 +339,7 @@ def test_the_operator_takes_them(sources, route, monkeypatch):
     """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, the long sequence."""
     if route == "twell" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     calls = []
 
     def counted(*args, **kwargs):
@@ -365,7 +365,7 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
     if said := what_is_missing():
         pytest.skip(said)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     new = register_sources({name: text + b"\n// new\n" for name, text in FILES.items()})
     weights = whole(96, 64), whole(96, 64), whole(64, 96)
     ffn = FFN(*weights[:2], weights[2].t(), None, None, None, 0.0)
@@ -380,7 +380,7 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
 
 def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     """Which it does where a GPU has too little shared memory for the others."""
-    monkeypatch.setattr(twell_ffn, "_say_once", lambda reason: pytest.fail(reason))
+    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     monkeypatch.setattr(twell_ffn, "takes_few", lambda *sizes: False)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for seed in range(200):

@@ -61,7 +61,7 @@ def no_fallback(monkeypatch):
     def fail(reason: str) -> None:
         pytest.fail(f"the kernels were not used: {reason}")
 
-    monkeypatch.setattr(twell_ffn, "_say_once", fail)
+    monkeypatch.setattr(twell_ffn, "say_once", fail)
 
 
 @dataclass

@@ -1,20 +1,17 @@
 """The gated FFN as one torch operator: kernels where they run and pay, else plain torch.
 
-`sparse_ffn` takes any input that `twell_format.gated_ffn` takes and gives the same result. What
-the kernels do not take goes to plain torch, with one line in the log for each reason; so does what
-wants gradients. The operators are opaque to torch.compile and may be captured in a CUDA graph.
+`sparse_ffn` takes any input that `twell_format.gated_ffn` takes and gives the same result;
+`train_ffn` is the same for training. What the kernels do not take goes to plain torch, with one
+line in the log for each reason. The operators are opaque to torch.compile and may be captured in a
+CUDA graph.
 
 Exports carry copies of this code, which transformers imports under a package of its own for each.
 Copies that are equal share the state of the first one; others have operators of other names.
 """
 
-import contextlib
-import functools
 import hashlib
 import logging
-import os
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,35 +19,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_config import SLOTS, TILE, storable_threshold
-from .twell_few import few_ffn, few_ffn_kernels, takes_few
+from .twell_config import SLOTS, TILE
+from .twell_few import few_ffn, takes_few
 from .twell_format import fires, gated_ffn
 from .twell_launch import (
     KernelError,
     KernelSet,
     Limits,
-    LoadError,
     device_limits,
     kernels_for,
     register_sources,
 )
-from .twell_nvrtc import what_is_missing
-from .twell_plan import ceil_div, why_unfit
+from .twell_plan import ceil_div
+from .twell_reasons import (
+    check_numbers,
+    lies_well,
+    reasons_said,
+    say_once,
+    takes_hopper_kernels,
+    why_no_kernels,
+    why_not,
+    why_not_ffn,
+    why_not_here,
+    why_not_route,
+    why_not_trained,
+    why_they_do_not_lie_well,
+)
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
 from .twell_sequence import (
-    HOPPER_KERNELS,
-    PORTABLE_KERNELS,
     dense_ffn,
     fused_ffn,
     hopper_ffn,
     launch_gate_pack,
     portable_ffn,
 )
+from .twell_train import define_training, plain_train_ffn
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
 NOT_FINITE = 1 << 30  # in a count of `gate_pack`
 _SAMPLED_ROWS = 4096
+# gradients go over the kernels from so many tokens on, below this density, unless a route says so
+TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.02
+_TRAINED_TOKENS = 131072  # at a time
 
 
 def sparse_ffn(
@@ -80,17 +91,59 @@ def sparse_ffn(
     `w_down.t().contiguous().t()`; of any other layout each call makes a copy, which costs time.
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    numbers = {"threshold": threshold, "tile": tile, "slots": slots}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        if sources and x.is_cuda and not torch.compiler.is_compiling():
-            _say_once("gradients are asked for, and slow here; torch.no_grad() asks for none")
-        return gated_ffn(*tensors, **numbers)
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta has none, and raises
-        dtype = torch.get_autocast_dtype(device)
+        numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
+        return train_ffn(*tensors, **numbers, sources=sources, route=route)[0]
+    if (dtype := _autocast_dtype(x)) is not None:
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
     return _gated_ffn_op(*tensors, threshold, tile, slots, known, sources, route)
+
+
+def train_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    penalty: Tensor | None = None,
+    threshold: float = 0.0,
+    slots: int = SLOTS,
+    tile: int = TILE,
+    sources: str = "",
+    route: str = "auto",
+    density: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
+
+    `h = relu_t(gate) * up`. `penalty` (fp32, one number, on x's device) times that sum is as good
+    as part of the loss: its gradient is added on the way back. The two scalars have no gradient.
+    Weights may be fp32 under autocast; their gradients are fp32 then.
+    """
+    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    check_numbers(threshold, slots, tile)
+    dtype = _autocast_dtype(x) or x.dtype
+    K, N = x.shape[-1], w_gate.shape[0]
+    if sources and x.is_cuda and x.numel() and takes_training(route, x.numel() // K, density):
+        shapes = tuple(None if t is None else tuple(t.shape) for t in tensors[1:])
+        lie = all(t is None or (t.is_cuda and t.dtype in (dtype, torch.float32)) for t in tensors)
+        if not why_not_trained(sources, x.device.index, K, N, tile, str(dtype), shapes, lie):
+            rest = (*tensors[1:], penalty, threshold, slots, sources)
+            pieces = x.to(dtype).reshape(-1, K).split(_TRAINED_TOKENS)
+            found = [_train_ffn_op(piece, *rest)[:3] for piece in pieces]
+            y, hidden_sum, fired = zip(*found, strict=True)
+            return (torch.cat(y) if len(y) > 1 else y[0]).view(x.shape), sum(hidden_sum), sum(fired)
+    return plain_train_ffn(*tensors, penalty, threshold)
+
+
+def takes_training(route: str, tokens: int, density: float | None) -> bool:
+    """Whether gradients are to go over the kernels, where these take them."""
+    if route != "auto":
+        return route == "twell"
+    return tokens >= TRAINED_ABOVE and density is not None and density < TRAINED_BELOW
 
 
 def gate_pack(
@@ -114,35 +167,11 @@ def gate_pack(
 # ---- which path ----
 
 
-def why_no_kernels(sources: str, index: int, route: str = "auto") -> str | None:
-    """None if the kernels of `route` are loaded on CUDA device `index`, else why they cannot be.
-
-    The first call for a device compiles what the cache does not hold.
-    """
-    return _why_not_here(sources, index, takes_hopper_kernels(index, route))
-
-
-def takes_hopper_kernels(index: int, route: str = "auto") -> bool:
-    """Whether CUDA device `index` goes the way of Hopper, not the portable one."""
-    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
-    return not portable and device_limits(index).capability == (9, 0)
-
-
-@contextlib.contextmanager
-def reasons_said() -> Iterator[list[str]]:
-    """Collect what calls in the block say of going without the kernels; the log has none of it."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    _say_once.cache_clear()
-    try:
-        yield said
-    finally:
-        _say_once.cache_clear()
-        logger.removeHandler(handler)
-        logger.propagate = propagate
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has none, and raises
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _gated_ffn(
@@ -164,7 +193,7 @@ def _gated_ffn(
     if not x.is_cuda:
         numbers = {"threshold": threshold, "tile": tile, "slots": slots}
         return gated_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down, **numbers)
-    _check(threshold, slots, tile)
+    check_numbers(threshold, slots, tile)
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():
         return x.new_empty(*x.shape[:-1], w_down.shape[0])
@@ -172,11 +201,11 @@ def _gated_ffn(
     route = requested(route) if sources else "dense"
     hopper = takes_hopper_kernels(rows.device.index, route)
     if route != "dense" and (
-        said := _why_not_ffn(rows, ffn, tile)
-        or _why_not_here(sources, rows.device.index, hopper)
-        or _why_not_route(route, hopper)
+        said := why_not_ffn(rows, ffn, tile)
+        or why_not_here(sources, rows.device.index, hopper)
+        or why_not_route(route, hopper)
     ):
-        _say_once(said)
+        say_once(said)
         route = "dense"
     if route == "dense":
         y = dense_ffn(rows, ffn)
@@ -190,10 +219,10 @@ def _by_route(
 ) -> Tensor:
     limits = device_limits(rows.device.index)
     kernels = kernels_for(sources, rows.device.index)
-    lies_well = _lies_well(ffn.w_down)
+    in_place = lies_well(ffn.w_down)
 
     def sparse() -> Tensor:
-        laid = ffn if lies_well else replace(ffn, w_down=_aligned(ffn.w_down))
+        laid = ffn if in_place else replace(ffn, w_down=_aligned(ffn.w_down))
         return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper)
 
     runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
@@ -209,8 +238,8 @@ def _by_route(
             token_bucket(rows.shape[0]),
             None if known is None else density_bucket(known),
             slots,
-            f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if lies_well else ' copying'}",
-            lies_well and takes_few(rows.shape[0], ffn.N, limits),
+            f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
+            in_place and takes_few(rows.shape[0], ffn.N, limits),
         )
         with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
             route = choose(
@@ -233,90 +262,6 @@ def _sparse_by_tokens(
     return portable_ffn(kernels, limits, rows, ffn)
 
 
-def _why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
-    """None if the kernels take this, else what they do not take."""
-    N, K = ffn.N, ffn.K
-    shapes = [tuple(tensor.shape) for tensor in ffn.tensors]
-    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
-    if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
-        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
-    said = _why_not(rows, ffn.tensors, K, N, tile)
-    as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
-    return said or _why_they_do_not_lie_well(as_they_are)
-
-
-def _why_not(
-    rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
-) -> str | None:
-    if rows.dim() != 2 or rows.shape[1] != K:
-        return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
-    if rows.dtype != torch.bfloat16:
-        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
-        return f"the kernels take {said}"
-    for weight in weights:
-        if (weight.dtype, weight.device) != (rows.dtype, rows.device):
-            return "the kernels take weights of the dtype and device of their input"
-    return None
-
-
-def _lies_well(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def _why_they_do_not_lie_well(weights: Iterable[Tensor]) -> str | None:
-    if all(map(_lies_well, weights)):
-        return None
-    return "the kernels take contiguous weights that begin at multiples of 16 bytes"
-
-
-def _why_not_here(sources: str, index: int, hopper: bool) -> str | None:
-    """None if the kernels are compiled and loaded on a device, else why they are not."""
-    try:
-        return _why_never_here(sources, index, hopper)
-    except LoadError as error:
-        return str(error)
-
-
-@functools.cache
-def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
-    """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
-    if torch.version.cuda is None or device_limits(index).capability < (8, 0):
-        return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
-    if said := what_is_missing():
-        return said
-    try:
-        kernels = kernels_for(sources, index)
-        # all at once: what comes later, and needs others, may be the capture of a graph
-        few = few_ffn_kernels(device_limits(index))
-        kernels.prepare((*(HOPPER_KERNELS if hopper else PORTABLE_KERNELS), *few))
-    except LoadError:
-        raise
-    except KernelError as error:
-        return str(error)
-    return None
-
-
-def _why_not_route(route: str, hopper: bool) -> str | None:
-    """None if there are kernels for `route`, else where there are."""
-    if route == "fused" and not hopper:
-        return "the fused route needs a Hopper GPU (compute capability 9.0) and no TWELL_PORTABLE"
-    return None
-
-
-@functools.cache
-def _check(threshold: float, slots: int, tile: int) -> None:
-    if storable_threshold(threshold) != threshold:
-        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")
-    if not 1 <= slots <= tile:
-        raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
-
-
 def _aligned(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
@@ -335,16 +280,16 @@ def _gate_pack(
     x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float, slots: int, sources: str
 ) -> tuple[Tensor, Tensor]:
     """The operator `gate_pack`."""
-    _check(threshold, slots, TILE)
+    check_numbers(threshold, slots, TILE)
     if not x.is_cuda or not takes_hopper_kernels(x.device.index):
         raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
     biases = () if b_gate is None else (b_gate,)
     index, (N, K) = x.device.index, w_gate.shape
     weights = (w_gate, *biases)
     if said := (
-        _why_not(x, weights, K, N)
-        or _why_they_do_not_lie_well(weights)
-        or _why_not_here(sources, index, True)
+        why_not(x, weights, K, N)
+        or why_they_do_not_lie_well(weights)
+        or why_not_here(sources, index, True)
     ):
         raise KernelError(f"gate_pack cannot run: {said}")
     counts, entries = _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources)
@@ -393,6 +338,7 @@ def _define(digest: str) -> torch.library.Library:
         library.define(named + schema, tags=(torch.Tag.needs_exact_strides,))
         library.impl(named, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"twell::{named}", fake, lib=library)
+    define_training(library, digest)
     return library
 
 
@@ -402,8 +348,10 @@ if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
     _gate_pack_op = getattr(torch.ops.twell, f"gate_pack_{_DIGEST}").default
+    _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources = _owner.register_sources
     sparse_ffn, gate_pack = _owner.sparse_ffn, _owner.gate_pack
+    train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

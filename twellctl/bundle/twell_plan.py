@@ -23,11 +23,19 @@ PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
 DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
+GRAD_STAGES = 49152  # the same of grad_sums
+GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128
+GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
+GRAD_HEAVY_SMEM = 98304
+GRAD_FOUR = 4  # rows whose sums of gradients share rounds
+_GRAD_MAP_BYTES = 6 * 2048  # of grad_lists: what it writes at a time
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
+_TRAINING_PARTIAL_BYTES = 64 << 20
 _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
+_TRAINING_WINDOW_BYTES, _GRAD_WINDOW_BYTES = 96 << 20, 36 << 20
 STATIC_SMEM = 1024  # kernels declare no more beside their dynamic shared memory
 
 # rough costs in clocks of one multiprocessor; only their ratios matter
@@ -174,11 +182,15 @@ def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def make_plan(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> Plan:
-    """The plan for a chunk of `M` >= 1 tokens."""
-    laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes)
-    panel_rows = choose_panel_rows(N, limits.smem_bytes)
-    splits = _split_down(M, N, K, panel_rows, limits.num_sms)
+def make_plan(
+    M: int, N: int, K: int, slots: int, cap: int, limits: Limits, *, training: bool = False
+) -> Plan:
+    """The plan for a chunk of `M` >= 1 tokens; `training`: less memory, panels for grad_sums."""
+    partial_bytes = _TRAINING_PARTIAL_BYTES if training else _PARTIAL_BYTES
+    laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes, partial_bytes)
+    stages = GRAD_STAGES if training else DOWN_STAGES
+    panel_rows = choose_panel_rows(N, limits.smem_bytes, stages)
+    splits = _split_down(M, N, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
     plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
@@ -217,11 +229,15 @@ def _cluster_smem(N: int, tile_tokens: int, cap: int, num_panels: int, smem_byte
     return min(least + stage, half if least + 16384 <= half else smem_bytes - STATIC_SMEM)
 
 
-def choose_panel_rows(N: int, smem_bytes: int) -> int:
+def choose_panel_rows(N: int, smem_bytes: int, stages: int = DOWN_STAGES) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
-    room = (smem_bytes - DOWN_STAGES - STATIC_SMEM) // 32 // GROUP * GROUP
-    num_panels = ceil_div(N, min(room, MAX_PANEL_ROWS))
+    num_panels = ceil_div(N, most_panel_rows(smem_bytes, stages))
     return round_up(ceil_div(N, num_panels), GROUP)
+
+
+def most_panel_rows(smem_bytes: int, stages: int) -> int:
+    """Rows of 32 bytes that fit into shared memory beside `stages`, and into a code."""
+    return min((smem_bytes - stages - STATIC_SMEM) // 32 // GROUP * GROUP, MAX_PANEL_ROWS)
 
 
 def max_tile_tokens(N: int, smem_bytes: int) -> int:
@@ -249,9 +265,15 @@ def chunk_tokens(
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
 
 
-def heavy_window(M: int, N: int, K: int) -> int:
+def heavy_window(M: int, N: int, K: int, *, training: bool = False) -> int:
     """Rows of the heavy list that are computed at a time: [rows, K] and [rows, N] are kept."""
-    return min(M, max(256, _WINDOW_BYTES // (2 * max(N, K)) // 256 * 256))
+    most = _TRAINING_WINDOW_BYTES if training else _WINDOW_BYTES
+    return min(M, max(256, most // (2 * max(N, K)) // 256 * 256))
+
+
+def heavy_grad_window(M: int, N: int) -> int:
+    """The same of the backward pass, which keeps three times [rows, N]."""
+    return min(M, max(256, _GRAD_WINDOW_BYTES // (6 * N) // 256 * 256))
 
 
 def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:
@@ -270,7 +292,7 @@ def _product_tiles(rows: int, columns: int, groups: int) -> int:
 
 
 def _lay_up(
-    M: int, N: int, K: int, cap: int, num_sms: int, smem_bytes: int
+    M: int, N: int, K: int, cap: int, num_sms: int, smem_bytes: int, partial_bytes: int
 ) -> tuple[int, int, int]:
     """(tile_tokens, slabs_per_range, neuron_ranges): the cheapest that fit.
 
@@ -292,7 +314,7 @@ def _lay_up(
                 tiles = max(fewest_tiles, waves * num_sms // share)
                 tile_tokens = round_up(ceil_div(M, tiles), GROUP)
                 tiles = ceil_div(M, tile_tokens)
-                if 4 * num_ranges * tiles * tile_tokens * cap > _PARTIAL_BYTES and num_ranges > 1:
+                if 4 * num_ranges * tiles * tile_tokens * cap > partial_bytes and num_ranges > 1:
                     continue
                 laid = (tile_tokens, slabs_per_range, neuron_ranges)
                 cost = ceil_div(tiles * share, num_sms) * _up_clocks(N, *laid)
@@ -315,14 +337,85 @@ def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: in
     return _START_CLOCKS + steps * (x + max(passes * _PASS_CLOCKS, weights))
 
 
-def _split_down(M: int, N: int, K: int, panel_rows: int, num_sms: int) -> int:
+def _split_down(
+    M: int, N: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = GROUP
+) -> int:
     """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
-    groups = ceil_div(M, GROUP)
+    groups = ceil_div(M, group_rows)
     stage = _START_CLOCKS + panel_rows * 32 / _L2_BYTES_A_CLOCK
-    group = 4 + GROUP * panel_rows * _USUAL_DENSITY / ROUND * 8
+    group = 4 + group_rows * panel_rows * _USUAL_DENSITY / ROUND * 8
 
     def clocks(splits: int) -> float:
-        return ceil_div(K // 16 * splits, num_sms) * (stage + ceil_div(groups, splits) * group)
+        waves = ceil_div(column_blocks * splits, num_sms)
+        return waves * (stage + ceil_div(groups, splits) * group)
 
-    most = min(ceil_div(groups, DOWN_BLOCK // 32), max(1, 4 * num_sms // (K // 16)))
+    most = min(ceil_div(groups, DOWN_BLOCK // 32), max(1, 4 * num_sms // column_blocks))
     return min(range(1, max(1, most) + 1), key=clocks)
+
+
+@dataclass(frozen=True)
+class GradPlan:
+    """Grids and sizes of the backward pass, of a plan that was made for training."""
+
+    plan: Plan
+    panel_tiles: int  # of up's tiles of tokens, in a panel of the weights' sums
+    weight_splits: int
+    x_splits: int
+
+    @cached_property
+    def token_panels(self) -> int:
+        """Panels of tokens, for the weights' gradients."""
+        return ceil_div(self.plan.num_tiles, self.panel_tiles)
+
+    @cached_property
+    def token_panel_rows(self) -> int:
+        """Tokens of such a panel."""
+        return self.panel_tiles * self.plan.tile_tokens
+
+    @cached_property
+    def neuron_fours(self) -> int:
+        """Fours of neurons."""
+        return ceil_div(self.plan.N, GRAD_FOUR)
+
+    @cached_property
+    def token_fours(self) -> int:
+        """Fours of tokens, of whole groups."""
+        return 2 * self.plan.num_groups
+
+    @cached_property
+    def neuron_rounds(self) -> int:
+        """Rounds for which all lists of neurons have room together."""
+        least = ceil_div(self.plan.num_pairs, ROUND)
+        return least + BATCH * self.neuron_fours * self.token_panels
+
+    @cached_property
+    def four_rounds(self) -> int:
+        """Rounds for which the list of each (four of tokens, panel of neurons) has room."""
+        pairs = GRAD_FOUR * min(self.plan.cap, self.plan.panel_rows)
+        return round_up(ceil_div(pairs, ROUND), BATCH)
+
+    @staticmethod
+    def lists_smem(panel_rows: int) -> int:
+        """Dynamic shared memory of grad_lists."""
+        return 96 * round_up(ceil_div(panel_rows, 64), 2) + _GRAD_MAP_BYTES
+
+    @staticmethod
+    def sums_smem(panel_rows: int) -> int:
+        """Dynamic shared memory of grad_sums."""
+        return 32 * panel_rows + GRAD_STAGES
+
+
+@lru_cache(maxsize=4096)
+def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
+    """The backward pass of `plan`."""
+    most = most_panel_rows(limits.smem_bytes, GRAD_STAGES) // plan.tile_tokens
+    panel_tiles = ceil_div(plan.num_tiles, ceil_div(plan.num_tiles, most))
+    tokens, fours = panel_tiles * plan.tile_tokens, GRAD_FOUR
+    weight_splits = _split_down(plan.N, plan.M, plan.K // 16, tokens, limits.num_sms, fours)
+    x_splits = _split_down(plan.M, plan.N, plan.K // 8, plan.panel_rows, limits.num_sms, fours)
+    return GradPlan(plan, panel_tiles, weight_splits, x_splits)
+
+
+def training_cap(N: int) -> int:
+    """Pairs beyond which a row is cheaper densely, forward and backward."""
+    return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 32)), GROUP))

@@ -10,6 +10,7 @@ plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -60,6 +61,21 @@ HOPPER_KERNELS = (
 PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
 
 
+@dataclass(frozen=True)
+class PairLists:
+    """The lists of what fired (plan.cu), and if they were asked for, values of it."""
+
+    pair_start: Tensor
+    pairs: Tensor
+    num_rounds: Tensor
+    rounds: Tensor
+    links: Tensor
+    heavy_rows: Tensor
+    gate_up: Tensor | None = None  # of each pair gate | up << 16
+    hidden_sums: Tensor | None = None  # of |h|, to be added up
+    heavy_count: Tensor | None = None
+
+
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
@@ -83,12 +99,14 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     y = torch.empty_like(x)
     cap = hopper_cap(ffn.N)
     for plan, xs, ys in _chunks(x, y, ffn, slots, cap, limits, portable=False):
-        counts, entries, heavy_count = _packed_buffers(plan, x.device)
+        counts, entries, heavy_count = packed_buffers(plan, x.device)
         gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
         launch_gate_pack(kernels, limits, xs, *gate, counts, entries, heavy_count)
         packed = counts, entries, heavy_count
-        heavy_rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=True)
-        _heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
+        lists = sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=True)
+        heavy_rows = lists.heavy_rows
+        del lists
+        heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
     return y
 
 
@@ -96,7 +114,7 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
     """The same on any GPU from sm_80 on: every row sparsely, whatever fired."""
     y = torch.empty_like(x)
     for plan, xs, ys in _chunks(x, y, ffn, TILE, ffn.N, limits, portable=True):
-        counts, entries, heavy_count = _packed_buffers(plan, x.device)
+        counts, entries, heavy_count = packed_buffers(plan, x.device)
         gate = F.linear(xs, ffn.w_gate, ffn.b_gate)
         kernels.launch(
             "pack",
@@ -106,7 +124,7 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
         )
         del gate
         packed = counts, entries, heavy_count
-        _sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=False)
+        sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=False)
     return y
 
 
@@ -147,14 +165,15 @@ def _chunks(
         yield make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
 
 
-def _packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """counts, entries and the number of heavy rows, not filled."""
     tiles = (plan.M, plan.num_gate_tiles)
     counts = torch.empty(tiles, dtype=torch.int32, device=device)
     entries = torch.empty((*tiles, plan.slots), dtype=torch.int32, device=device)
     return counts, entries, torch.empty(1, dtype=torch.int32, device=device)
 
 
-def _sparse_products(
+def sparse_products(
     kernels: KernelSet,
     limits: Limits,
     plan: Plan,
@@ -166,8 +185,12 @@ def _sparse_products(
     heavy_count: Tensor,
     *,
     clusters: bool,
-) -> Tensor:
-    """up, hidden and down of what fired; returns the list of heavy rows, whose y is not filled."""
+    keep: bool = False,
+) -> PairLists:
+    """up, hidden and down of what fired; y of heavy rows is not filled.
+
+    `keep`: what the backward pass needs is kept as well.
+    """
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -205,16 +228,20 @@ def _sparse_products(
         plan.up_smem,
     )
     hidden_grid, hidden_smem = plan.hidden_launch(limits)
+    kept: tuple[Tensor, ...] = ()
+    if keep:
+        kept = empty(plan.num_pairs), empty(*hidden_grid, dtype=torch.float32)
     kernels.launch(
-        "hidden",
+        "hidden_kept" if keep else "hidden",
         hidden_grid,
         HIDDEN_BLOCK,
         (
             *(partial, stride, Q, links, pair_start, pairs, M, N, plan.tile_tokens, plan.cap),
-            *(plan.panel_rows, P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks),
+            *(plan.panel_rows, P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks, *kept),
         ),
         hidden_smem,
     )
+    del partial
     # y
     sums = empty(M, K, dtype=torch.float32) if P > 1 else None
     for panel in range(P):
@@ -228,10 +255,10 @@ def _sparse_products(
             ),
             plan.down_smem,
         )
-    return heavy_rows
+    return PairLists(pair_start, pairs, num_rounds, rounds, links, heavy_rows, *kept)
 
 
-def _heavy_products(
+def heavy_products(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
@@ -239,14 +266,21 @@ def _heavy_products(
     ffn: FFN,
     heavy_rows: Tensor,
     heavy_count: Tensor,
-) -> None:
-    """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
+    *,
+    training: bool = False,
+) -> Tensor | None:
+    """The rows that `plan` left out, densely. Windows behind the device's count return at once.
+
+    `training`: smaller windows; returns sums of |h|, to be added up.
+    """
     M, N, K = x.shape[0], ffn.N, ffn.K
-    window = heavy_window(M, N, K)
+    window = heavy_window(M, N, K, training=training)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
     num_sms = limits.num_sms
+    windows = range(0, M, window)
+    sums = x.new_empty(len(windows), num_sms, dtype=torch.float32) if training else None
     maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, DOWN_BOX_ROWS)
-    for start in range(0, M, window):
+    for i, start in enumerate(windows):
         kernels.launch(
             "heavy_gather",
             (min(window, 4 * num_sms),),
@@ -261,6 +295,10 @@ def _heavy_products(
             (*maps, ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
             HEAVY_SMEM,
         )
+        if sums is not None:
+            args = (hidden, heavy_count, start, window, N, sums[i])
+            kernels.launch("tally", (num_sms,), GATHER_BLOCK, args)
+    return sums
 
 
 def _launch_hidden(

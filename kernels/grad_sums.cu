@@ -1,0 +1,439 @@
+// grad_sums: the weighted sums of rows of the backward pass, over the lists of `grad_lists`
+// (grad_lists.cuh).
+//
+//   grad_gate_up   dW_gate = grad_gate^T x, dW_up = grad_up^T x           fours of neurons
+//   grad_down      dW_down = h^T grad_y, by rows of neurons               fours of neurons
+//   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
+//   grad_biases    sums of grad_gate and of grad_up                       fours of neurons
+//
+// The last reads the lists alone. Each of the others is `down` (down.cu) with rows in fours and two values a slot: the other rows lie in shared
+// memory, 32 bytes of each, and a round of 16 slots is one mma
+//
+//     sums [16, 8] += planes [16, 16 slots] V [16 slots, 8]
+//
+// V has two columns for each row of the four, one for either value. In grad_gate_up the planes are
+// 16 columns of x, and all 16 x 8 sums are wanted: two products for the price of one. In grad_x
+// plane 0 has 8 columns of W_gate and plane 1 the same 8 of W_up; each lane adds the sum of the
+// one over the first values to that of the other over the second. grad_down has one value and
+// leaves half of the sums alone: what a round costs is its reads of shared memory, which are 4
+// clocks for the planes, 2 for values, 1 for codes.
+//
+// Sums over several panels, of launches that follow one another, go through float32 [rows, K]. The
+// first panel adds to what is there if *heavy_count > 0: grad_heavy was there before.
+//
+// Launch: blocks of 512 threads, grid (K / 16, or K / 8 for grad_x; any number of shares of the
+// fours), once for each panel; K a multiple of 16, panel_rows of 8; matrices contiguous, at
+// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 + 49152 bytes, 49152 = 16 * 4 * 8
+// * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
+// once, blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
+#include "grad_lists.cuh"
+#include "twell.cuh"
+
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kPlaneRow = 16;     // bytes
+constexpr int kCodeBytes = 32;    // of a round
+constexpr int kStep = BATCH;      // rounds of a step, at most
+constexpr int kStages = 4;
+constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
+constexpr int kFlip = 4;            // of rows in plane 1
+
+enum class Sums { Both, One, Merged };  // grad_gate_up, grad_down, grad_x
+
+// What of a slot's values a kernel reads.
+template <Sums KIND>
+struct Values {
+    static constexpr int kBytes = KIND == Sums::One ? 32 : 64;  // of a round
+    static constexpr int kStageBytes = kStep * (kCodeBytes + kBytes);
+};
+
+struct Lists {
+    const int2* heads;
+    const uint4* codes;
+    const uint4* values;
+    const unsigned* masks;
+};
+
+// What is summed up: 8 columns in each plane.
+__device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* plane0,
+                                            const unsigned short* plane1, int K, int num_rows,
+                                            int panel_rows) {
+    const int plane = threadIdx.x % 2;
+    int row = threadIdx.x / 2;
+    const unsigned short* from =
+        (plane ? plane1 : plane0) + static_cast<long long>(row) * K;
+    uint4* to = planes + plane * panel_rows + (row ^ plane * kFlip);
+#pragma unroll 4
+    for (; row < panel_rows; row += kThreads / 2) {
+        if (row < num_rows)
+            copy_async(smem_address(to), from);
+        else
+            *to = make_uint4(0, 0, 0, 0);
+        from += kThreads / 2 * K, to += kThreads / 2;
+    }
+    commit_copies();
+}
+
+// A step on its way.
+struct Step {
+    int left;       // rounds of its four from there on
+    unsigned mask;  // of its slots
+};
+
+// Brings the rounds of a warp's fours onto its stages, step after step. Heads are looked up for 32
+// fours at a time, one a lane, and for the 32 behind before they are needed.
+template <Sums KIND>
+struct Feed {
+    Lists lists;               // from the lane's place on
+    const int2* heads;         // of four 0 in this panel
+    const uint4 *codes, *values;  // of the step to come, the lane's
+    const unsigned* masks;
+    int num_fours, stride, panels, lane;
+    int four;  // of the step to come
+    unsigned counts, counts_behind, firsts, firsts_behind;  // the lane's
+    int from;                                               // the lane with the four's head
+    int left;                                               // rounds of the four that are to come
+
+    __device__ __forceinline__ Feed(const Lists& all, int panel, int num_fours, int first,
+                                    int stride, int panels, int lane)
+        : lists{all.heads, opaque(all.codes + lane), opaque(all.values + lane),
+                opaque(all.masks + (lane >> 3) * 4 + (lane & 3))},
+          heads(all.heads + panel), num_fours(num_fours), stride(stride), panels(panels),
+          lane(lane), four(first), counts_behind(kNothing), firsts_behind(0), from(0) {
+        look_up(first + lane * stride);
+        look_up(first + (32 + lane) * stride);
+        seek();
+    }
+
+    __device__ __forceinline__ void look_up(int four) {
+        counts = counts_behind, counts_behind = kNothing;
+        firsts = firsts_behind;
+        const unsigned* head = reinterpret_cast<const unsigned*>(offset_by(heads, four, 8 * panels));
+        load_if(four < num_fours, head, firsts_behind);
+        load_if(four < num_fours, head + 1, counts_behind);
+    }
+
+    __device__ __forceinline__ void seek() {
+        left = __shfl_sync(~0u, static_cast<int>(counts), from);
+        const unsigned first = __shfl_sync(~0u, firsts, from);
+        codes = offset_by(lists.codes, first, kCodeBytes);
+        values = offset_by(lists.values, first, Values<KIND>::kBytes);
+        masks = offset_by(lists.masks, first / BATCH, FOUR_MASKS * 4);
+    }
+
+    // Starts to bring a step, to the lane's place on a stage: codes, and behind them values.
+    __device__ __forceinline__ Step bring(unsigned stage) {
+        const int num = left;
+        const unsigned values_at = stage + kStep * kCodeBytes;
+        if (lane < 16 && lane / 2 < num) copy_async(stage, codes);
+        if constexpr (KIND == Sums::One) {
+            if (lane < 16 && lane / 2 < num) copy_async(values_at, values);
+        } else {
+            if (lane / 4 < num) copy_async(values_at, values);
+        }
+        commit_copies();
+        const Step step{num, load_or_leave(num > 0, masks)};
+        if (num > kStep) {
+            left -= kStep;
+            codes += kStep * kCodeBytes / 16, values += kStep * Values<KIND>::kBytes / 16;
+            masks += FOUR_MASKS;
+        } else {
+            four += stride;
+            if (++from == 32) from = 0, look_up(four + (32 + lane) * stride);
+            seek();
+        }
+        return step;
+    }
+};
+
+// Where a lane reads: the values of the first round to come; the code of the row it addresses.
+template <Sums KIND>
+struct Place {
+    unsigned values, code;
+
+    __device__ __forceinline__ void pass(int num) {
+        values += num * Values<KIND>::kBytes, code += num * kCodeBytes;
+    }
+};
+
+// The mmas of COUNT rounds. Of each byte of `mask`, one a slot, bit i says whether the slot of
+// round i belongs to the row of the lane's column.
+template <int COUNT, Sums KIND>
+__device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place<KIND> place, unsigned mask,
+                                           unsigned plane, unsigned flip) {
+    unsigned codes[COUNT];
+    uint2 values[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) codes[i] = load_shared_half(place.code + i * kCodeBytes);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        values[i] = load_shared_pair(place.values + i * Values<KIND>::kBytes);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        unsigned w[4];
+        const unsigned row = (codes[i] & COLUMN_MASK) ^ flip;
+        load_matrices_transposed(w, scale_and_add(row, kPlaneRow, plane));
+        const unsigned signs = mask << (7 - i);
+        const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
+        const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
+        multiply_add(sums[i % 2], w[0], w[1], w[2], w[3], low, high);
+    }
+}
+
+// The `num` rounds of a step.
+template <Sums KIND>
+__device__ __forceinline__ void add_step(float (&sums)[2][4], Place<KIND> place, int num,
+                                         unsigned mask, unsigned plane, unsigned flip) {
+    if (num == kStep) {
+        add_rounds<kStep, KIND>(sums, place, mask, plane, flip);
+        return;
+    }
+    if (num & 4) {
+        add_rounds<4, KIND>(sums, place, mask, plane, flip);
+        place.pass(4), mask >>= 4;
+    }
+    if (num & 2) {
+        add_rounds<2, KIND>(sums, place, mask, plane, flip);
+        place.pass(2), mask >>= 2;
+    }
+    if (num & 1) add_rounds<1, KIND>(sums, place, mask, plane, flip);
+}
+
+// Where a four's sums go: float32 [rows, K] between panels, bf16 in the end.
+struct Target {
+    float* sums[2];
+    unsigned short* out[2];
+    int num_rows, K, first_column;
+    bool add, last;
+
+    __device__ __forceinline__ bool as_bf16() const { return last && out[0]; }
+
+    // Of a lane, the first of its columns.
+    __device__ __forceinline__ float* sum_at(int matrix, int row, int quad) const {
+        return sums[matrix] + static_cast<long long>(row) * K + first_column + quad;
+    }
+
+    // What was there before of a lane's sums, in their order in `finish`.
+    template <Sums KIND>
+    __device__ __forceinline__ void load(float (&before)[4], bool wanted, int row,
+                                         int quad) const {
+        wanted = wanted && add && row < num_rows;
+        const float* at = sum_at(0, row, quad);
+        before[0] = load_or_zero(wanted, at);
+        if (KIND != Sums::Merged) before[2] = load_or_zero(wanted, at + 8);
+        if (KIND == Sums::Both) {
+            at = sum_at(1, row, quad);
+            before[1] = load_or_zero(wanted, at);
+            before[3] = load_or_zero(wanted, at + 8);
+        }
+    }
+
+    template <Sums KIND>
+    __device__ __forceinline__ void store(const float (&out)[4], int row, int quad) const {
+        if (row >= num_rows) return;
+        float* at = sum_at(0, row, quad);
+        at[0] = out[0];
+        if (KIND != Sums::Merged) at[8] = out[2];
+        if (KIND == Sums::Both) {
+            at = sum_at(1, row, quad);
+            at[0] = out[1], at[8] = out[3];
+        }
+    }
+};
+
+// A lane has out[0], out[1] of column quad, first and second value of row t, and out[2], out[3] of
+// column quad + 8.
+template <Sums KIND>
+__device__ __forceinline__ void finish(const Target& target, int first_row, float (&out)[4],
+                                       int quad, int t) {
+    if constexpr (KIND == Sums::Merged) out[0] += out[3];
+    if (!target.as_bf16()) {
+        target.store<KIND>(out, first_row + t, quad);
+        return;
+    }
+    // after the transposition: the row and its columns 2t, 2t + 1
+    const int turned = first_row + quad / 2;
+    const long long line = static_cast<long long>(turned) * target.K + target.first_column;
+    if constexpr (KIND == Sums::Merged) {
+        const unsigned pair = transpose_matrix(bf16_pair(out[0], 0.f));
+        if (quad % 2 == 0 && turned < target.num_rows)
+            *reinterpret_cast<unsigned*>(target.out[0] + line + 2 * t) = pair;
+    } else {
+        const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
+        const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
+        // columns 2t and 2t + 1, and 8 more: of a pair of lanes one stores the lower four
+        const bool odd = t & 1;
+        const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        unsigned short* to = KIND == Sums::Both && quad % 2 ? target.out[1] : target.out[0];
+        if (turned < target.num_rows && (KIND == Sums::Both || quad % 2 == 0))
+            store_pair(to + line + (odd ? 8 + 2 * (t - 1) : 2 * t), odd ? other : low,
+                       odd ? high : other);
+    }
+}
+
+// rows: what is summed up has `num_others` rows in all.
+template <Sums KIND>
+__device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* rows0,
+                                          const unsigned short* rows1, const Lists& lists,
+                                          Target target, int num_others, int panel,
+                                          int panel_rows, int num_panels) {
+    constexpr int kStageBytes = Values<KIND>::kStageBytes;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int quad = lane >> 2, t = lane & 3;
+    const int num_fours = (target.num_rows + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
+    if (dynamic_smem_bytes() < panel_rows * 32u + kWarps * kStages * kStageBytes) __trap();
+
+    // the first steps are on their way while the planes come
+    const unsigned stages =
+        smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
+    const int first_four = blockIdx.y * kWarps + warp;
+    Feed<KIND> feed(lists, panel, num_fours, first_four, stride, num_panels, lane);
+    Step behind[kStages - 1];
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i)
+        behind[i] = feed.bring(stages + i * kStageBytes + lane * 16);
+    const int first_other = panel * panel_rows;
+    const long long skipped = static_cast<long long>(first_other) * target.K + target.first_column;
+    load_planes(planes, rows0 + skipped, rows1 + skipped, target.K, num_others - first_other,
+                panel_rows);
+    wait_for_copies<0>();
+    __syncthreads();
+
+    // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
+    const int slot = (lane & 7) + (lane >> 4) * 8;
+    const unsigned code_at = (slot & 7) / 2 * 8 + 2 * ((slot >> 3) * 2 + (slot & 1));
+    // (through a shuffle, or the compiler would make them anew for every step)
+    const int side = lane >> 3 & 1;
+    const unsigned plane = __shfl_sync(~0u, smem_address(planes + side * panel_rows), lane);
+    const unsigned flip = __shfl_sync(~0u, side * kFlip, lane);
+    const unsigned value_at =
+        kStep * kCodeBytes + t * 8 + (KIND == Sums::One ? 0 : quad % 2 * 32);
+    const unsigned values_at = stages + value_at, codes_at = stages + code_at;
+
+    int first_row = first_four * FOUR;
+    float sums[2][4] = {};
+    unsigned at = 0, free_at = (kStages - 1) * kStageBytes;  // of stages, in bytes
+    while (behind[0].left != static_cast<int>(kNothing)) {
+        wait_for_copies<kStages - 2>();
+        __syncwarp();
+        const Step step = behind[0];
+#pragma unroll
+        for (int i = 0; i < kStages - 2; ++i) behind[i] = behind[i + 1];
+        // the stage of the step before is free
+        behind[kStages - 2] = feed.bring(stages + free_at + lane * 16);
+        float out[4] = {};
+        target.load<KIND>(out, step.left <= kStep, first_row + t, quad);
+        add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.mask,
+                       plane, flip);
+        free_at = at;
+        at = at == (kStages - 1) * kStageBytes ? 0 : at + kStageBytes;
+        if (step.left > kStep) continue;
+
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            out[i] += sums[0][i] + sums[1][i];
+            sums[0][i] = sums[1][i] = 0;
+        }
+        finish<KIND>(target, first_row, out, quad, t);
+        first_row += stride * FOUR;
+    }
+}
+
+__device__ __forceinline__ bool any_heavy(const int* heavy_count) {
+    return heavy_count && *heavy_count > 0;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grad_gate_up(const unsigned short* x, const int2* heads, const uint4* codes,
+                 const uint4* pairs, const unsigned* masks, int M, int N, int K, int panel,
+                 int panel_rows, int num_panels, const int* heavy_count, float* sums_gate,
+                 float* sums_up, unsigned short* out_gate, unsigned short* out_up) {
+    extern __shared__ uint4 planes[];
+    const Target target{{sums_gate, sums_up},
+                        {out_gate, out_up},
+                        N,
+                        K,
+                        static_cast<int>(blockIdx.x) * 16,
+                        panel > 0 || any_heavy(heavy_count),
+                        panel == num_panels - 1};
+    sum_panel<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, M, panel,
+                          panel_rows, num_panels);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grad_down(const unsigned short* grad_y, const int2* heads, const uint4* codes,
+              const uint4* hidden, const unsigned* masks, int M, int N, int K, int panel,
+              int panel_rows, int num_panels, const int* heavy_count, float* sums,
+              unsigned short* out) {
+    extern __shared__ uint4 planes[];
+    const Target target{{sums, nullptr},
+                        {out, nullptr},
+                        N,
+                        K,
+                        static_cast<int>(blockIdx.x) * 16,
+                        panel > 0 || any_heavy(heavy_count),
+                        panel == num_panels - 1};
+    sum_panel<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, M,
+                         panel, panel_rows, num_panels);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    grad_x(const unsigned short* w_gate, const unsigned short* w_up, const int2* heads,
+           const uint4* codes, const uint4* pairs, const unsigned* masks, int M, int N, int K,
+           int panel, int panel_rows, int num_panels, float* sums, unsigned short* out) {
+    extern __shared__ uint4 planes[];
+    const Target target{{sums, nullptr},
+                        {out, nullptr},
+                        M,
+                        K,
+                        static_cast<int>(blockIdx.x) * 8,
+                        panel > 0,
+                        panel == num_panels - 1};
+    sum_panel<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, N, panel,
+                            panel_rows, num_panels);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    grad_biases(const int2* heads, const uint2* codes, const uint2* pairs, int N, int num_panels,
+                const int* heavy_count, float* sums) {
+    const int four = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (four * FOUR >= N) return;
+    float found[FOUR][2] = {};
+    for (int panel = 0; panel < num_panels; ++panel) {
+        const int2 head = heads[static_cast<long long>(four) * num_panels + panel];
+        for (int i = lane; i < head.y * ROUND_RECORDS; i += 32) {
+            const long long record = static_cast<long long>(head.x) * ROUND_RECORDS + i;
+            const uint2 code = codes[record];
+            const long long at = record / 4 * 8 + record % 4;
+            const uint2 gate = pairs[at], up = pairs[at + 4];
+#pragma unroll
+            for (int slot = 0; slot < 4; ++slot) {
+                const int shift = slot % 2 * 16;
+                const int row = (slot < 2 ? code.x : code.y) >> (shift + COLUMN_BITS) & (FOUR - 1);
+                const float of_gate = bf16_value((slot < 2 ? gate.x : gate.y) >> shift & 0xffff);
+                const float of_up = bf16_value((slot < 2 ? up.x : up.y) >> shift & 0xffff);
+#pragma unroll
+                for (int r = 0; r < FOUR; ++r) {
+                    found[r][0] += r == row ? of_gate : 0.f;
+                    found[r][1] += r == row ? of_up : 0.f;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < FOUR; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float sum = found[r][i];
+#pragma unroll
+            for (int distance = 16; distance > 0; distance /= 2)
+                sum += __shfl_xor_sync(~0u, sum, distance);
+            const int neuron = four * FOUR + r;
+            if (lane > 0 || neuron >= N) continue;
+            float* at = sums + static_cast<long long>(i) * N + neuron;
+            *at = sum + (any_heavy(heavy_count) ? *at : 0.f);
+        }
+}

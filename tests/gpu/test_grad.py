@@ -1,0 +1,333 @@
+"""The kernels of the backward pass by themselves, over lists made by NumPy, in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from list_builder import Lists, build_lists, from_bf16, to_bf16
+from list_reference import Shape
+
+from twellctl.bundle.twell_launch import kernels_for, register_sources
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+KERNELS = Path(__file__).parents[2] / "kernels"
+# kind of gate, shape, K, tiles of tokens in a panel: ragged, one token, several panels, empty, full
+CASES = [
+    ("usual", Shape(70, 264, 64, 64, 32, 264), 128, 1),
+    ("usual", Shape(70, 264, 64, 64, 32, 264), 128, 3),
+    ("usual", Shape(1, 5632, 64, 64, 8, 5632), 64, 1),
+    ("skewed", Shape(333, 2056, 256, 88, 128, 2056), 64, 2),
+    ("skewed", Shape(333, 2056, 256, 88, 128, 520), 64, 3),
+    ("none", Shape(9, 256, 64, 64, 8, 256), 128, 2),
+    ("some rows", Shape(257, 768, 256, 768, 120, 384), 64, 1),
+    ("one class", Shape(120, 2048, 64, 96, 64, 2048), 64, 2),
+    ("all", Shape(9, 72, 256, 72, 8, 72), 64, 1),
+    ("all", Shape(300, 264, 256, 264, 104, 264), 64, 2),
+    ("all", Shape(19, 1032, 256, 1032, 16, 344), 64, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
+    return kernels_for(register_sources(files), 0)
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    """The same bits, signed."""
+    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).cuda()
+
+
+def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Small integers as bf16: all sums of their products are exact."""
+    return to_bf16(rng.integers(-4, 5, shape))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Problem:
+    """Lists, and of each pair gate, up and the two gradients, by its place."""
+
+    def __init__(self, kind: str, shape: Shape, seed: int):
+        self.rng, self.shape = np.random.default_rng(seed), shape
+        self.lists: Lists = build_lists(shape, kind, seed)
+        places, num = shape.num_tiles * shape.tile_tokens * shape.cap, len(self.lists.place)
+        self.gate, self.up = integers(self.rng, num), integers(self.rng, num)
+        self.grad_gate, self.grad_up = integers(self.rng, num), integers(self.rng, num)
+        self.kept = self.rng.integers(0, 2**32, places, np.uint32)
+        self.grads = self.rng.integers(0, 2**32, places, np.uint32)
+        self.kept[self.lists.place] = self.gate | self.up.astype(np.uint32) << 16
+        self.grads[self.lists.place] = self.grad_gate | self.grad_up.astype(np.uint32) << 16
+
+    def dense(self, values: np.ndarray) -> np.ndarray:
+        """float64 [M, N] of a value a pair."""
+        whole = np.zeros((self.shape.M, self.shape.N))
+        whole[self.lists.token, self.lists.column] = values
+        return whole
+
+    @property
+    def hidden(self) -> np.ndarray:
+        return from_bf16(self.gate) * from_bf16(self.up)
+
+    def made_lists(self, fours: int, panels: int, rounds: int) -> dict[str, torch.Tensor]:
+        """Room for lists, of garbage."""
+        shapes = {
+            "heads": (fours * panels, 2),
+            "codes": (rounds, 8),
+            "pairs": (rounds, 16),
+            "hidden": (rounds, 8),
+            "masks": (ceil_div(rounds, 8), 16),
+        }
+        return {
+            name: on_device(self.rng.integers(0, 2**32, size, np.uint32))
+            for name, size in shapes.items()
+        }
+
+
+def map_bytes(panel_rows: int) -> int:
+    return 96 * ceil_div(panel_rows, 128) * 2 + 6 * 2048
+
+
+def list_neurons(kernels, problem: Problem, panel_tiles: int) -> dict[str, torch.Tensor]:
+    shape, lists = problem.shape, problem.lists
+    fours, panels = ceil_div(shape.N, 4), ceil_div(shape.num_tiles, panel_tiles)
+    made = problem.made_lists(fours, panels, 8 * fours * panels + len(lists.place) // 16)
+    num_listed = torch.zeros(1, dtype=torch.int32, device="cuda")
+    kernels.launch(
+        "list_neurons",
+        (ceil_div(shape.N, 8), panels),
+        128,
+        (
+            *(on_device(lists.pair_start), on_device(lists.pairs), on_device(problem.kept)),
+            *(on_device(problem.grads), shape.N, shape.num_tiles, shape.tile_tokens, shape.cap),
+            *(panel_tiles, num_listed, *made.values()),
+        ),
+        map_bytes(panel_tiles * shape.tile_tokens),
+    )
+    return made
+
+
+def list_tokens(kernels, problem: Problem) -> dict[str, torch.Tensor]:
+    shape, lists = problem.shape, problem.lists
+    four_rounds = ceil_div(ceil_div(4 * min(shape.cap, shape.panel_rows), 16), 8) * 8
+    fours = 2 * shape.num_groups
+    made = problem.made_lists(fours, shape.num_panels, fours * shape.num_panels * four_rounds)
+    wanted = [made[name] for name in ("heads", "codes", "pairs", "masks")]
+    kernels.launch(
+        "list_tokens",
+        (shape.num_groups, shape.num_panels),
+        128,
+        (
+            *(on_device(lists.num_rounds), on_device(lists.rounds), on_device(lists.links)),
+            *(on_device(problem.kept), on_device(problem.grads), shape.M, shape.panel_rows),
+            *(shape.group_rounds, four_rounds, *wanted),
+        ),
+        map_bytes(shape.panel_rows),
+    )
+    return made
+
+
+def buffers(rows: int, K: int, as_bf16: bool, keep: bool) -> tuple[torch.Tensor, ...]:
+    """(sums, out): NaN everywhere; None where there is none."""
+    nan = float("nan")
+    sums = torch.full((rows, K), nan, device="cuda") if keep or not as_bf16 else None
+    out = torch.full((rows, K), nan, dtype=torch.bfloat16, device="cuda") if as_bf16 else None
+    return sums, out
+
+
+def run_sums(kernels, name, grid, given, dims, panels: int, panel_rows: int, rest):
+    for panel in range(panels):
+        args = (*given, *dims, panel, panel_rows, panels, *rest)
+        kernels.launch(name, grid, 512, args, panel_rows * 32 + 49152)
+
+
+def check(found: torch.Tensor, wanted: np.ndarray, as_bf16: bool):
+    wanted = from_bf16(to_bf16(wanted)) if as_bf16 else wanted
+    np.testing.assert_array_equal(found.float().cpu().numpy(), wanted)
+
+
+@pytest.mark.parametrize(("kind", "shape", "K", "panel_tiles"), CASES, ids=str)
+@pytest.mark.parametrize(("splits", "as_bf16"), [(1, True), (3, False)])
+def test_gradients_of_the_weights(kernels, kind, shape, K, panel_tiles, splits, as_bf16):
+    problem = Problem(kind, shape, 3)
+    x, grad_y = integers(problem.rng, shape.M, K), integers(problem.rng, shape.M, K)
+    panels, panel_rows = ceil_div(shape.num_tiles, panel_tiles), panel_tiles * shape.tile_tokens
+    made = list_neurons(kernels, problem, panel_tiles)
+    dims, grid = (shape.M, shape.N, K), (K // 16, splits)
+    gate, up, down = (buffers(shape.N, K, as_bf16, panels > 1) for _ in range(3))
+    given = (on_device(x), *(made[n] for n in ("heads", "codes", "pairs", "masks")))
+    rest = (None, gate[0], up[0], gate[1], up[1])
+    run_sums(kernels, "grad_gate_up", grid, given, dims, panels, panel_rows, rest)
+    given = (on_device(grad_y), *(made[n] for n in ("heads", "codes", "hidden", "masks")))
+    run_sums(kernels, "grad_down", grid, given, dims, panels, panel_rows, (None, *down))
+
+    at = 1 if as_bf16 else 0
+    x, grad_y = from_bf16(x).astype(float), from_bf16(grad_y).astype(float)
+    check(gate[at], problem.dense(from_bf16(problem.grad_gate)).T @ x, as_bf16)
+    check(up[at], problem.dense(from_bf16(problem.grad_up)).T @ x, as_bf16)
+    check(down[at], problem.dense(problem.hidden).T @ grad_y, as_bf16)
+
+
+@pytest.mark.parametrize("heavy", [0, 5])
+def test_sums_are_added_to_if_there_are_heavy_rows(kernels, heavy):
+    shape, K = Shape(70, 264, 64, 64, 32, 264), 64
+    problem = Problem("usual", shape, 4)
+    made = list_neurons(kernels, problem, 1)
+    heavy_count = torch.full((1,), heavy, dtype=torch.int32, device="cuda")
+    x = integers(problem.rng, shape.M, K)
+    sums = [torch.full((shape.N, K), 3.0, device="cuda") for _ in range(2)]
+    given = (on_device(x), *(made[n] for n in ("heads", "codes", "pairs", "masks")))
+    rest = (heavy_count, *sums, None, None)
+    run_sums(kernels, "grad_gate_up", (K // 16, 1), given, (shape.M, shape.N, K), 3, 32, rest)
+    wanted = problem.dense(from_bf16(problem.grad_up)).T @ from_bf16(x).astype(float)
+    check(sums[1], wanted + (3 if heavy else 0), False)
+
+
+@pytest.mark.parametrize(("kind", "shape", "K"), [case[:3] for case in CASES[1:]], ids=str)
+@pytest.mark.parametrize(("splits", "as_bf16"), [(1, True), (2, False)])
+def test_gradient_of_x(kernels, kind, shape, K, splits, as_bf16):
+    problem = Problem(kind, shape, 5)
+    weights = [integers(problem.rng, shape.N, K) for _ in range(2)]
+    made = list_tokens(kernels, problem)
+    sums, out = buffers(shape.M, K, as_bf16, shape.num_panels > 1)
+    given = [on_device(w) for w in weights]
+    given += [made[n] for n in ("heads", "codes", "pairs", "masks")]
+    dims, panels = (shape.M, shape.N, K), shape.num_panels
+    args = (dims, panels, shape.panel_rows, (sums, out))
+    run_sums(kernels, "grad_x", (K // 8, splits), given, *args)
+    pairs = problem.grad_gate, problem.grad_up
+    wanted = sum(
+        problem.dense(from_bf16(value)) @ from_bf16(w).astype(float)
+        for value, w in zip(pairs, weights, strict=True)
+    )
+    check(out if as_bf16 else sums, wanted, as_bf16)
+
+
+def test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run(kernels):
+    problem = Problem("skewed", Shape(333, 2056, 256, 88, 128, 2056), 6)
+    made, again = (list_neurons(kernels, problem, 2) for _ in range(2))
+    heads, others = (m["heads"].cpu().numpy() for m in (made, again))
+    dense = problem.dense(np.ones(len(problem.lists.place)))
+    panels = [dense[first : first + 256] for first in (0, 256)]
+    num = np.stack([p.reshape(len(p), -1, 4).sum((0, 2)) for p in panels], 1).reshape(-1)
+    np.testing.assert_array_equal(heads[:, 1], np.ceil(num / 16))
+    assert (heads[:, 0] % 8 == 0).all()
+    biases = torch.full((2, 2056), 2.0, device="cuda")
+    heavy_count = torch.ones(1, dtype=torch.int32, device="cuda")
+    given = made["heads"], made["codes"], made["pairs"]
+    kernels.launch("grad_biases", (129,), 128, (*given, 2056, 2, heavy_count, biases))
+    of_pairs = problem.grad_gate, problem.grad_up
+    wanted = [problem.dense(from_bf16(values)).sum(0) + 2 for values in of_pairs]
+    np.testing.assert_array_equal(biases.cpu().numpy(), np.stack(wanted))
+    for q, (first, count) in enumerate(heads):
+        second = others[q, 0]
+        for name in ("codes", "pairs", "hidden"):
+            one, two = made[name][first : first + count], again[name][second : second + count]
+            assert torch.equal(one, two), f"{name} of list {q}"
+
+
+@pytest.mark.parametrize("penalty", [None, 0.5])
+@pytest.mark.parametrize("ranges", [1, 3])
+def test_gradients_of_the_pairs(kernels, ranges, penalty):
+    shape = Shape(70, 264, 64, 64, 32, 264)
+    problem = Problem("usual", shape, 7)
+    lists = problem.lists
+    places = shape.num_tiles * shape.tile_tokens * shape.cap
+    partial = (problem.rng.integers(-8, 9, (ranges, places))).astype(np.float32)
+    grads = torch.zeros(places, dtype=torch.int32, device="cuda")
+    weight = None if penalty is None else torch.full((1,), penalty, device="cuda")
+    kernels.launch(
+        "grad_pairs",
+        (shape.num_tiles, 2),
+        256,
+        (
+            *(on_device(partial), np.int64(places), ranges, on_device(lists.pair_start)),
+            *(on_device(problem.kept), weight, shape.N, shape.tile_tokens, shape.cap, grads),
+        ),
+    )
+    found = grads.cpu().numpy().view(np.uint32)[lists.place]
+    grad_h = partial[:, lists.place].sum(0) + (penalty or 0) * np.sign(problem.hidden)
+    np.testing.assert_array_equal(found & 0xFFFF, to_bf16(grad_h * from_bf16(problem.up)))
+    np.testing.assert_array_equal(found >> 16, to_bf16(grad_h * from_bf16(problem.gate)))
+
+
+def heavy_wanted(x, grad_y, weights, biases, threshold: float, penalty: float) -> list[np.ndarray]:
+    """Gradients of x, the weights, both biases, of all rows; roundings as the kernel's."""
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return from_bf16(to_bf16(values)).astype(float)
+
+    w_gate, w_up, w_down = weights
+    gate, up = rounded(x @ w_gate.T + biases[0]), rounded(x @ w_up.T + biases[1])
+    fired = gate > threshold
+    gate = np.where(fired, gate, 0)
+    hidden = rounded(gate * up)
+    grad_h = rounded(grad_y @ w_down.T + penalty * np.sign(hidden))
+    grad_gate, grad_up = rounded(np.where(fired, grad_h * up, 0)), rounded(grad_h * gate)
+    of_x = grad_gate @ w_gate + grad_up @ w_up
+    of_biases = np.stack((grad_gate.sum(0), grad_up.sum(0)))
+    return [of_x, grad_gate.T @ x, grad_up.T @ x, hidden.T @ grad_y, of_biases]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("num", [0, 1, 64, 70, 200])
+@pytest.mark.parametrize(("N", "K"), [(72, 64), (264, 192)])
+def test_heavy_rows(kernels, num, biases, N, K):
+    M, window = 230, 128
+    rng = np.random.default_rng(8)
+    rows = rng.permutation(M)[:num]
+    x, grad_y = integers(rng, M, K), integers(rng, M, K)
+    weights = [integers(rng, N, K) for _ in range(3)]
+    given = [integers(rng, N) for _ in range(2)] if biases else [None, None]
+    heavy_rows = torch.full((M,), -1, dtype=torch.int32, device="cuda")
+    heavy_rows[:num] = torch.from_numpy(rows)
+    count, arrived = (
+        torch.full((1,), value, dtype=torch.int32, device="cuda") for value in (num, 0)
+    )
+    penalty = torch.full((1,), 0.5, device="cuda")
+    of_pairs = [torch.full((window, N), -1, dtype=torch.int16, device="cuda") for _ in range(3)]
+    sums = [torch.full(size, float("nan"), device="cuda") for size in [(N, K)] * 3 + [(2, N)]]
+    grad_x = torch.full((M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
+    blocks = 40 if grad_x.is_cuda else 1
+    kernels.launch(
+        "grad_heavy",
+        (blocks,),
+        256,
+        (
+            *map(on_device, (x, grad_y, *weights)),
+            *(None if b is None else on_device(b) for b in given),
+            *(0.25, penalty, heavy_rows, count, window, N, K, *of_pairs, *sums, grad_x, arrived),
+        ),
+        98304,
+    )
+    floats = [from_bf16(a).astype(float) for a in (x, grad_y, *weights)]
+    x, grad_y, *weights = floats
+    of_bias = [np.zeros(N) if b is None else from_bf16(b).astype(float) for b in given]
+    wanted = heavy_wanted(x[rows], grad_y[rows], weights, of_bias, 0.25, 0.5)
+    if num == 0:
+        assert all(t.isnan().all() for t in (*sums, grad_x))
+        return
+    for found, want in zip(sums, wanted[1:], strict=True):
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(found.cpu().numpy(), want, rtol=1e-5, atol=1e-6 * scale)
+    found, untouched = grad_x.float().cpu().numpy(), np.setdiff1d(np.arange(M), rows)
+    assert np.isnan(found[untouched]).all()
+    scale = np.abs(wanted[0]).max()
+    np.testing.assert_allclose(found[rows], wanted[0], rtol=2**-8, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(("start", "num"), [(0, 0), (0, 5), (8, 20), (16, 20)])
+def test_tally(kernels, start, num):
+    rng = np.random.default_rng(9)
+    hidden = integers(rng, 8, 264)
+    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
+    sums = torch.full((3,), float("nan"), device="cuda")
+    kernels.launch("tally", (3,), 256, (on_device(hidden), count, start, 8, 264, sums))
+    rows = max(0, min(8, num - start))
+    assert sums.sum().item() == np.abs(from_bf16(hidden[:rows])).sum()

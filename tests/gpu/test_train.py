@@ -1,0 +1,221 @@
+"""Training over the kernels: gradients against float64, and what autograd does around them."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from twellctl.bundle import twell_ffn, twell_reasons
+from twellctl.bundle.twell_ffn import register_sources, train_ffn
+from twellctl.bundle.twell_train import plain_train_ffn
+from twellctl.resources import resource_dir
+from twellctl.synthetic import Spread, make_rows, make_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU",
+    ),
+]
+FILES = {
+    path.name: path.read_bytes()
+    for path in resource_dir("kernels").iterdir()
+    if path.suffix in (".cu", ".cuh")
+}
+NAMES = ("y", "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+PENALTY = 1e-2
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    return register_sources(FILES)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch):
+    """Plain torch would pass these tests too."""
+
+    def fail(reason: str) -> None:
+        pytest.fail(f"the kernels were not used: {reason}")
+
+    monkeypatch.setattr(twell_reasons, "say_once", fail)
+
+
+def problem(
+    M: int, K: int, N: int, density: float, *, bias: bool = False, spread: str = "even"
+) -> list[Tensor | None]:
+    """x and the parameters, bf16."""
+    generator = torch.Generator("cuda").manual_seed(M + N)
+    made = make_weights(K, N, density, bias=bias, dtype=torch.bfloat16, generator=generator)
+    x = make_rows(M, K, density, Spread(spread), dtype=torch.bfloat16, generator=generator)
+    return [x, *(None if t is None else t.clone() for t in made.split)]
+
+
+def whole_numbers(M: int, K: int, N: int, density: float) -> list[Tensor | None]:
+    """The same of whole numbers, with a gate that fires at about this density."""
+    generator = torch.Generator("cuda").manual_seed(M + N)
+
+    def numbers(*shape: int) -> Tensor:
+        found = torch.randint(-1, 2, shape, generator=generator, device="cuda")
+        return found.to(torch.bfloat16)
+
+    x, w_gate = torch.zeros(M, K, device="cuda"), torch.zeros(N, K, device="cuda")
+    x[torch.arange(M), torch.arange(M) % K] = 1
+    fires = torch.rand(N, K, generator=generator, device="cuda") < density
+    w_gate[fires] = 2
+    return [x.bfloat16(), w_gate.bfloat16(), numbers(N, K), numbers(K, N), None, None, None]
+
+
+def run(op, tensors: list[Tensor | None], grad_y: Tensor, dtype, **options) -> dict[str, Tensor]:
+    """y and all gradients in `dtype`, the sum of |h|, how many fired."""
+    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in tensors]
+    y, hidden_sum, fired = op(*leaves, **options)
+    y.backward(grad_y.to(y.dtype))
+    grads = (None if leaf is None else leaf.grad for leaf in leaves)
+    found = dict(zip(NAMES, (y.detach(), *grads), strict=True))
+    return found | {"hidden_sum": hidden_sum, "fired": fired}
+
+
+def plain(*tensors, penalty: Tensor | None = None, threshold: float = 0.0):
+    return plain_train_ffn(*tensors, penalty, threshold)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
+
+
+def over_kernels(sources: str, **options):
+    def op(*tensors, **more):
+        return train_ffn(*tensors, sources=sources, route="twell", **options, **more)
+
+    return op
+
+
+CASES = [
+    (1, 64, 264, 0.3, {}),
+    (70, 128, 520, 0.05, {}),
+    (257, 192, 1032, 0.1, {"bias": True}),
+    (2048, 256, 5632, 0.005, {}),
+    (3000, 2048, 5632, 0.01, {"bias": True}),
+    (2500, 512, 5632, 0.02, {"spread": "lognormal"}),
+    (2500, 512, 5632, 0.01, {"spread": "heavy"}),
+    (700, 256, 2816, 1.0, {"bias": True}),
+    (300, 256, 14336, 0.02, {}),
+    (9000, 128, 6144, 0.01, {}),
+]
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize(("M", "K", "N", "density", "how"), CASES, ids=str)
+def test_errors_are_those_of_dense_bf16(sources, M, K, N, density, how, slots):
+    tensors = problem(M, K, N, density, **how)
+    grad_y = torch.randn(M, K, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    grad_y, penalty = grad_y.bfloat16(), torch.tensor(PENALTY, device="cuda")
+    wanted = run(plain, tensors, grad_y, torch.float64, penalty=penalty)
+    dense = run(plain, tensors, grad_y, torch.bfloat16, penalty=penalty)
+    op = over_kernels(sources, slots=slots)
+    found, again = (run(op, tensors, grad_y, torch.bfloat16, penalty=penalty) for _ in range(2))
+    for name in NAMES:
+        if wanted[name] is None:
+            continue
+        assert torch.equal(found[name], again[name]), f"{name} differs from run to run"
+        limit = 1.3 * relative(dense[name], wanted[name]) + 1e-6
+        assert relative(found[name], wanted[name]) <= limit, name
+    assert found["hidden_sum"].item() == pytest.approx(dense["hidden_sum"].item(), rel=1e-3)
+    assert found["fired"].item() == pytest.approx(dense["fired"].item(), rel=1e-3, abs=3)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
+def test_whole_numbers_are_exact(sources, density):
+    M, K, N = 600, 128, 520
+    tensors = whole_numbers(M, K, N, density)
+    grad_y = torch.randint(-1, 2, (M, K), device="cuda").bfloat16()
+    penalty = torch.tensor(2.0, device="cuda")
+    wanted = run(plain, tensors, grad_y, torch.float64, penalty=penalty)
+    found = run(over_kernels(sources), tensors, grad_y, torch.bfloat16, penalty=penalty)
+    for name in NAMES[:5]:
+        assert torch.equal(found[name], wanted[name].bfloat16()), name
+    assert found["fired"].item() == wanted["fired"].item()
+    assert found["hidden_sum"].item() == wanted["hidden_sum"].item()
+
+
+@pytest.mark.parametrize("fired", [175, 176, 177])
+def test_rows_of_as_many_pairs_as_fit_and_one_over(sources, fired):
+    M, K, N = 64, 64, 5632  # training_cap(5632) is 176
+    tensors = whole_numbers(M, K, N, 0.0)
+    tensors[1][:fired] = 1
+    grad_y = torch.randint(-1, 2, (M, K), device="cuda").bfloat16()
+    wanted = run(plain, tensors, grad_y, torch.float64)
+    found = run(over_kernels(sources, slots=256), tensors, grad_y, torch.bfloat16)
+    for name in NAMES[:5]:
+        assert torch.equal(found[name], wanted[name].bfloat16()), name
+
+
+def test_what_is_not_finite_reaches_the_gradients(sources):
+    tensors = problem(200, 64, 520, 0.05)
+    tensors[0][3, 5] = float("nan")
+    grad_y = torch.ones(200, 64, device="cuda").bfloat16()
+    found = run(over_kernels(sources), tensors, grad_y, torch.bfloat16)
+    assert found["y"][3].isnan().all()
+    assert found["x"][3].isnan().any()
+    assert found["w_gate"].isnan().any()
+    assert found["y"][4].isfinite().all()
+
+
+def test_weights_in_fp32_under_autocast_get_gradients_in_fp32(sources):
+    tensors = problem(3000, 256, 2816, 0.01, bias=True)
+    grad_y = torch.randn(3000, 256, device="cuda")
+    wanted = run(plain, tensors, grad_y.bfloat16(), torch.float64)
+    leaves = [t.float().requires_grad_() for t in tensors]
+    with torch.autocast("cuda", torch.bfloat16):
+        y, _, _ = over_kernels(sources)(*leaves)
+    assert y.dtype == torch.bfloat16
+    y.backward(grad_y.bfloat16())
+    for name, leaf in zip(NAMES[1:], leaves, strict=True):
+        assert leaf.grad.dtype == torch.float32
+        assert relative(leaf.grad, wanted[name]) < 6e-3, name
+
+
+def test_only_what_is_wanted_gets_a_gradient(sources):
+    tensors = problem(300, 64, 520, 0.05)
+    grad_y = torch.randn(300, 64, device="cuda").bfloat16()
+    whole = run(over_kernels(sources), tensors, grad_y, torch.bfloat16)
+    for index, name in enumerate(NAMES[1:5]):
+        leaves = [None if t is None else t.detach().requires_grad_(False) for t in tensors]
+        leaves[index] = leaves[index].clone().requires_grad_()
+        y, _, _ = over_kernels(sources)(*leaves)
+        y.backward(grad_y)
+        assert torch.equal(leaves[index].grad, whole[name])
+
+
+def test_checkpointing_and_accumulation(sources):
+    tensors = problem(300, 64, 520, 0.05)
+    grad_y = torch.randn(300, 64, device="cuda").bfloat16()
+    whole = run(over_kernels(sources), tensors, grad_y, torch.bfloat16)
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    for _ in range(2):
+        y, _, _ = checkpoint(over_kernels(sources), *leaves, use_reentrant=False)
+        y.backward(grad_y)
+    for name, leaf in zip(NAMES[1:5], leaves, strict=False):
+        assert torch.equal(leaf.grad, 2 * whole[name]), name
+
+
+def test_compiles_without_a_graph_break(sources):
+    tensors = problem(4096, 64, 520, 0.05)
+    grad_y = torch.randn(4096, 64, device="cuda").bfloat16()
+    penalty = torch.tensor(PENALTY, device="cuda")
+    whole = run(over_kernels(sources), tensors, grad_y, torch.bfloat16, penalty=penalty)
+    op = torch.compile(over_kernels(sources), fullgraph=True)
+    found = run(op, tensors, grad_y, torch.bfloat16, penalty=penalty)
+    for name in NAMES[:5]:
+        assert torch.equal(found[name], whole[name]), name
+
+
+def test_the_operators_are_sound(sources):
+    tensors = problem(300, 64, 520, 0.05)
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    penalty = torch.tensor(PENALTY, device="cuda")
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    args = (*leaves, penalty, 0.0, 64, sources)
+    torch.library.opcheck(twell_ffn._train_ffn_op, args, test_utils=checks)

@@ -1,0 +1,165 @@
+"""Training without a GPU: what is launched, plans, and the plain path's gradients."""
+
+import functools
+
+import pytest
+import torch
+from launched import Launches, Map, kind_of, parameters
+from torch import Tensor
+
+from twellctl.bundle import twell_sequence
+from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import make_grad_plan, make_plan, training_cap
+from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
+from twellctl.bundle.twell_weights import FFN
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+SHAPES = [(1, 64, 8), (300, 64, 520), (9000, 128, 6144), (300, 64, 16384), (20000, 64, 264)]
+
+
+@pytest.fixture(autouse=True)
+def maps(monkeypatch):
+    monkeypatch.setattr(twell_sequence, "tensor_map", Map)
+
+
+def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, biases: bool = False):
+    """Launches of both passes, and the gradients."""
+    weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
+    rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
+    ffn = FFN(*weights, *rest, 0.25)
+    x, penalty = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(1)
+    kernels = Launches()
+    y, _, _, kept = forward(kernels, H200, x, ffn, 16)
+    assert y.shape == x.shape
+    run = functools.partial(backward, kernels, H200, x, ffn, torch.zeros_like(x), penalty, kept)
+    return kernels.made, run(16, wanted, dtype)
+
+
+@pytest.mark.parametrize("entry", GRAD_KERNELS)
+def test_arguments_are_the_parameters_of_the_kernel(entry):
+    all_of_them = Wanted(b_gate=True, b_up=True)
+    made = [
+        launch
+        for dtype in (torch.bfloat16, torch.float32)
+        for biases in (True, False)
+        for launch in passes(300, 64, 520, all_of_them, dtype, biases)[0]
+        if launch[0] == entry
+    ]
+    assert made
+    for _, _, _, args, _ in made:
+        assert [kind_of(argument) for argument in args] == parameters(entry)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_launches_fit_the_device(shape):
+    for name, grid, block, args, smem_bytes in passes(*shape, Wanted())[0]:
+        assert all(1 <= size < 2**31 for size in grid), name
+        assert all(size < 65536 for size in grid[1:]), name
+        assert block in (128, 256, 384, 512), name
+        assert smem_bytes <= H200.smem_bytes - 1024, name
+        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lists_have_room_for_all_pairs(shape):
+    M, K, N = shape
+    plan = make_plan(M, N, K, 16, training_cap(N), H200, training=True)
+    grad_plan = make_grad_plan(plan, H200)
+    assert grad_plan.token_panels * grad_plan.panel_tiles >= plan.num_tiles
+    assert max(grad_plan.token_panel_rows, plan.panel_rows) <= 8192  # 13 bits of a code
+    lists = grad_plan.neuron_fours * grad_plan.token_panels
+    assert grad_plan.neuron_rounds >= plan.num_pairs // 16 + 8 * lists
+    assert 16 * grad_plan.four_rounds >= 4 * min(plan.cap, plan.panel_rows)
+    assert 4 * grad_plan.token_fours >= M
+
+
+def test_the_order():
+    names = [launch[0] for launch in passes(300, 64, 520, Wanted())[0]]
+    up = names.index("up", names.index("up") + 1)
+    assert names[up:] == [
+        *("up", "grad_pairs", "grad_heavy", "list_neurons", "grad_gate_up", "grad_down"),
+        *("list_tokens", "grad_x", "grad_heavy"),
+    ]
+
+
+def test_what_is_not_wanted_is_not_computed():
+    made, found = passes(300, 64, 520, Wanted(w_gate=False, w_up=False, w_down=False))
+    assert not {"list_neurons", "grad_gate_up", "grad_down"} & {launch[0] for launch in made}
+    assert (found.w_gate, found.w_down) == (None, None)
+    assert found.x.shape == (300, 64)
+    made, found = passes(300, 64, 520, Wanted(x=False, w_gate=False, w_up=False))
+    assert not {"list_tokens", "grad_gate_up", "grad_x"} & {launch[0] for launch in made}
+    assert found.x is None
+    assert found.w_down.shape == (520, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_the_dtype_of_the_weights(dtype):
+    _, found = passes(300, 64, 520, Wanted(), dtype)
+    assert {grad.dtype for grad in (found.w_gate, found.w_up, found.w_down)} == {dtype}
+    assert found.x.dtype == torch.bfloat16
+
+
+# ---- the plain path
+
+
+def plain_problem() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(10, 64), (96, 64), (96, 64), (64, 96), (96,), (96,), (64,)]
+    made = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, leaves)
+
+
+def test_the_penalty_is_as_good_as_part_of_the_loss():
+    leaves = plain_problem()
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
+    y, hidden_sum, fired = train_ffn(*leaves, penalty=torch.tensor(0.3), threshold=0.5)
+    found = gradients((y**2).sum(), leaves)
+    gate = x @ w_gate.t() + b_gate
+    hidden = torch.where(gate > 0.5, gate, 0.0) * (x @ w_up.t() + b_up)
+    loss = ((hidden @ w_down.t() + b_down) ** 2).sum() + 0.3 * hidden.abs().sum()
+    for one, wanted in zip(found, gradients(loss, leaves), strict=True):
+        torch.testing.assert_close(one, wanted)
+    assert hidden_sum.item() == pytest.approx(hidden.abs().sum().item(), rel=1e-5)
+    assert fired.item() == (gate > 0.5).sum().item()
+
+
+def test_the_plain_path_compiles_without_a_graph_break():
+    leaves = plain_problem()
+
+    def ffn(*tensors: Tensor) -> Tensor:
+        return train_ffn(*tensors, penalty=torch.tensor(0.3), threshold=0.5)[0]
+
+    compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
+    found = gradients(compiled(*leaves).sum(), leaves)
+    for one, wanted in zip(found, gradients(ffn(*leaves).sum(), leaves), strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
+def test_sparse_ffn_has_gradients():
+    leaves = plain_problem()
+    found = gradients(sparse_ffn(*leaves).sum(), leaves)
+    for one, wanted in zip(found, gradients(train_ffn(*leaves)[0].sum(), leaves), strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
+def test_when_gradients_go_over_the_kernels():
+    assert takes_training("twell", 1, None)
+    assert not takes_training("dense", 1 << 20, 0.001)
+    assert takes_training("auto", 16384, 0.005)
+    assert not takes_training("auto", 16384, None)
+    assert not takes_training("auto", 16384, 0.1)
+    assert not takes_training("auto", 100, 0.005)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"), [({"threshold": 0.1}, "threshold"), ({"slots": 300}, "slots")]
+)
+def test_numbers_that_the_format_does_not_have(numbers, said):
+    with pytest.raises(ValueError, match=said):
+        train_ffn(*plain_problem(), **numbers)

@@ -1,0 +1,173 @@
+"""Why an input goes without the kernels; each reason is said once, in the log."""
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from .twell_config import TILE, storable_threshold
+from .twell_few import few_ffn_kernels
+from .twell_launch import KernelError, LoadError, device_limits, kernels_for
+from .twell_nvrtc import what_is_missing
+from .twell_plan import why_unfit
+from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from .twell_training import GRAD_KERNELS
+from .twell_weights import FFN
+
+logger = logging.getLogger(__name__)
+
+
+@torch.compiler.assume_constant_result
+def check_numbers(threshold: float, slots: int, tile: int) -> None:
+    if storable_threshold(threshold) != threshold:
+        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")
+    if not 1 <= slots <= tile:
+        raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
+
+
+@functools.cache
+def say_once(reason: str) -> None:
+    logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
+
+
+@contextlib.contextmanager
+def reasons_said() -> Iterator[list[str]]:
+    """Collect what calls in the block say of going without the kernels; the log has none of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    say_once.cache_clear()
+    try:
+        yield said
+    finally:
+        say_once.cache_clear()
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+
+def takes_hopper_kernels(index: int, route: str = "auto") -> bool:
+    """Whether CUDA device `index` goes the way of Hopper, not the portable one."""
+    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
+    return not portable and device_limits(index).capability == (9, 0)
+
+
+def why_no_kernels(sources: str, index: int, route: str = "auto") -> str | None:
+    """None if the kernels of `route` are loaded on CUDA device `index`, else why they cannot be.
+
+    The first call for a device compiles what the cache does not hold.
+    """
+    return why_not_here(sources, index, takes_hopper_kernels(index, route))
+
+
+def why_not_here(sources: str, index: int, hopper: bool) -> str | None:
+    """None if the kernels are compiled and loaded on a device, else why they are not."""
+    try:
+        return _why_never_here(sources, index, hopper)
+    except LoadError as error:
+        return str(error)
+
+
+@functools.cache
+def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
+    """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
+    if torch.version.cuda is None or device_limits(index).capability < (8, 0):
+        return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    if said := what_is_missing():
+        return said
+    try:
+        kernels = kernels_for(sources, index)
+        # all at once: what comes later, and needs others, may be the capture of a graph
+        few = few_ffn_kernels(device_limits(index))
+        kernels.prepare((*(HOPPER_KERNELS if hopper else PORTABLE_KERNELS), *few))
+    except LoadError:
+        raise
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def why_not_route(route: str, hopper: bool) -> str | None:
+    """None if there are kernels for `route`, else where there are."""
+    if route == "fused" and not hopper:
+        return "the fused route needs a Hopper GPU (compute capability 9.0) and no TWELL_PORTABLE"
+    return None
+
+
+def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
+    """None if the kernels take this, else what they do not take."""
+    N, K = ffn.N, ffn.K
+    shapes = [tuple(tensor.shape) for tensor in ffn.tensors]
+    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
+    if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
+        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
+    said = why_not(rows, ffn.tensors, K, N, tile)
+    as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
+    return said or why_they_do_not_lie_well(as_they_are)
+
+
+def why_not(
+    rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
+) -> str | None:
+    if rows.dim() != 2 or rows.shape[1] != K:
+        return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
+    if rows.dtype != torch.bfloat16:
+        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
+    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
+        return f"the kernels take {said}"
+    for weight in weights:
+        if (weight.dtype, weight.device) != (rows.dtype, rows.device):
+            return "the kernels take weights of the dtype and device of their input"
+    return None
+
+
+def lies_well(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def why_they_do_not_lie_well(weights: Iterable[Tensor]) -> str | None:
+    if all(map(lies_well, weights)):
+        return None
+    return "the kernels take contiguous weights that begin at multiples of 16 bytes"
+
+
+@torch.compiler.assume_constant_result
+def why_not_trained(
+    sources: str, index: int, K: int, N: int, tile: int, dtype: str, shapes: tuple, lie: bool
+) -> str | None:
+    """None if the kernels of training take this, else why not, which is said once."""
+    said = _why_training_does_not_take(sources, index, K, N, tile, dtype, shapes, lie)
+    if said:
+        say_once(said)
+    return said
+
+
+def _why_training_does_not_take(
+    sources: str, index: int, K: int, N: int, tile: int, dtype: str, shapes: tuple, lie: bool
+) -> str | None:
+    if not takes_hopper_kernels(index):
+        return "those of training need a Hopper GPU (compute capability 9.0)"
+    wanted = ((N, K), (N, K), (K, N), (N,), (N,), (K,))
+    if any(shape is not None and shape != want for shape, want in zip(shapes, wanted, strict=True)):
+        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
+    if dtype != "torch.bfloat16":
+        return f"the kernels take bf16, not {dtype.removeprefix('torch.')}"
+    if not lie:
+        return "the kernels take weights in the dtype of their input, or fp32, on its device"
+    if said := why_unfit(K, N, tile, device_limits(index).smem_bytes):
+        return f"the kernels take {said}"
+    return why_not_here(sources, index, True) or _why_no_training_here(sources, index)
+
+
+@functools.cache
+def _why_no_training_here(sources: str, index: int) -> str | None:
+    try:
+        kernels_for(sources, index).prepare(GRAD_KERNELS)
+    except KernelError as error:
+        return str(error)
+    return None

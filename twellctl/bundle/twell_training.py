@@ -1,0 +1,309 @@
+"""The gated FFN for training, forward and backward, as sequences of kernel launches on Hopper.
+
+    forward:   gate_pack -> plan_cluster -> up -> hidden_kept -> down -> the heavy rows, densely
+    backward:  up (grad_y over W_down) -> grad_pairs
+               -> grad_heavy -> list_neurons -> grad_gate_up, grad_down, grad_biases
+               -> list_tokens -> grad_x -> grad_heavy (grad_x of the heavy rows)
+
+Between the two only what fired is kept, and x. As in twell_sequence.py the host reads nothing back.
+Sums are fp32; gradients of the weights come as fp32 or rounded once to bf16. What each list holds
+stands in grad_lists.cuh.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .twell_launch import KernelSet, Limits
+from .twell_plan import (
+    DOWN_BLOCK,
+    GRAD_BIASES_BLOCK,
+    GRAD_HEAVY_BLOCK,
+    GRAD_HEAVY_SMEM,
+    GRAD_LISTS_BLOCK,
+    GRAD_PAIRS_BLOCK,
+    UP_BLOCK,
+    GradPlan,
+    ceil_div,
+    heavy_grad_window,
+    make_grad_plan,
+    make_plan,
+    training_cap,
+)
+from .twell_sequence import (
+    PairLists,
+    heavy_products,
+    launch_gate_pack,
+    packed_buffers,
+    sparse_products,
+)
+from .twell_weights import FFN
+
+GRAD_KERNELS = (
+    "hidden_kept",
+    "tally",
+    "grad_pairs",
+    "grad_heavy",
+    "list_neurons",
+    "list_tokens",
+    "grad_gate_up",
+    "grad_down",
+    "grad_biases",
+    "grad_x",
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of which inputs gradients are wanted."""
+
+    x: bool = True
+    w_gate: bool = True
+    w_up: bool = True
+    w_down: bool = True
+    b_gate: bool = False
+    b_up: bool = False
+
+    @property
+    def gate_up(self) -> bool:
+        """Whether the gradient of the gate's or of the up's weight is."""
+        return self.w_gate or self.w_up
+
+    @property
+    def biases(self) -> bool:
+        """Whether the gradient of the gate's or of the up's bias is."""
+        return self.b_gate or self.b_up
+
+    @property
+    def of_neurons(self) -> bool:
+        """Whether any is that is summed over tokens."""
+        return self.gate_up or self.w_down or self.biases
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients; None, or anything, where they are not wanted. The weights' are `[N, K]`."""
+
+    x: Tensor | None = None
+    w_gate: Tensor | None = None
+    w_up: Tensor | None = None
+    w_down: Tensor | None = None
+    biases: Tensor | None = None  # of gate and up, fp32 [2, N]
+
+
+def make_training_plan(M: int, ffn: FFN, slots: int, limits: Limits) -> GradPlan:
+    """The plan of `M` >= 1 tokens, for both passes."""
+    cap = training_cap(ffn.N)
+    return make_grad_plan(make_plan(M, ffn.N, ffn.K, slots, cap, limits, training=True), limits)
+
+
+def forward(
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int
+) -> tuple[Tensor, Tensor, Tensor, PairLists]:
+    """(y `[M, K]`, sum of |h|, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
+    plan = make_training_plan(x.shape[0], ffn, slots, limits).plan
+    y = torch.empty_like(x)
+    counts, entries, heavy_count = packed_buffers(plan, x.device)
+    gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
+    launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
+    packed = counts, entries, heavy_count
+    lists = sparse_products(kernels, limits, plan, x, y, ffn, *packed, clusters=True, keep=True)
+    fired = (counts & 0x3FFFFFFF).sum()
+    del entries, counts, packed
+    heavy = lists.heavy_rows, heavy_count
+    of_heavy = heavy_products(kernels, limits, x, y, ffn, *heavy, training=True)
+    hidden_sum = lists.hidden_sums.sum() + of_heavy.sum()
+    return y, hidden_sum, fired, replace(lists, hidden_sums=None, heavy_count=heavy_count)
+
+
+def backward(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    grad_y: Tensor,
+    penalty: Tensor | None,
+    kept: PairLists,
+    slots: int,
+    wanted: Wanted,
+    weight_dtype: torch.dtype = torch.bfloat16,
+) -> Grads:
+    """The gradients that are wanted, by that of y, `[M, K]` bf16, contiguous.
+
+    `penalty` fp32 `[1]`: the weight of the sum of |h| in the loss. The weights' gradients are fp32
+    or bf16.
+    """
+    plan = make_training_plan(x.shape[0], ffn, slots, limits)
+    run = _Backward(kernels, limits, plan, x, ffn, grad_y, penalty, kept)
+    found = Grads()
+    if wanted.of_neurons:
+        found = run.of_neurons(wanted, weight_dtype)
+    return replace(found, x=run.of_x()) if wanted.x else found
+
+
+class _Backward:
+    """One backward pass."""
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        limits: Limits,
+        plan: GradPlan,
+        x: Tensor,
+        ffn: FFN,
+        grad_y: Tensor,
+        penalty: Tensor | None,
+        kept: PairLists,
+    ):
+        self.kernels, self.limits = kernels, limits
+        self.of_pass, self.plan = plan, plan.plan
+        self.x, self.ffn, self.grad_y, self.penalty, self.kept = x, ffn, grad_y, penalty, kept
+        self.values = kept.gate_up, self._pair_grads()
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def _pair_grads(self) -> Tensor:
+        """grad_gate | grad_up << 16 of each pair, by its place."""
+        plan, kept = self.plan, self.kept
+        partial = self._empty(plan.num_ranges, plan.num_pairs, dtype=torch.float32)
+        stride = np.int64(plan.num_pairs)
+        self.kernels.launch(
+            "up",
+            plan.up_grid,
+            UP_BLOCK,
+            (
+                *(self.grad_y, self.ffn.w_down, plan.M, plan.N, plan.K, plan.tile_tokens),
+                *(plan.cap, plan.slabs_per_range, kept.pair_start, kept.pairs, partial, stride),
+            ),
+            plan.up_smem,
+        )
+        grads = torch.empty_like(kept.gate_up)
+        self.kernels.launch(
+            "grad_pairs",
+            (plan.num_tiles, 16),
+            GRAD_PAIRS_BLOCK,
+            (
+                *(partial, stride, plan.num_ranges, kept.pair_start, kept.gate_up, self.penalty),
+                *(plan.N, plan.tile_tokens, plan.cap, grads),
+            ),
+        )
+        return grads
+
+    def _heavy(self, *targets: Tensor | None) -> None:
+        """Of the heavy rows: sums of gate, up, down and biases, and grad_x; those there are."""
+        plan, ffn = self.plan, self.ffn
+        window = heavy_grad_window(plan.M, plan.N)
+        of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
+        arrived = torch.zeros(1, dtype=torch.int32, device=self.x.device)
+        self.kernels.launch(
+            "grad_heavy",
+            (self.limits.num_sms,),
+            GRAD_HEAVY_BLOCK,
+            (
+                *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
+                *(float(ffn.threshold), self.penalty, self.kept.heavy_rows),
+                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs, *targets, arrived),
+            ),
+            GRAD_HEAVY_SMEM,
+        )
+
+    def _lists(self, fours: int, panels: int, rounds: int, *, hidden: bool) -> tuple:
+        """Room for heads, codes, values of pairs, h if it is asked for, and masks."""
+        values = self._empty(rounds, 16), self._empty(rounds, 8) if hidden else None
+        masks = self._empty(ceil_div(rounds, 8), 16)
+        return self._empty(fours * panels, 2), self._empty(rounds, 8), *values, masks
+
+    def of_neurons(self, wanted: Wanted, dtype: torch.dtype) -> Grads:
+        """Gradients that are summed over tokens."""
+        plan, of_pass, kept = self.plan, self.of_pass, self.kept
+        size = (plan.N, plan.K)
+
+        def sums(wanted: bool, *size: int) -> Tensor | None:
+            return self._empty(*size, dtype=torch.float32) if wanted else None
+
+        of_gate, of_up = sums(wanted.gate_up, *size), sums(wanted.gate_up, *size)
+        of_down, of_biases = sums(wanted.w_down, *size), sums(wanted.biases, 2, plan.N)
+        self._heavy(of_gate, of_up, of_down, of_biases, None)
+        panels, rows = of_pass.token_panels, of_pass.token_panel_rows
+        room = of_pass.neuron_fours, panels, of_pass.neuron_rounds
+        heads, codes, pairs, hidden, masks = self._lists(*room, hidden=True)
+        num_listed = torch.zeros(1, dtype=torch.int32, device=self.x.device)
+        self.kernels.launch(
+            "list_neurons",
+            (plan.num_neuron_groups, panels),
+            GRAD_LISTS_BLOCK,
+            (
+                *(kept.pair_start, kept.pairs, *self.values, plan.N, plan.num_tiles),
+                *(plan.tile_tokens, plan.cap, of_pass.panel_tiles, num_listed),
+                *(heads, codes, pairs, hidden, masks),
+            ),
+            of_pass.lists_smem(rows),
+        )
+        if of_biases is not None:
+            self.kernels.launch(
+                "grad_biases",
+                (ceil_div(of_pass.neuron_fours, 4),),
+                GRAD_BIASES_BLOCK,
+                (heads, codes, pairs, plan.N, panels, kept.heavy_count, of_biases),
+            )
+
+        def add_up(name: str, of_rows: Tensor, values: Tensor, *sums: Tensor) -> list[Tensor]:
+            """The sums with those of the pairs added, in the dtype that is asked for."""
+            as_bf16 = dtype != torch.float32
+            out = [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in sums]
+            for panel in range(panels):
+                self.kernels.launch(
+                    name,
+                    (plan.K // 16, of_pass.weight_splits),
+                    DOWN_BLOCK,
+                    (
+                        *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K, panel),
+                        *(rows, panels, kept.heavy_count, *sums, *out),
+                    ),
+                    of_pass.sums_smem(rows),
+                )
+            return out if as_bf16 else list(sums)
+
+        gate = up = down = None
+        if wanted.gate_up:
+            gate, up = add_up("grad_gate_up", self.x, pairs, of_gate, of_up)
+            del of_gate, of_up
+        if wanted.w_down:
+            (down,) = add_up("grad_down", self.grad_y, hidden, of_down)
+        return Grads(None, gate, up, down, of_biases)
+
+    def of_x(self) -> Tensor:
+        """The gradient of x."""
+        plan, of_pass, kept = self.plan, self.of_pass, self.kept
+        panels, rows = plan.num_panels, plan.panel_rows
+        num_rounds = of_pass.token_fours * panels * of_pass.four_rounds
+        room = of_pass.token_fours, panels, num_rounds
+        heads, codes, pairs, _, masks = self._lists(*room, hidden=False)
+        self.kernels.launch(
+            "list_tokens",
+            (plan.num_groups, panels),
+            GRAD_LISTS_BLOCK,
+            (
+                *(kept.num_rounds, kept.rounds, kept.links, *self.values, plan.M, rows),
+                *(plan.group_rounds, of_pass.four_rounds, heads, codes, pairs, masks),
+            ),
+            of_pass.lists_smem(rows),
+        )
+        grad = torch.empty_like(self.x)
+        sums = self._empty(plan.M, plan.K, dtype=torch.float32) if panels > 1 else None
+        for panel in range(panels):
+            self.kernels.launch(
+                "grad_x",
+                (plan.K // 8, of_pass.x_splits),
+                DOWN_BLOCK,
+                (
+                    *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
+                    *(plan.M, plan.N, plan.K, panel, rows, panels, sums, grad),
+                ),
+                of_pass.sums_smem(rows),
+            )
+        self._heavy(None, None, None, None, grad)
+        return grad
