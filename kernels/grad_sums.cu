@@ -18,14 +18,15 @@
 // leaves half of the sums alone: what a round costs is its reads of shared memory, which are 4
 // clocks for the planes, 2 for values, 1 for codes.
 //
-// Sums over several panels, of launches that follow one another, go through float32 [rows, K]. The
-// first panel adds to what is there if *heavy_count > 0: grad_heavy was there before.
+// A block goes through its fours once for each panel. Between panels their sums go through float32
+// [rows, K], each written and read by the same thread. The first panel adds to what is there if
+// *heavy_count > 0: grad_heavy was there before.
 //
 // Launch: blocks of 512 threads, grid (K / 16, or K / 8 for grad_x; any number of shares of the
-// fours), once for each panel; K a multiple of 16, panel_rows of 8; matrices contiguous, at
+// fours); K a multiple of 16, panel_rows of 8; matrices contiguous, at
 // multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 + 49152 bytes, 49152 = 16 * 4 * 8
 // * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
-// once, blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
+// blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
 #include "grad_lists.cuh"
 #include "twell.cuh"
 
@@ -272,17 +273,16 @@ __device__ __forceinline__ void finish(const Target& target, int first_row, floa
     }
 }
 
-// rows: what is summed up has `num_others` rows in all.
+// The pass over one panel; what is summed up has `num_others` rows in all.
 template <Sums KIND>
 __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* rows0,
                                           const unsigned short* rows1, const Lists& lists,
-                                          Target target, int num_others, int panel,
+                                          const Target& target, int num_others, int panel,
                                           int panel_rows, int num_panels) {
     constexpr int kStageBytes = Values<KIND>::kStageBytes;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int quad = lane >> 2, t = lane & 3;
     const int num_fours = (target.num_rows + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
-    if (dynamic_smem_bytes() < panel_rows * 32u + kWarps * kStages * kStageBytes) __trap();
 
     // the first steps are on their way while the planes come
     const unsigned stages =
@@ -344,28 +344,46 @@ __device__ __forceinline__ bool any_heavy(const int* heavy_count) {
     return heavy_count && *heavy_count > 0;
 }
 
+// All panels. Target.add: whether there are sums before.
+template <Sums KIND>
+__device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* rows0,
+                                           const unsigned short* rows1, const Lists& lists,
+                                           Target target, int num_others, int panel_rows,
+                                           int num_panels) {
+    constexpr unsigned kStageBytes = kWarps * kStages * Values<KIND>::kStageBytes;
+    if (dynamic_smem_bytes() < panel_rows * 32u + kStageBytes) __trap();
+#pragma unroll 1
+    for (int panel = 0; panel < num_panels; ++panel) {
+        target.last = panel == num_panels - 1;
+        sum_panel<KIND>(planes, rows0, rows1, lists, target, num_others, panel, panel_rows,
+                        num_panels);
+        target.add = true;
+        __syncthreads();  // no warp reads the planes any more
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_gate_up(const unsigned short* x, const int2* heads, const uint4* codes,
-                 const uint4* pairs, const unsigned* masks, int M, int N, int K, int panel,
-                 int panel_rows, int num_panels, const int* heavy_count, float* sums_gate,
-                 float* sums_up, unsigned short* out_gate, unsigned short* out_up) {
+                 const uint4* pairs, const unsigned* masks, int M, int N, int K, int panel_rows,
+                 int num_panels, const int* heavy_count, float* sums_gate, float* sums_up,
+                 unsigned short* out_gate, unsigned short* out_up) {
     extern __shared__ uint4 planes[];
     const Target target{{sums_gate, sums_up},
                         {out_gate, out_up},
                         N,
                         K,
                         static_cast<int>(blockIdx.x) * 16,
-                        panel > 0 || any_heavy(heavy_count),
-                        panel == num_panels - 1};
-    sum_panel<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, M, panel,
-                          panel_rows, num_panels);
+                        any_heavy(heavy_count),
+                        false};
+    sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, M, panel_rows,
+                           num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_down(const unsigned short* grad_y, const int2* heads, const uint4* codes,
-              const uint4* hidden, const unsigned* masks, int M, int N, int K, int panel,
+              const uint4* hidden, const unsigned* masks, int M, int N, int K,
               int panel_rows, int num_panels, const int* heavy_count, float* sums,
               unsigned short* out) {
     extern __shared__ uint4 planes[];
@@ -374,26 +392,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         N,
                         K,
                         static_cast<int>(blockIdx.x) * 16,
-                        panel > 0 || any_heavy(heavy_count),
-                        panel == num_panels - 1};
-    sum_panel<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, M,
-                         panel, panel_rows, num_panels);
+                        any_heavy(heavy_count),
+                        false};
+    sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, M,
+                          panel_rows, num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_x(const unsigned short* w_gate, const unsigned short* w_up, const int2* heads,
            const uint4* codes, const uint4* pairs, const unsigned* masks, int M, int N, int K,
-           int panel, int panel_rows, int num_panels, float* sums, unsigned short* out) {
+           int panel_rows, int num_panels, float* sums, unsigned short* out) {
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
                         M,
                         K,
                         static_cast<int>(blockIdx.x) * 8,
-                        panel > 0,
-                        panel == num_panels - 1};
-    sum_panel<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, N, panel,
-                            panel_rows, num_panels);
+                        false,
+                        false};
+    sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, N,
+                             panel_rows, num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(128)

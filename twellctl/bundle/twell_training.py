@@ -254,17 +254,16 @@ class _Backward:
             """The sums with those of the pairs added, in the dtype that is asked for."""
             as_bf16 = dtype != torch.float32
             out = [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in sums]
-            for panel in range(panels):
-                self.kernels.launch(
-                    name,
-                    (plan.K // 16, of_pass.weight_splits),
-                    DOWN_BLOCK,
-                    (
-                        *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K, panel),
-                        *(rows, panels, kept.heavy_count, *sums, *out),
-                    ),
-                    of_pass.sums_smem(rows),
-                )
+            self.kernels.launch(
+                name,
+                (plan.K // 16, of_pass.weight_splits),
+                DOWN_BLOCK,
+                (
+                    *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K),
+                    *(rows, panels, kept.heavy_count, *sums, *out),
+                ),
+                of_pass.sums_smem(rows),
+            )
             return out if as_bf16 else list(sums)
 
         gate = up = down = None
@@ -294,16 +293,15 @@ class _Backward:
         )
         grad = torch.empty_like(self.x)
         sums = self._empty(plan.M, plan.K, dtype=torch.float32) if panels > 1 else None
-        for panel in range(panels):
-            self.kernels.launch(
-                "grad_x",
-                (plan.K // 8, of_pass.x_splits),
-                DOWN_BLOCK,
-                (
-                    *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
-                    *(plan.M, plan.N, plan.K, panel, rows, panels, sums, grad),
-                ),
-                of_pass.sums_smem(rows),
-            )
+        self.kernels.launch(
+            "grad_x",
+            (plan.K // 8, of_pass.x_splits),
+            DOWN_BLOCK,
+            (
+                *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
+                *(plan.M, plan.N, plan.K, rows, panels, sums, grad),
+            ),
+            of_pass.sums_smem(rows),
+        )
         self._heavy(None, None, None, None, grad)
         return grad
