@@ -4,7 +4,8 @@
 //   logits  float32 [B, V]
 //   fields  int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
 //   fired   int32 [L, B], or null: how many neurons fired in each layer
-//   record  int32 [B, .], rows `record_stride` apart: the token, then what fired
+//   record  int32 [2, B, .], lines `record_stride` and halves `slot_stride` apart: the token, then
+//           what fired. May be the host's memory. By turns the first half and the second.
 //
 // A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
 // noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
@@ -22,7 +23,7 @@
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-enum Field { kToken, kPosition, kLimit, kTemperature, kTopP, kTopK, kSeedLow, kSeedHigh };
+enum Field { kToken, kPosition, kLimit, kTemperature, kTopP, kTopK, kSeedLow, kSeedHigh, kSlot };
 
 // Of the noise: sampler.py's _mixed and _ODD.
 constexpr unsigned kOdd = 0x9e3779b9;
@@ -98,13 +99,14 @@ __device__ __forceinline__ Best best_of_block(const float* logits, int V, const 
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     choose(const float* logits, int V, int* fields, int fields_stride, const int* fired, int L,
-           int* record, int record_stride, unsigned long long* best, unsigned* tickets) {
+           int* record, int record_stride, int slot_stride, unsigned long long* best,
+           unsigned* tickets) {
     __shared__ unsigned said;
     const int row = blockIdx.y;
     const auto field = [&](Field which) -> int& { return fields[which * fields_stride + row]; };
 
     // nothing of the row is written while a step is under way, but at its end
-    const int position = field(kPosition), limit = field(kLimit);
+    const int position = field(kPosition), limit = field(kLimit), slot = field(kSlot);
     const unsigned low = field(kSeedLow), high = field(kSeedHigh);
     const unsigned first = mixed(low ^ mixed(position + kOdd));
     const Noise noise = {__int_as_float(field(kTemperature)), first,
@@ -120,11 +122,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (said != gridDim.x - 1) return;
 
     // the row's, in its last block
-    int* told = record + static_cast<long long>(row) * record_stride;
+    int* told = record + static_cast<long long>(row) * record_stride +
+                static_cast<long long>(slot) * slot_stride;
     if (threadIdx.x == 0) {
         const int token = ~static_cast<unsigned>(atomicExch(best + row, 0ull));
         told[0] = field(kToken) = token;
         field(kPosition) = min(position + 1, limit);
+        field(kSlot) = 1 - slot;
     }
     for (int layer = threadIdx.x; layer < L; layer += kThreads)
         told[1 + layer] = __ldcg(fired + layer * gridDim.y + row);

@@ -11,6 +11,24 @@
 
 namespace {
 
+// What is added to a thread's first sum: asked for before the product, or its latency would stand
+// behind it.
+template <class SIZES>
+struct Addend {
+    static constexpr int kTokens = few::kOctet * SIZES::kOctets;
+    int block, token;  // of the thread's first sum
+    float bias, residual;
+
+    __device__ __forceinline__ Addend()
+        : block(threadIdx.x / few::kRows / kTokens),
+          token(threadIdx.x / few::kRows % kTokens),
+          bias(0.f), residual(0.f) {}
+
+    __device__ __forceinline__ bool is_of(int other_block, int other_token) const {
+        return block == other_block && token == other_token;
+    }
+};
+
 template <class SIZES>
 __device__ __forceinline__ void linear(const unsigned short* x, const unsigned short* weight,
                                        const unsigned short* bias, const unsigned short* residual,
@@ -24,21 +42,30 @@ __device__ __forceinline__ void linear(const unsigned short* x, const unsigned s
     const unsigned address = kept_address(memory);
     few::Product<SIZES, few::FirstRows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
+    Addend<SIZES> early;
+    const int early_n = first_row + early.block * few::kRows + threadIdx.x % few::kRows;
+    const bool is_there = early_n < min(share.end * few::kRows, N) && early.token < M;
+    if (bias && is_there) early.bias = bf16_value(bias[early_n]);
     wait_for_previous();
     let_next_start();
     product.begin_x();
+    if (residual && is_there)
+        early.residual =
+            load_written_bf16(residual + static_cast<long long>(early.token) * N + early_n);
     product.run([&](int first, int num) {
         product.for_each(num, [&](int block, int row, int token) {
             const int n = first_row + (first + block) * few::kRows + row;
             if (n >= N || token >= M) return;
             float sum = product.sum(block, row, token);
-            if (bias) sum += bf16_value(bias[n]);
+            const bool is_early = early.is_of(first + block, token);
+            if (bias) sum += is_early ? early.bias : bf16_value(bias[n]);
             const long long at = static_cast<long long>(token) * N + n;
             if (y32) {
                 y32[at] = sum;
                 return;
             }
-            if (residual) sum = rounded(sum) + load_written_bf16(residual + at);
+            if (residual)
+                sum = rounded(sum) + (is_early ? early.residual : load_written_bf16(residual + at));
             y[at] = static_cast<unsigned short>(bf16_bits(sum));
         });
     });

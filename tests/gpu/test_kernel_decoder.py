@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.timed import timed_run
@@ -87,3 +88,33 @@ def test_tokens_are_the_models_own(family, sparse):
         usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))  # of bf16 itself
         found = shortfall(wanted, torch.tensor(written, device="cuda"))
         assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
+def test_what_is_told_of_a_token():
+    model = make("llama")
+    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in LENGTHS]
+    scheduler = open_scheduler(
+        model, decoder=KernelDecoder(model), max_running=len(prompts), cache_bytes=1 << 28
+    )
+
+    def run(*sampling, **more) -> list[list]:
+        found = [[] for _ in prompts]
+        for events in scheduler.run(prompts, Sampling(NUM_TOKENS, *sampling, **more)):
+            for sequence, event in events:
+                found[sequence.client] += [event] if event else []
+        return found
+
+    def ids(rows: list[list]) -> list[list[int]]:
+        return [[token.id for token in tokens] for tokens in rows]
+
+    plain, told = run(0), run(0, top_logprobs=3, densities=True)
+    assert ids(told) == ids(plain)
+    for token in (token for tokens in told for token in tokens[1:]):
+        assert token.top[0] == (token.id, token.logprob)
+        assert len(token.densities) == 3
+        assert all(0.1 < share < 0.9 for share in token.densities)
+    drawn = run(0.9, seed=5)
+    assert ids(drawn) != ids(plain)
+    assert ids(run(0.9, seed=5)) == ids(drawn)
+    assert ids(run(0.9, seed=5, top_logprobs=0)) == ids(drawn)  # copied, not written by the step
+    assert ids(run(0.9, 0.5, 20, seed=5)) == ids(run(0.9, 0.5, 20, seed=5, densities=True))

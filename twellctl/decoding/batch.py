@@ -2,8 +2,9 @@
 
 A step reads tokens, positions and tables from buffers that stay where they are, and writes the
 tokens it chose and the positions after them back there: the next step needs nothing from the host.
-What the host wants to know of a step is one record a row, copied behind it and read later. On a GPU
-a step is captured once for each (bucket of rows, width of tables, variant of sampling).
+What the host wants to know of a step is one record a row, written to its memory, or copied there
+behind the step, and read later. On a GPU a step is captured once for each (bucket of rows, width of
+tables, variant of sampling).
 """
 
 import logging
@@ -62,7 +63,8 @@ class Batch:
         self._records = torch.zeros(
             (max_rows, self.record.width), dtype=torch.int32, device=decoder.device
         )
-        self._copies = [self._on_host(*self._records.shape) for _ in range(_IN_FLIGHT)]
+        self._told = self._on_host(_IN_FLIGHT, *self._records.shape)
+        self._slot = 0  # of those, the next step's; Field.SLOT says the same
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
@@ -78,6 +80,7 @@ class Batch:
             of_rows[:, row] = values
             tables[row, : len(taken)] = taken
         self._grown.clear()
+        self._slot = 0
         self._fields.copy_(self._host_fields, non_blocking=True)
         self._tables.copy_(self._host_tables, non_blocking=True)
 
@@ -95,7 +98,7 @@ class Batch:
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
         run()
-        return self._followed(B)
+        return self._followed(B, variant)
 
     def first(
         self, logits: Tensor, fired: Tensor, fields: Sequence[np.ndarray], variant: Variant
@@ -119,22 +122,24 @@ class Batch:
             self._tables[self._grown[0]].copy_(self._host_tables[self._grown[0]], non_blocking=True)
         self._grown.clear()
 
-    def _followed(self, B: int) -> Step:
-        """The step just launched, with the copy of its records behind it."""
-        copy = self._copies[0]
-        self._copies.reverse()
-        copy[:B].copy_(self._records[:B], non_blocking=True)
+    def _followed(self, B: int, variant: Variant) -> Step:
+        """The step just launched, with the copy of its records behind it, if it needs one."""
+        told = self._told[self._slot]
+        self._slot = 1 - self._slot
+        if not self._end.tells_host(variant):
+            told[:B].copy_(self._records[:B], non_blocking=True)
         event = None
         if self._on_gpu:
             event = torch.cuda.Event()
             event.record()
-        return Step(self._num_rows, copy, event)
+        return Step(self._num_rows, told, event)
 
     def _step(self, B: int, W: int, variant: Variant) -> None:
         fields = self._fields[:, :B]
         inputs = fields[Field.TOKEN], fields[Field.POSITION], self._tables[:B, :W]
         logits, fired = self.decoder.step(*inputs)
-        self._end(logits, fired, fields, self._records[:B], variant)
+        records = self._told if self._end.tells_host(variant) else self._records
+        self._end(logits, fired, fields, records[..., :B, :], variant)
 
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
         """The step as a CUDA graph, or as it is where there are none."""

@@ -28,6 +28,7 @@ class Field(IntEnum):
     TOP_K = 5  # 0: all
     SEED_LOW = 6
     SEED_HIGH = 7
+    SLOT = 8  # of the host's two records, the one that the next step writes
 
 
 class Variant(NamedTuple):

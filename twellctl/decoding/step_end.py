@@ -61,6 +61,10 @@ class StepEnd:
         self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._tickets = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
+    def tells_host(self, variant: Variant) -> bool:
+        """Whether such a step needs no copy of its records: it can write to the host's memory."""
+        return self._kernels is not None and not variant.logprobs
+
     def kind_of(self, variant: Variant) -> Variant:
         """The one that stands for all that end alike."""
         return variant if self._kernels is None else variant._replace(drawn=False)
@@ -70,7 +74,8 @@ class StepEnd:
     ) -> None:
         """From logits `[B, V]` and `fired` int32 `[L, B]` to `records` int32 `[B, width]`.
 
-        The next token and position go into `fields`, int32 `[len(Field), B]`.
+        The next token and position go into `fields`, int32 `[len(Field), B]`. Where `tells_host`,
+        `records` may be pinned, `[2, B, width]`, and are written by turns.
         """
         kept = cut(logits, fields) if variant.cut else logits
         if self._kernels is None:
@@ -99,7 +104,8 @@ class StepEnd:
             _BLOCK,
             (
                 *(logits, V, fields, fields.stride(0), fired, len(fired)),
-                *(records, records.stride(0), self._best, self._tickets),
+                *(records, records.stride(-2), records.stride(0) if records.dim() > 2 else 0),
+                *(self._best, self._tickets),
             ),
             overlap=True,
         )
