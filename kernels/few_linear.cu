@@ -5,7 +5,8 @@
 // there as it is, without a residual, and y is null: for logits, whose order rounding would blur.
 //
 // Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long if x is too
-// long to stay; 256 threads, at most as many blocks as there are row blocks of 16. Dynamic shared
+// long to stay. _1_short has stages for blocks with few weights, and leaves memory to the kernel
+// behind it; _1_ahead and _2_ahead have more, and bring more while the kernel in front runs. 256 threads, at most as many blocks as there are row blocks of 16. Dynamic shared
 // memory: kBytes and x_bytes(M, K) of few::Sizes.
 #include "few.cuh"
 
@@ -94,9 +95,15 @@ TWELL_FEW_LINEAR(1_long, 1, false, 1, 3, 3, 2)
 TWELL_FEW_LINEAR(2_long, 2, false, 1, 1, 2, 2)
 #endif
 #if TWELL_SHARED_KB >= 227
+TWELL_FEW_LINEAR(1_short, 1, true, 1, 3, 4, 2)
+TWELL_FEW_LINEAR(1_ahead, 1, true, 1, 3, 7, 2)
+TWELL_FEW_LINEAR(2_ahead, 2, true, 1, 3, 6, 2)
 TWELL_FEW_LINEAR(4, 4, false, 1, 3, 3, 2)
 TWELL_FEW_LINEAR(8, 8, false, 3, 1, 2, 1)
 #else
+TWELL_FEW_LINEAR(1_short, 1, true, 1, 3, 3, 2)
+TWELL_FEW_LINEAR(1_ahead, 1, true, 1, 3, 3, 2)
+TWELL_FEW_LINEAR(2_ahead, 2, true, 1, 1, 2, 2)
 TWELL_FEW_LINEAR(4, 4, false, 1, 1, 1, 2)
 TWELL_FEW_LINEAR(8, 8, false, 1, 1, 1, 1)
 #endif

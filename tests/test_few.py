@@ -11,6 +11,7 @@ from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     FewPlan,
+    Launch,
     few_ffn,
     few_ffn_kernels,
     few_gated,
@@ -103,6 +104,22 @@ def test_a_wide_result_goes_where_the_kernel_has_it():
     assert [kind_of(argument) for argument in args] == parameters(name)
 
 
+def test_few_linear_has_stages_for_what_it_does():
+    """Of a 1.5B model on an H200: q, k and v; o; the head."""
+
+    def names(M: int, N: int, limits: Limits = H200) -> tuple[str, str]:
+        plan = plan_few(M, N, 2048, limits)
+        return plan.linear.name.removeprefix("few_linear_"), plan.ahead.name[11:]
+
+    assert names(1, 6144) == ("1", "1_ahead")
+    assert names(8, 2048) == ("1_short", "1")
+    assert names(1, 49152) == ("1", "1_ahead")
+    assert names(16, 6144) == ("2", "2_ahead")
+    assert names(16, 2048) == ("2", "2")
+    assert names(17, 6144) == ("4", "4")
+    assert names(1, 6144, A100) == ("1", "1")
+
+
 def test_what_is_launched_may_overlap_or_not():
     assert launches(4, 64, 96).overlaps == [False] * 4
     assert launches(4, 64, 96, overlap=True).overlaps == [True] * 4
@@ -113,8 +130,9 @@ def test_every_entry_is_planned_and_has_its_source():
         launch.name
         for limits in DEVICES.values()
         for M in range(1, FEW_TOKENS + 1)
+        for N in (520, 65536)
         for K in LENGTHS
-        for launch in launches_of(plan_few(M, 520, K, limits))
+        for launch in launches_of(plan_few(M, N, K, limits))
     }
     files = {"few_linear.cu", "few_gated.cu", "few_hidden.cu", "few_down.cu"}
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
@@ -134,7 +152,8 @@ def test_all_that_is_taken_fits_and_is_prepared(name):
                     assert {plan.hidden.name, plan.down.name} <= set(prepared)
                     seen += 1
                 if takes_few_dense(M, limits):
-                    assert max(plan.gated.smem_bytes, plan.linear.smem_bytes) <= limits.smem_bytes
+                    dense = plan.gated, plan.linear, plan.ahead
+                    assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
     assert seen
     assert prepared
 
@@ -149,7 +168,7 @@ def test_the_h200_takes_all(N):
 
 
 def launches_of(plan: FewPlan):
-    return plan.linear, plan.gated, plan.hidden, plan.down
+    return plan.linear, plan.ahead, plan.gated, plan.hidden, plan.down
 
 
 def nvrtc() -> Nvrtc:
@@ -208,6 +227,19 @@ PROBES = {
 }
 
 
+def template_of(launch: Launch, plan: FewPlan, limits: Limits) -> str:
+    """The template arguments of what is launched by a plan."""
+    if not launch.name.startswith("few_down"):
+        given, octets = template(launch.name, limits)
+        assert int(octets) == plan.octets
+        return given
+    if launch.name == "few_down":
+        return "1, 1"
+    octets = launch.name.removeprefix("few_down_wide_")
+    assert int(octets) == plan.octets
+    return f"{octets}, kWideTiles"
+
+
 def claims_of(file: str, limits: Limits) -> list[str]:
     """That each launch planned of a file's kernels has just the shared memory that they ask for."""
     claims = {}
@@ -215,16 +247,11 @@ def claims_of(file: str, limits: Limits) -> list[str]:
         for K in LENGTHS:
             for N in NEURONS:
                 plan = plan_few(M, N, K, limits)
-                (launch,) = (x for x in launches_of(plan) if x.name.startswith(file[:-3]))
-                if file != "few_down.cu":
-                    given, octets = template(launch.name, limits)
-                    assert int(octets) == plan.octets
-                elif launch.name == "few_down":
-                    given = "1, 1"
-                else:
-                    given = f"{launch.name.removeprefix('few_down_wide_')}, kWideTiles"
-                    assert int(given[0]) == plan.octets
-                claims[f"needed<{given}>({M}, {N}, {K}) == {launch.smem_bytes}"] = None
+                for launch in launches_of(plan):
+                    if launch.name.startswith(file[:-3]):
+                        given = template_of(launch, plan, limits)
+                        claim = f"needed<{given}>({M}, {N}, {K}) == {launch.smem_bytes}"
+                        claims[claim] = None
     return list(claims)
 
 

@@ -86,7 +86,7 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
     return torch.stack(rows)
 
 
-def linear(kernels, limits, x, weight, bias=None, *, residual=None, wide=False, overlap) -> Tensor:
+def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Tensor:
     y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 

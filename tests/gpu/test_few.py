@@ -183,6 +183,22 @@ def check(problem: Problem, kernels: KernelSet) -> None:
             equal(y, problem.y, f"few_linear, {problem}")
 
 
+@pytest.mark.parametrize("N", [2048, 6144, 6152])
+@pytest.mark.parametrize("M", [1, 5, 16])
+def test_the_builds_of_few_linear_agree(kernels, M, N):
+    """With few stages and with many: a 1.5B model's o, and its q, k and v."""
+    torch.manual_seed(M)
+    x, weight, bias, residual = (
+        torch.randn(*shape, device=DEVICE).bfloat16()
+        for shape in ((M, 2048), (N, 2048), (N,), (M, N))
+    )
+    given = (kernels, device_limits(0), x, weight, bias)
+    plain, ahead = (few_linear(*given, residual=residual, ahead=which) for which in (False, True))
+    assert torch.equal(plain, ahead)
+    product = (x.double() @ weight.double().T + bias.double()).bfloat16()
+    torch.testing.assert_close(plain, product + residual, rtol=2**-6, atol=0.05)
+
+
 def test_a_thousand_random_problems(kernels):
     seed = random.SystemRandom().getrandbits(32)
     for number in range(1000):

@@ -26,6 +26,8 @@ _DOWN_STAGES, _WIDE_TILES = 4, 4
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
 # kernels are built for GPUs with much shared memory, and with little
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
+_SHORT_PASS = {1: (1, 3, 4, 2)}
+_AHEAD_PASS = {1: (1, 3, 7, 2), 2: (1, 3, 6, 2)}
 _GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
 _SMALL_PASS = {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)}
 _SMALL_GATED_PASS = {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)}
@@ -47,6 +49,7 @@ class FewPlan:
 
     octets: int
     linear: Launch
+    ahead: Launch  # the same product, with more weights under way before it may begin
     gated: Launch
     hidden: Launch
     down: Launch
@@ -66,7 +69,8 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
     gated_passes = _GATED_PASS if kilobytes >= (163 if octets == 1 else 227) else _SMALL_GATED_PASS
     return FewPlan(
         octets,
-        _product("few_linear", M, K, octets, passes, 0, limits),
+        _linear(M, N, K, passes, False, limits),
+        _linear(M, N, K, passes, True, limits),
         _product("few_gated", M, K, octets, gated_passes, 0, limits),
         _product("few_hidden", M, K, octets, passes, at_hand, limits),
         Launch(down_name, down),
@@ -86,6 +90,30 @@ def _shared_kb(capability: tuple[int, int]) -> int:
     if (9, 0) <= capability < (12, 0):
         return 227
     return 163 if capability in ((8, 0), (8, 7)) else 99
+
+
+def _linear(
+    M: int,
+    N: int,
+    K: int,
+    passes: dict[int, tuple[int, int, int, int]],
+    ahead: bool,
+    limits: Limits,
+) -> Launch:
+    """few_linear: as _product, or where there is much shared memory another of its builds."""
+    octets = _octets(M)
+    plain = _product("few_linear", M, K, octets, passes, 0, limits)
+    kind, others = ("ahead", _AHEAD_PASS) if ahead else ("short", _SHORT_PASS)
+    if _shared_kb(limits.capability) < 227 or octets not in others:
+        return plain
+    row_blocks = max(1, ceil_div(ceil_div(N, _ROWS), limits.num_sms))
+    wanted = row_blocks * ceil_div(K, 64 * _WARPS)  # stages that hold all of a block's weights
+    if wanted <= passes[octets][2] if ahead else wanted > others[octets][2]:
+        return plain
+    other = _product("few_linear", M, K, octets, others, 0, limits)
+    if "long" in other.name:
+        return plain
+    return Launch(f"{other.name}_{kind}", other.smem_bytes)
 
 
 def _product(
@@ -114,7 +142,9 @@ def few_kernels(M: int) -> tuple[str, ...]:
     octets = _octets(M)
     names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
     long = [f"{name}_long" for name in names] if octets in _STAYING else []
-    return (*names, *long, _down_name(M))
+    short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
+    ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
+    return (*names, *long, *short, *ahead, _down_name(M))
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
@@ -195,21 +225,24 @@ def few_linear(
     *,
     residual: Tensor | None = None,
     wide: bool = False,
+    ahead: bool = False,
     overlap: bool = False,
 ) -> Tensor:
     """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16.
 
-    `wide`: the result is float32, not rounded, and there is no `residual`.
+    `wide`: the result is float32, not rounded, and there is no `residual`. `ahead`: it overlaps
+    short kernels that leave shared memory for more of its weights. The result is the same.
     """
     M, (N, K) = x.shape[0], weight.shape
     plan = plan_few(M, N, K, limits)
     y = x.new_empty(M, N, dtype=torch.float32 if wide else x.dtype)
+    launch = plan.ahead if ahead else plan.linear
     kernels.launch(
-        plan.linear.name,
+        launch.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None))),
-        plan.linear.smem_bytes,
+        launch.smem_bytes,
         overlap=overlap,
     )
     return y

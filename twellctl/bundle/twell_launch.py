@@ -43,6 +43,7 @@ ENTRY_FILES = {
         for name in ("few_linear", "few_gated", "few_hidden")
         for octets in ("1", "1_long", "2", "2_long", "4", "8")
     },
+    **{f"few_linear_{name}": "few_linear.cu" for name in ("1_short", "1_ahead", "2_ahead")},
     **{f"few_down_wide_{octets}": "few_down.cu" for octets in (1, 2, 4, 8)},
 }
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])

@@ -146,7 +146,7 @@ class KernelDecoder:
         for i, layer in enumerate(self._layers):
             if i:
                 h = rms_norm(self.kernels, x, layer.input_norm, self._eps)
-            qkv = self._linear(h, layer.qkv)
+            qkv = self._linear(h, layer.qkv, ahead=self._sparse)
             h = attend(
                 self.kernels,
                 plan,
@@ -168,9 +168,11 @@ class KernelDecoder:
         )
         return logits, counts[: len(self.neurons)]
 
-    def _linear(self, x: Tensor, linear: _Linear, residual: Tensor | None = None) -> Tensor:
-        weights = linear.weight, linear.bias
-        return few_linear(self.kernels, self._limits, x, *weights, residual=residual, overlap=True)
+    def _linear(
+        self, x: Tensor, linear: _Linear, residual: Tensor | None = None, *, ahead: bool = False
+    ) -> Tensor:
+        how = {"residual": residual, "ahead": ahead, "overlap": True}
+        return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
 
     def _ffn(self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor) -> Tensor:
         here = self.kernels, self._limits
