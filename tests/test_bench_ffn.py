@@ -5,12 +5,19 @@ import json
 import pytest
 import torch
 
-from twellctl.bench_ffn import FfnSettings, bench_ffn, measure_firing
+from twellctl.bench_ffn import FfnSettings, bench_ffn
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_route import ROUTES, Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union, UnionCount
-from twellctl.synthetic import FfnWeights, Spread, check_union, make_rows, make_weights
+from twellctl.synthetic import (
+    FfnWeights,
+    Spread,
+    check_union,
+    make_rows,
+    make_weights,
+    measure_firing,
+)
 from twellctl.twell_side import routes_taken
 
 TINY = ("--device", "cpu", "--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")

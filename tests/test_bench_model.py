@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from twellctl import bench_model as module
-from twellctl.bench_model import ModelSettings, bench_model, last_hidden, without_mask
+from twellctl.bench_body import MASKLESS, last_hidden, without_mask
+from twellctl.bench_model import ModelSettings, bench_model
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
@@ -58,7 +59,7 @@ def test_leaving_the_mask_out_changes_nothing(body):
         body.set_attn_implementation("sdpa")
         masked = last_hidden(body, ids)
         without_mask(body, 32)
-        assert body.config._attn_implementation == module.MASKLESS
+        assert body.config._attn_implementation == MASKLESS
         torch.testing.assert_close(last_hidden(body, ids), masked)
 
 
@@ -69,7 +70,7 @@ def test_a_sliding_window_keeps_its_mask(make_model):
     without_mask(model, 16)
     assert model.config._attn_implementation == "sdpa"
     without_mask(model, 8)
-    assert model.config._attn_implementation == module.MASKLESS
+    assert model.config._attn_implementation == MASKLESS
 
 
 def test_a_random_model_is_measured():

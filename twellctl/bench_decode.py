@@ -36,7 +36,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.firing import count_layers
 from twellctl.machine import line
 from twellctl.model import load_model, load_tokenizer
-from twellctl.synthetic import EVEN, check_union, make_body, with_head
+from twellctl.synthetic import EVEN, check_llama, check_union, make_body, with_head
 from twellctl.timing import Timer, by_turns
 
 CONTEXT = 2048  # of the random model, at least
@@ -83,14 +83,7 @@ class DecodeSettings:
             raise UsageError(f"prompt-tokens must be >= 1, got {self.prompt_tokens}")
         if self.new_tokens < 10:
             raise UsageError(f"new-tokens must be >= 10, got {self.new_tokens}")
-        for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', '-')} must be >= 1")
-        if self.hidden_size % (2 * self.heads):
-            raise UsageError(
-                f"hidden-size must be a multiple of twice the heads, got {self.hidden_size} "
-                f"for {self.heads}"
-            )
+        check_llama(self)
         for density in self.densities:
             EVEN.check(density)
 

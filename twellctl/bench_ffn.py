@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bench_device import bench_device, device_facts
@@ -20,16 +19,15 @@ from twellctl.bundle.twell_config import TILE
 from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
 from twellctl.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
 from twellctl.errors import UsageError
-from twellctl.firing import LayerCount, UnionCount
 from twellctl.synthetic import (
     EVEN,
     FfnWeights,
     Spread,
     as_json,
     check_sizes,
-    check_union,
     make_rows,
     make_weights,
+    measure_firing,
     rotated_weights,
 )
 from twellctl.twell_side import (
@@ -43,7 +41,6 @@ from twellctl.twell_side import (
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512
-COUNTED_ROWS = 8192  # at once; a multiple of 128
 PROFILED_ROWS = 8192
 
 
@@ -176,22 +173,6 @@ def _inputs(
         profiled = measure_firing(more, weights)
     slots = settings.slots or profiled["slots"]
     return Inputs(x, weights, fired, slots, profiled["density"])
-
-
-def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
-    """Of the gate in the dtype of `x`: density, nnz, slots, union. Refuses too small a union."""
-    w_gate, _, _, b_gate, _, _ = weights.split
-    count, union_count = LayerCount(len(w_gate), TILE, x.device), UnionCount()
-    for rows in x.split(COUNTED_ROWS):
-        gate = F.linear(rows, w_gate, b_gate)
-        active = F.relu(gate)
-        count.add(gate, active)
-        union_count.add(active)
-    layer = count.summary(0.0)
-    union = union_count.summary(layer.density)
-    check_union(union)
-    keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
-    return {key: getattr(layer, key) for key in keys} | {"union": asdict(union)}
 
 
 def _called(settings: FfnSettings, density: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellctl.bench_body import about_layers, last_hidden, without_mask
 from twellctl.bench_device import bench_device, device_facts, model_facts
 from twellctl.bench_results import DENSE, TWELL, Bench, Point
 from twellctl.bundle.twell_config import TILE
@@ -28,7 +29,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union, count_layers
 from twellctl.model import load_model, load_tokenizer
 from twellctl.profiled import LayerProfile
-from twellctl.synthetic import EVEN, check_union, make_body
+from twellctl.synthetic import EVEN, check_llama, check_union, make_body
 from twellctl.twell_side import (
     TwellNumbers,
     check_routes,
@@ -40,7 +41,6 @@ from twellctl.twell_side import (
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
-MASKLESS = "twell_bench_causal"  # how SDPA without a mask is registered with transformers
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,7 @@ class ModelSettings:
                 raise UsageError(
                     f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
                 )
-        for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', '-')} must be >= 1")
-        if self.hidden_size % (2 * self.heads):
-            raise UsageError(
-                f"hidden-size must be a multiple of twice the heads, got {self.hidden_size} "
-                f"for {self.heads}"
-            )
+        check_llama(self)
         EVEN.check(self.density)
         check_routes(self.routes)
         check_course(self.rounds, self.energy_seconds)
@@ -128,7 +121,7 @@ def bench_model(
             ),
             device,
         )
-        about = _about(measured, numbers, unions) | {"without_kernels": without_kernels}
+        about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
         points = tuple(
             _point(settings, subject, numbers, about, tokens, course) for tokens in settings.tokens
         )
@@ -161,23 +154,6 @@ def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
     if numbers is None:
         return count_layers(subject.body, subject.counted, TILE)
     return count_layers(subject.body, subject.counted, numbers.tile, numbers.thresholds)
-
-
-def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:
-    """`[B, S]` to `[B, S, K]`."""
-    return body(input_ids=ids, use_cache=False).last_hidden_state
-
-
-def without_mask(body: nn.Module, seq_len: int) -> None:
-    """Let `body` attend by SDPA's `is_causal`, unless a sliding window needs its mask."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    window = getattr(body.config, "sliding_window", None)
-    if body.config._attn_implementation == "sdpa" and (window is None or seq_len <= window):
-        # transformers makes a mask only for the names of attention that it knows
-        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
-        body.set_attn_implementation(MASKLESS)
 
 
 def _point(
@@ -223,24 +199,6 @@ def _reference(body: nn.Module, ids: Tensor) -> Tensor:
     """Last hidden states `[T, K]` of the first tokens, all computed in float32."""
     wide = copy.deepcopy(body).float()
     return last_hidden(wide, ids[:1, :REFERENCE_TOKENS])[0]
-
-
-def _about(
-    measured: list[LayerProfile], numbers: TwellNumbers, unions: list[Union]
-) -> dict[str, Any]:
-    keys = ("density", "nnz_mean", "nnz_p99", "nnz_max", "dead")
-    rows = [
-        {key: getattr(layer, key) for key in keys} | {"slots": slots, "union": asdict(union)}
-        for layer, slots, union in zip(measured, numbers.slots, unions, strict=True)
-    ]
-    smallest = min(unions, key=lambda union: union.fired / (union.expected or 1))
-    return {
-        "density": sum(layer.density for layer in measured) / len(measured),
-        "density_first_layer": measured[0].density,
-        "density_last_layer": measured[-1].density,
-        "union": asdict(smallest),
-        "layers": rows,
-    }
 
 
 def _open(settings: ModelSettings, device: torch.device, note: Callable[[str], None]) -> Subject:

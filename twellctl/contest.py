@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,26 +61,32 @@ def open_course(
 def hold(
     course: Course,
     contenders: list[Contender],
-    errors_of: Callable[[Tensor], tuple[float, float]],
+    errors_of: Callable[[Any], dict[str, float]],
     *,
     what: str,
     tokens: int,
     num_inputs: int = 1,
+    graphs: bool = True,
+    also: Callable[[Contender], dict[str, float]] = lambda contender: {},
 ) -> Outcome:
     """Measure all contenders on `tokens` rows a call; `errors_of(result)` judges inputs 0.
 
-    Of the dense ones all but eager may fail, and are left out then. Raises `TwellError`.
+    `also` measures more of each, once it is warm; `graphs` False never replays CUDA graphs. Of the
+    dense ones all but eager may fail, and are left out then. Raises `TwellError`.
     """
     timers: dict[str, Timer] = {}
-    errors: dict[str, tuple[float, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
+    more: dict[str, dict[str, float]] = {}
     skipped: dict[str, str] = {}
     for contender in contenders:
         name = contender.name
         course.note(f"{what}: {name}")
         try:
             errors[name] = errors_of(contender.call(0))
-            graphed = tokens < GRAPHS_BELOW
-            timers[name] = Timer(contender.call, num_inputs, course.device, graphed=graphed)
+            graphed = graphs and tokens < GRAPHS_BELOW
+            timer = Timer(contender.call, num_inputs, course.device, graphed=graphed)
+            more[name] = also(contender)
+            timers[name] = timer
         except TwellError:
             raise
         except Exception as error:  # whatever a compiler may say
@@ -94,18 +101,25 @@ def hold(
         joules = energy_by_turns(timers, course.counter, course.energy_seconds, course.progress)
     kinds = {contender.name: contender.kind for contender in contenders}
     candidates = tuple(
-        Candidate(name, kinds[name], tuple(taken), *errors[name], joules.get(name))
+        Candidate(name, kinds[name], tuple(taken), errors[name], joules.get(name), more[name])
         for name, taken in samples.items()
     )
     return Outcome(timers[MUST_RUN].how, candidates, skipped)
 
 
-def relative_errors(y: Tensor, expected: Tensor) -> tuple[float, float]:
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of `expected`."""
+    difference = (found.to(expected.dtype) - expected).norm()
+    return float(difference / expected.norm().clamp_min(1e-30))
+
+
+def relative_errors(y: Tensor, expected: Tensor) -> dict[str, float]:
     """Of `y` `[R, K]`: over all rows, and in the worst row that is not next to nothing."""
     difference = (y.to(expected.dtype) - expected).norm(dim=-1)
     size = expected.norm(dim=-1)
-    overall = float(difference.norm() / size.norm().clamp_min(1e-30))
+    overall = relative_error(y, expected)
     # a row in which one neuron just fires is all rounding, on every side
     compared = size > SMALL_ROW * size.median()
     by_row = difference[compared] / size[compared]
-    return overall, float(by_row.max()) if len(by_row) else overall
+    worst = float(by_row.max()) if len(by_row) else overall
+    return {"error": overall, "worst_row_error": worst}

@@ -7,22 +7,24 @@ weights of fired neurons only. Rows of another density have another channel 0.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_config import MAX_COLUMNS
+from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import Union
+from twellctl.firing import LayerCount, Union, UnionCount
 
 SPREADS = ("even", "lognormal", "heavy")
 LOGNORMAL_SIGMA = 1.0  # one token in a hundred has six times the mean density
 BIAS_STD = 0.05
 CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
 MAX_COPIES = 64
+COUNTED_ROWS = 8192  # at once; a multiple of 128
 FULL = 8.0  # standard deviations: every neuron of every row fires
 
 
@@ -140,6 +142,18 @@ def check_sizes(K: int, N: int) -> None:
         raise UsageError(f"intermediate-size must be a multiple of 8 to {MAX_COLUMNS}, got {N}")
 
 
+def check_llama(sizes: Any) -> None:
+    """`UsageError` unless `make_body` can make a body of the `sizes` that settings hold."""
+    for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
+        if getattr(sizes, name) < 1:
+            raise UsageError(f"{name.replace('_', '-')} must be >= 1")
+    if sizes.hidden_size % (2 * sizes.heads):
+        raise UsageError(
+            f"hidden-size must be a multiple of twice the heads, got {sizes.hidden_size} "
+            f"for {sizes.heads}"
+        )
+
+
 def rotated_weights(
     weights: FfnWeights, device: torch.device, at_least: int = 1
 ) -> list[FfnWeights]:
@@ -166,6 +180,23 @@ def check_union(union: Union) -> None:
             f"{union.tokens} consecutive tokens, where independent ones fire {union.expected:.1%}: "
             "so little is not measured; take another --seed or --density, or a real model"
         )
+
+
+@torch.no_grad()
+def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
+    """Of the gate in the dtype of `x`: density, nnz, slots, union. Refuses too small a union."""
+    w_gate, _, _, b_gate, _, _ = weights.split
+    count, union_count = LayerCount(len(w_gate), TILE, x.device), UnionCount()
+    for rows in x.split(COUNTED_ROWS):
+        gate = F.linear(rows, w_gate, b_gate)
+        active = F.relu(gate)
+        count.add(gate, active)
+        union_count.add(active)
+    layer = count.summary(0.0)
+    union = union_count.summary(layer.density)
+    check_union(union)
+    keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
+    return {key: getattr(layer, key) for key in keys} | {"union": asdict(union)}
 
 
 @torch.no_grad()

@@ -113,13 +113,18 @@ class TwellNumbers:
     densities: tuple[float, ...] | None
 
 
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the modules that shares all parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
 def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module:
     """`model` over TwELL as its export is: a copy that shares its weights.
 
     Not those of the down projections, where the kernels want another layout of them.
     """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    twin = shared_copy(model)
     put_over_twell(twin, asdict(numbers))
     use_kernels(twin, own_kernels(), route)
     for ffn in gated_ffns(twin):  # the same numbers, but a layout of its own

@@ -28,15 +28,21 @@ def _table(point: Any) -> None:
     rows = []
     for c in point.candidates:
         figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
-        figures += [f"{point.over_dense(c):.2f}x", f"{c.error:.1e}", f"{c.worst_row_error:.1e}"]
+        figures.append(f"{point.over_dense(c):.2f}x")
+        figures += [f"{c.errors[name]:.1e}" for name in ("error", "worst_row_error")]
         if energy:
             figures.append(f"{1000 * c.joules / point.tokens:.3g}")
         rows.append([c.name, *figures])
     if energy:
         columns.append("mJ/token")
     ui.table(
-        f"{point.tokens} tokens, {_firing(point.about)}; {point.outcome.timed_by}", columns, rows
+        f"{point.tokens} tokens, {firing(point.about)}; {point.outcome.timed_by}", columns, rows
     )
+    remarks(point)
+
+
+def remarks(point: Any) -> None:
+    """What stands below a table: what was left out, which ways were gone, the union."""
     for name, reason in point.outcome.skipped.items():
         ui.note(f"{name} was left out: {reason}")
     if said := point.about["without_kernels"]:
@@ -46,7 +52,8 @@ def _table(point: Any) -> None:
     ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
 
 
-def _firing(about: dict[str, Any]) -> str:
+def firing(about: dict[str, Any]) -> str:
+    """The density in words."""
     if "layers" in about:
         first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
         return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"

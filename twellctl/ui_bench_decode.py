@@ -51,7 +51,7 @@ def _ffn_table(point: Any) -> None:
     for c in point.candidates:
         floor = about["floor_ms"][c.kind] / 1000
         figures = [f"{1e6 * c.seconds:.4g}", f"{1e6 * floor:.3g}", f"{floor / c.seconds:.0%}"]
-        rows.append([c.name, *figures, f"{point.over_dense(c):.2f}x", f"{c.error:.1e}"])
+        rows.append([c.name, *figures, f"{point.over_dense(c):.2f}x", f"{c.errors['error']:.1e}"])
     title = (
         f"batch {point.tokens}, density {about['density']:.2%}, "
         f"{about['fired_for_some_token']:.1%} fire for some token; {point.outcome.timed_by}"

@@ -1,0 +1,47 @@
+"""The body of a model as benches run it: without a mask, and what fires in its layers."""
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from twellctl.firing import Union
+from twellctl.profiled import LayerProfile
+
+MASKLESS = "twell_bench_causal"  # how SDPA without a mask is registered with transformers
+
+
+def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:
+    """`[B, S]` to `[B, S, K]`."""
+    return body(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def without_mask(body: nn.Module, seq_len: int) -> None:
+    """Let `body` attend by SDPA's `is_causal`, unless a sliding window needs its mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = getattr(body.config, "sliding_window", None)
+    if body.config._attn_implementation == "sdpa" and (window is None or seq_len <= window):
+        # transformers makes a mask only for the names of attention that it knows
+        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+        body.set_attn_implementation(MASKLESS)
+
+
+def about_layers(
+    measured: list[LayerProfile], slots: tuple[int, ...], unions: list[Union]
+) -> dict[str, Any]:
+    """Of the JSON: what fires in the layers, and the union that is smallest for its density."""
+    keys = ("density", "nnz_mean", "nnz_p99", "nnz_max", "dead")
+    rows = [
+        {key: getattr(layer, key) for key in keys} | {"slots": most, "union": asdict(union)}
+        for layer, most, union in zip(measured, slots, unions, strict=True)
+    ]
+    smallest = min(unions, key=lambda union: union.fired / (union.expected or 1))
+    return {
+        "density": sum(layer.density for layer in measured) / len(measured),
+        "density_first_layer": measured[0].density,
+        "density_last_layer": measured[-1].density,
+        "union": asdict(smallest),
+        "layers": rows,
+    }
