@@ -4,6 +4,7 @@
 // A persistent kernel goes through windows of the list of heavy rows, and all blocks wait for each
 // other between two steps:
 //
+//   0  for sums over rows, the list is put in order
 //   1  gate, up and grad_h of the window's rows, from them gate's and up's gradients and h:
 //      of 128 rows and 64 neurons a block, [window, N] bf16 each
 //   2  what is wanted of  sums += gradients^T x, gradients^T x, h^T grad_y   float32 [N, K] each,
@@ -69,7 +70,7 @@ __device__ __forceinline__ void bring_box(unsigned to, const Matrix& from, int r
         const bool inside = own_row < from.num_rows && own_column < from.num_columns;
         long long at = 0;
         if (inside) {
-            const int line = from.rows ? __ldg(from.rows + own_row) : own_row;
+            const int line = from.rows ? from.rows[own_row] : own_row;
             at = static_cast<long long>(line) * from.num_columns + own_column;
         }
         copy_async_or_zero(inside, to + r * CHUNKS * 16 + ((chunk ^ (r & 7)) << 4),
@@ -321,6 +322,31 @@ __device__ __forceinline__ void add_to_biases(const Job& job, int start, int num
     }
 }
 
+// Puts the list of heavy rows in ascending order: `plan` leaves it in one of time, and sums shall
+// not depend on that. For one block; by a map of bits.
+__device__ __forceinline__ void order_rows(int* rows, int count, unsigned* bits, int num_rows) {
+    constexpr int kWords = kStages * kStageBytes / 4 - kThreads;
+    unsigned* sums = bits + kWords;  // [kThreads]
+    const int num_words = (num_rows + 31) / 32;
+    if (num_words > kWords) __trap();
+    for (int i = threadIdx.x; i < num_words; i += kThreads) bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads)
+        atomicOr(bits + rows[i] / 32, 1u << rows[i] % 32);
+    __syncthreads();
+    const int share = (num_words + kThreads - 1) / kThreads;
+    const int first = threadIdx.x * share, end = min(first + share, num_words);
+    unsigned own = 0;
+    for (int i = first; i < end; ++i) own += __popc(bits[i]);
+    sums[threadIdx.x] = own;
+    __syncthreads();
+    int at = 0;
+    for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) at += sums[i];
+    for (int i = first; i < end; ++i)
+        for (unsigned left = bits[i]; left; left &= left - 1)
+            rows[at++] = 32 * i + __ffs(left) - 1;
+}
+
 __device__ __forceinline__ int tiles_of(int size, int tile) { return (size + tile - 1) / tile; }
 
 }  // namespace
@@ -329,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_heavy(const unsigned short* x, const unsigned short* grad_y, const unsigned short* w_gate,
                const unsigned short* w_up, const unsigned short* w_down,
                const unsigned short* b_gate, const unsigned short* b_up, float threshold,
-               const float* penalty_at, const int* heavy_rows, const int* heavy_count, int window,
+               const float* penalty_at, int* heavy_rows, const int* heavy_count, int M, int window,
                int N, int K, unsigned short* grad_gate, unsigned short* grad_up,
                unsigned short* hidden, float* sums_gate, float* sums_up, float* sums_down,
                float* sums_biases, unsigned short* grad_x, unsigned* arrived) {
@@ -343,6 +369,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   grad_gate, grad_up,   hidden};
     const int weight_tiles = tiles_of(N, kTile) * tiles_of(K, kTile);
     unsigned times = 0;
+    if (sums_gate || sums_down || sums_biases) {
+        if (blockIdx.x == 0)
+            order_rows(heavy_rows, count, reinterpret_cast<unsigned*>(memory), M);
+        wait_for_all_blocks(arrived, ++times);
+    }
 #pragma unroll 1
     for (int start = 0; start < count; start += window) {
         const int num_rows = min(window, count - start), row_tiles = tiles_of(num_rows, kTile);

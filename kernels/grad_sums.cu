@@ -24,7 +24,7 @@
 //
 // Launch: blocks of 512 threads, grid (K / 16, or K / 8 for grad_x; any number of shares of the
 // fours); K a multiple of 16, panel_rows of 8; matrices contiguous, at
-// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 + 49152 bytes, 49152 = 16 * 4 * 8
+// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 + 49152 bytes, 49152 = 16 * 2 * 16
 // * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
 // blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
 #include "grad_lists.cuh"
@@ -35,8 +35,8 @@ namespace {
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kPlaneRow = 16;     // bytes
 constexpr int kCodeBytes = 32;    // of a round
-constexpr int kStep = BATCH;      // rounds of a step, at most
-constexpr int kStages = 4;
+constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
+constexpr int kStages = 2;
 constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
 constexpr int kFlip = 4;            // of rows in plane 1
 
@@ -78,8 +78,8 @@ __device__ __forceinline__ void load_planes(uint4* planes, const unsigned short*
 
 // A step on its way.
 struct Step {
-    int left;       // rounds of its four from there on
-    unsigned mask;  // of its slots
+    int left;           // rounds of its four from there on
+    unsigned masks[2];  // of its slots, for 8 rounds each
 };
 
 // Brings the rounds of a warp's fours onto its stages, step after step. Heads are looked up for 32
@@ -127,18 +127,21 @@ struct Feed {
     __device__ __forceinline__ Step bring(unsigned stage) {
         const int num = left;
         const unsigned values_at = stage + kStep * kCodeBytes;
-        if (lane < 16 && lane / 2 < num) copy_async(stage, codes);
+        if (lane / 2 < num) copy_async(stage, codes);
         if constexpr (KIND == Sums::One) {
-            if (lane < 16 && lane / 2 < num) copy_async(values_at, values);
+            if (lane / 2 < num) copy_async(values_at, values);
         } else {
             if (lane / 4 < num) copy_async(values_at, values);
+            if (lane / 4 + BATCH < num)
+                copy_async(values_at + BATCH * Values<KIND>::kBytes, values + 32);
         }
         commit_copies();
-        const Step step{num, load_or_leave(num > 0, masks)};
+        const Step step{num, load_or_leave(num > 0, masks),
+                        load_or_leave(num > BATCH, masks + FOUR_MASKS)};
         if (num > kStep) {
             left -= kStep;
             codes += kStep * kCodeBytes / 16, values += kStep * Values<KIND>::kBytes / 16;
-            masks += FOUR_MASKS;
+            masks += 2 * FOUR_MASKS;
         } else {
             four += stride;
             if (++from == 32) from = 0, look_up(four + (32 + lane) * stride);
@@ -185,10 +188,13 @@ __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place<KIND> plac
 // The `num` rounds of a step.
 template <Sums KIND>
 __device__ __forceinline__ void add_step(float (&sums)[2][4], Place<KIND> place, int num,
-                                         unsigned mask, unsigned plane, unsigned flip) {
-    if (num == kStep) {
-        add_rounds<kStep, KIND>(sums, place, mask, plane, flip);
-        return;
+                                         const unsigned (&masks)[2], unsigned plane,
+                                         unsigned flip) {
+    unsigned mask = masks[0];
+#pragma unroll 1
+    for (; num >= BATCH; num -= BATCH) {
+        add_rounds<BATCH, KIND>(sums, place, mask, plane, flip);
+        place.pass(BATCH), mask = masks[1];
     }
     if (num & 4) {
         add_rounds<4, KIND>(sums, place, mask, plane, flip);
@@ -284,15 +290,12 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     const int quad = lane >> 2, t = lane & 3;
     const int num_fours = (target.num_rows + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
 
-    // the first steps are on their way while the planes come
+    // the first step is on its way while the planes come
     const unsigned stages =
         smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
     const int first_four = blockIdx.y * kWarps + warp;
     Feed<KIND> feed(lists, panel, num_fours, first_four, stride, num_panels, lane);
-    Step behind[kStages - 1];
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i)
-        behind[i] = feed.bring(stages + i * kStageBytes + lane * 16);
+    Step behind = feed.bring(stages + lane * 16);
     const int first_other = panel * panel_rows;
     const long long skipped = static_cast<long long>(first_other) * target.K + target.first_column;
     load_planes(planes, rows0 + skipped, rows1 + skipped, target.K, num_others - first_other,
@@ -310,24 +313,22 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     const unsigned value_at =
         kStep * kCodeBytes + t * 8 + (KIND == Sums::One ? 0 : quad % 2 * 32);
     const unsigned values_at = stages + value_at, codes_at = stages + code_at;
+    const unsigned copies_at = stages + kStageBytes + lane * 16;
 
     int first_row = first_four * FOUR;
     float sums[2][4] = {};
-    unsigned at = 0, free_at = (kStages - 1) * kStageBytes;  // of stages, in bytes
-    while (behind[0].left != static_cast<int>(kNothing)) {
-        wait_for_copies<kStages - 2>();
+    unsigned at = 0;  // of the stage, in bytes
+    while (behind.left != static_cast<int>(kNothing)) {
+        wait_for_copies<0>();
         __syncwarp();
-        const Step step = behind[0];
-#pragma unroll
-        for (int i = 0; i < kStages - 2; ++i) behind[i] = behind[i + 1];
-        // the stage of the step before is free
-        behind[kStages - 2] = feed.bring(stages + free_at + lane * 16);
+        // the other stage is free: it takes the next step
+        const Step step = behind;
+        behind = feed.bring(copies_at - at);
         float out[4] = {};
         target.load<KIND>(out, step.left <= kStep, first_row + t, quad);
-        add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.mask,
+        add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.masks,
                        plane, flip);
-        free_at = at;
-        at = at == (kStages - 1) * kStageBytes ? 0 : at + kStageBytes;
+        at = kStageBytes - at;
         if (step.left > kStep) continue;
 
 #pragma unroll

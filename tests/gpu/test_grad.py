@@ -301,7 +301,7 @@ def test_heavy_rows(kernels, num, biases, N, K):
         (
             *map(on_device, (x, grad_y, *weights)),
             *(None if b is None else on_device(b) for b in given),
-            *(0.25, penalty, heavy_rows, count, window, N, K, *of_pairs, *sums, grad_x, arrived),
+            *(0.25, penalty, heavy_rows, count, M, window, N, K, *of_pairs, *sums, grad_x, arrived),
         ),
         98304,
     )

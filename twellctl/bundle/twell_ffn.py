@@ -132,10 +132,12 @@ def train_ffn(
         lie = all(t is None or (t.is_cuda and t.dtype in (dtype, torch.float32)) for t in tensors)
         if not why_not_trained(sources, x.device.index, K, N, tile, str(dtype), shapes, lie):
             rest = (*tensors[1:], penalty, threshold, slots, sources)
+            if x.numel() // K <= _TRAINED_TOKENS:
+                return _train_ffn_op(x.to(dtype), *rest)[:3]
             pieces = x.to(dtype).reshape(-1, K).split(_TRAINED_TOKENS)
             found = [_train_ffn_op(piece, *rest)[:3] for piece in pieces]
             y, hidden_sum, fired = zip(*found, strict=True)
-            return (torch.cat(y) if len(y) > 1 else y[0]).view(x.shape), sum(hidden_sum), sum(fired)
+            return torch.cat(y).view(x.shape), sum(hidden_sum), sum(fired)
     return plain_train_ffn(*tensors, penalty, threshold)
 
 

@@ -29,6 +29,7 @@ ENTRY_FILES = {
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",
     "hidden_kept": "hidden.cu",
+    "add_parts": "grad_pairs.cu",
     "list_neurons": "grad_lists.cu",
     "list_tokens": "grad_lists.cu",
     "grad_gate_up": "grad_sums.cu",

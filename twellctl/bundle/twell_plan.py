@@ -27,12 +27,13 @@ GRAD_STAGES = 49152  # the same of grad_sums
 GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128
 GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
 GRAD_HEAVY_SMEM = 98304
+PARTS_BLOCKS = 16  # that go through the pairs of a tile
 GRAD_FOUR = 4  # rows whose sums of gradients share rounds
 _GRAD_MAP_BYTES = 6 * 2048  # of grad_lists: what it writes at a time
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
-_TRAINING_PARTIAL_BYTES = 64 << 20
+_TRAINING_PARTIAL_BYTES = 192 << 20
 _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
 _TRAINING_WINDOW_BYTES, _GRAD_WINDOW_BYTES = 96 << 20, 36 << 20
@@ -138,9 +139,13 @@ class Plan:
         if 2 * self.num_tiles >= limits.num_sms and self.num_ranges > 1:
             half = (limits.smem_bytes + 1024) // 2 - 1024
             return (self.num_tiles,), min(2 * self.tile_tokens * self.cap, half // 16 * 16)
+        return self.gather_grid(limits), 0
+
+    def gather_grid(self, limits: Limits) -> tuple[int, int]:
+        """The grid of `hidden` where it has no shared memory."""
         blocks = ceil_div(self.num_groups * self.num_panels, HIDDEN_BLOCK // 32)
         most = ceil_div(self.group_rounds, BATCH)
-        return (blocks, max(1, min(most, 4 * limits.num_sms // blocks))), 0
+        return blocks, max(1, min(most, 4 * limits.num_sms // blocks))
 
     @cached_property
     def down_grid(self) -> tuple[int, int]:

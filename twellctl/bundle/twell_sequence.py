@@ -10,7 +10,7 @@ plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ from .twell_plan import (
     DOWN_BOX_ROWS,
     GATE_PACK_SMEM,
     GATHER_BLOCK,
+    GRAD_PAIRS_BLOCK,
     HEAVY_SMEM,
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PACK_BLOCK,
+    PARTS_BLOCKS,
     PLAN_CLUSTER,
     PLAN_CLUSTER_BLOCK,
     PRODUCT_BLOCK,
@@ -63,7 +65,7 @@ PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
 
 @dataclass(frozen=True)
 class PairLists:
-    """The lists of what fired (plan.cu), and if they were asked for, values of it."""
+    """The lists of what fired (plan.cu); masks and gate_up where they were made."""
 
     pair_start: Tensor
     pairs: Tensor
@@ -71,9 +73,9 @@ class PairLists:
     rounds: Tensor
     links: Tensor
     heavy_rows: Tensor
+    heavy_count: Tensor
+    masks: Tensor | None = None
     gate_up: Tensor | None = None  # of each pair gate | up << 16
-    hidden_sums: Tensor | None = None  # of |h|, to be added up
-    heavy_count: Tensor | None = None
 
 
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
@@ -103,9 +105,7 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
         gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
         launch_gate_pack(kernels, limits, xs, *gate, counts, entries, heavy_count)
         packed = counts, entries, heavy_count
-        lists = sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=True)
-        heavy_rows = lists.heavy_rows
-        del lists
+        heavy_rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
         heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
     return y
 
@@ -124,7 +124,7 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
         )
         del gate
         packed = counts, entries, heavy_count
-        sparse_products(kernels, limits, plan, xs, ys, ffn, *packed, clusters=False)
+        _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=False)
     return y
 
 
@@ -173,89 +173,146 @@ def packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Te
     return counts, entries, torch.empty(1, dtype=torch.int32, device=device)
 
 
-def sparse_products(
+def launch_plan(
     kernels: KernelSet,
-    limits: Limits,
     plan: Plan,
-    x: Tensor,
-    y: Tensor,
-    ffn: FFN,
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
     *,
     clusters: bool,
-    keep: bool = False,
 ) -> PairLists:
-    """up, hidden and down of what fired; y of heavy rows is not filled.
+    """The lists of what fired, of its packed form."""
+    M, P = plan.M, plan.num_panels
 
-    `keep`: what the backward pass needs is kept as well.
-    """
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=counts.device)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
-    tiles, Q = plan.num_tiles, plan.num_ranges
-    # lists
-    num_rounds = empty(plan.num_groups * P)
-    rounds = empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4)
-    links = empty(plan.num_groups * P, plan.group_rounds, ROUND)
-    masks = empty(plan.num_groups * P, plan.group_batches, BATCH_MASKS)
-    pair_start, pairs = empty(tiles, plan.num_neuron_groups + 1), empty(plan.num_pairs)
-    heavy_rows = empty(M)
+    lists = PairLists(
+        pair_start=empty(plan.num_tiles, plan.num_neuron_groups + 1),
+        pairs=empty(plan.num_pairs),
+        num_rounds=empty(plan.num_groups * P),
+        rounds=empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4),
+        links=empty(plan.num_groups * P, plan.group_rounds, ROUND),
+        heavy_rows=empty(M),
+        heavy_count=heavy_count,
+    )
     kernels.launch(
         "plan_cluster" if clusters else "plan",
-        (tiles * PLAN_CLUSTER if clusters else tiles,),
+        (plan.num_tiles * PLAN_CLUSTER if clusters else plan.num_tiles,),
         PLAN_CLUSTER_BLOCK if clusters else plan.plan_block,
         (
-            *(counts, entries, M, N, plan.slots, plan.cap, plan.tile_tokens),
-            *(plan.panel_rows, P, plan.group_rounds, num_rounds, rounds, links),
-            *(pair_start, pairs, heavy_rows, heavy_count),
+            *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.tile_tokens),
+            *(plan.panel_rows, P, plan.group_rounds, lists.num_rounds, lists.rounds, lists.links),
+            *(lists.pair_start, lists.pairs, lists.heavy_rows, heavy_count),
         ),
         plan.plan_cluster_smem if clusters else plan.plan_smem,
     )
-    # hidden
-    partial, stride = empty(Q, plan.num_pairs, dtype=torch.float32), np.int64(plan.num_pairs)
+    return lists
+
+
+def launch_up(
+    kernels: KernelSet, plan: Plan, x: Tensor, weight: Tensor, lists: PairLists
+) -> Tensor:
+    """Parts of the dot product of each pair's rows of `x` `[M, K]` and `weight` `[N, K]`, fp32."""
+    partial = x.new_empty(plan.num_ranges, plan.num_pairs, dtype=torch.float32)
     kernels.launch(
         "up",
         plan.up_grid,
         UP_BLOCK,
         (
-            *(x, ffn.w_up, M, N, K, plan.tile_tokens, plan.cap, plan.slabs_per_range),
-            *(pair_start, pairs, partial, stride),
+            *(x, weight, plan.M, plan.N, plan.K, plan.tile_tokens, plan.cap),
+            *(plan.slabs_per_range, lists.pair_start, lists.pairs, partial),
+            np.int64(plan.num_pairs),
         ),
         plan.up_smem,
     )
-    hidden_grid, hidden_smem = plan.hidden_launch(limits)
-    kept: tuple[Tensor, ...] = ()
-    if keep:
-        kept = empty(plan.num_pairs), empty(*hidden_grid, dtype=torch.float32)
-    kernels.launch(
-        "hidden_kept" if keep else "hidden",
-        hidden_grid,
-        HIDDEN_BLOCK,
-        (
-            *(partial, stride, Q, links, pair_start, pairs, M, N, plan.tile_tokens, plan.cap),
-            *(plan.panel_rows, P, plan.group_rounds, ffn.b_up, num_rounds, rounds, masks, *kept),
-        ),
-        hidden_smem,
+    return partial
+
+
+def launch_hidden(
+    kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, ffn: FFN, lists: PairLists
+) -> PairLists:
+    """Fill the rounds with h; returns the lists with masks."""
+    grid, smem_bytes = plan.hidden_launch(limits)
+    lists = replace(lists, masks=_masks(plan, partial))
+    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists)
+    kernels.launch("hidden", grid, HIDDEN_BLOCK, args, smem_bytes)
+    return lists
+
+
+def launch_hidden_kept(
+    kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, ffn: FFN, lists: PairLists
+) -> tuple[PairLists, Tensor]:
+    """The same; keeps gate and up of each pair too, and returns sums of |h|, to be added up."""
+    if plan.num_ranges > 1:
+        kernels.launch(
+            "add_parts",
+            (plan.num_tiles, PARTS_BLOCKS),
+            GRAD_PAIRS_BLOCK,
+            (
+                *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.pair_start, plan.N),
+                *(plan.tile_tokens, plan.cap),
+            ),
+        )
+    grid = plan.gather_grid(limits)
+    lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
+    sums = partial.new_empty(grid)
+    args = (*_hidden_arguments(plan, partial, 1, ffn, lists), lists.gate_up, sums)
+    kernels.launch("hidden_kept", grid, HIDDEN_BLOCK, args)
+    return lists, sums
+
+
+def _masks(plan: Plan, like: Tensor) -> Tensor:
+    size = (plan.num_groups * plan.num_panels, plan.group_batches, BATCH_MASKS)
+    return like.new_empty(size, dtype=torch.int32)
+
+
+def _hidden_arguments(
+    plan: Plan, partial: Tensor, num_parts: int, ffn: FFN, lists: PairLists
+) -> tuple[object, ...]:
+    return (
+        *(partial, np.int64(plan.num_pairs), num_parts, lists.links, lists.pair_start),
+        *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
+        *(plan.num_panels, plan.group_rounds, ffn.b_up, lists.num_rounds, lists.rounds),
+        lists.masks,
     )
-    del partial
-    # y
-    sums = empty(M, K, dtype=torch.float32) if P > 1 else None
+
+
+def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: Tensor) -> None:
+    """y of the filled rounds; that of heavy rows is not what it should be."""
+    M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
+    sums = y.new_empty(M, K, dtype=torch.float32) if P > 1 else None
     for panel in range(P):
         kernels.launch(
             "down",
             plan.down_grid,
             DOWN_BLOCK,
             (
-                *(ffn.w_down, ffn.b_down, num_rounds, rounds, masks, M, N, K, panel),
-                *(plan.panel_rows, P, plan.group_rounds, sums, y),
+                *(ffn.w_down, ffn.b_down, lists.num_rounds, lists.rounds, lists.masks, M, N, K),
+                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y),
             ),
             plan.down_smem,
         )
-    return PairLists(pair_start, pairs, num_rounds, rounds, links, heavy_rows, *kept)
+
+
+def _sparse_products(
+    kernels: KernelSet,
+    limits: Limits,
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    ffn: FFN,
+    packed: tuple[Tensor, Tensor, Tensor],
+    *,
+    clusters: bool,
+) -> Tensor:
+    """up, hidden and down of what fired; returns the list of heavy rows, whose y is not filled."""
+    lists = launch_plan(kernels, plan, *packed, clusters=clusters)
+    partial = launch_up(kernels, plan, x, ffn.w_up, lists)
+    lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
+    launch_down(kernels, plan, ffn, lists, y)
+    return lists.heavy_rows
 
 
 def heavy_products(

@@ -1,6 +1,7 @@
 """The gated FFN for training, forward and backward, as sequences of kernel launches on Hopper.
 
-    forward:   gate_pack -> plan_cluster -> up -> hidden_kept -> down -> the heavy rows, densely
+    forward:   gate_pack -> plan_cluster -> up -> add_parts -> hidden_kept
+               -> down -> the heavy rows, densely
     backward:  up (grad_y over W_down) -> grad_pairs
                -> grad_heavy -> list_neurons -> grad_gate_up, grad_down, grad_biases
                -> list_tokens -> grad_x -> grad_heavy (grad_x of the heavy rows)
@@ -24,7 +25,7 @@ from .twell_plan import (
     GRAD_HEAVY_SMEM,
     GRAD_LISTS_BLOCK,
     GRAD_PAIRS_BLOCK,
-    UP_BLOCK,
+    PARTS_BLOCKS,
     GradPlan,
     ceil_div,
     heavy_grad_window,
@@ -35,13 +36,17 @@ from .twell_plan import (
 from .twell_sequence import (
     PairLists,
     heavy_products,
+    launch_down,
     launch_gate_pack,
+    launch_hidden_kept,
+    launch_plan,
+    launch_up,
     packed_buffers,
-    sparse_products,
 )
 from .twell_weights import FFN
 
 GRAD_KERNELS = (
+    "add_parts",
     "hidden_kept",
     "tally",
     "grad_pairs",
@@ -104,18 +109,21 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, PairLists]:
     """(y `[M, K]`, sum of |h|, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
     plan = make_training_plan(x.shape[0], ffn, slots, limits).plan
-    y = torch.empty_like(x)
     counts, entries, heavy_count = packed_buffers(plan, x.device)
     gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
     launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
-    packed = counts, entries, heavy_count
-    lists = sparse_products(kernels, limits, plan, x, y, ffn, *packed, clusters=True, keep=True)
     fired = (counts & 0x3FFFFFFF).sum()
-    del entries, counts, packed
+    lists = launch_plan(kernels, plan, counts, entries, heavy_count, clusters=True)
+    del counts, entries
+    partial = launch_up(kernels, plan, x, ffn.w_up, lists)
+    lists, hidden_sums = launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
+    del partial
+    y = torch.empty_like(x)
+    launch_down(kernels, plan, ffn, lists, y)
+    lists = replace(lists, masks=None)
     heavy = lists.heavy_rows, heavy_count
     of_heavy = heavy_products(kernels, limits, x, y, ffn, *heavy, training=True)
-    hidden_sum = lists.hidden_sums.sum() + of_heavy.sum()
-    return y, hidden_sum, fired, replace(lists, hidden_sums=None, heavy_count=heavy_count)
+    return y, hidden_sums.sum() + of_heavy.sum(), fired, lists
 
 
 def backward(
@@ -168,22 +176,12 @@ class _Backward:
     def _pair_grads(self) -> Tensor:
         """grad_gate | grad_up << 16 of each pair, by its place."""
         plan, kept = self.plan, self.kept
-        partial = self._empty(plan.num_ranges, plan.num_pairs, dtype=torch.float32)
+        partial = launch_up(self.kernels, plan, self.grad_y, self.ffn.w_down, kept)
         stride = np.int64(plan.num_pairs)
-        self.kernels.launch(
-            "up",
-            plan.up_grid,
-            UP_BLOCK,
-            (
-                *(self.grad_y, self.ffn.w_down, plan.M, plan.N, plan.K, plan.tile_tokens),
-                *(plan.cap, plan.slabs_per_range, kept.pair_start, kept.pairs, partial, stride),
-            ),
-            plan.up_smem,
-        )
         grads = torch.empty_like(kept.gate_up)
         self.kernels.launch(
             "grad_pairs",
-            (plan.num_tiles, 16),
+            (plan.num_tiles, PARTS_BLOCKS),
             GRAD_PAIRS_BLOCK,
             (
                 *(partial, stride, plan.num_ranges, kept.pair_start, kept.gate_up, self.penalty),
@@ -196,6 +194,8 @@ class _Backward:
         """Of the heavy rows: sums of gate, up, down and biases, and grad_x; those there are."""
         plan, ffn = self.plan, self.ffn
         window = heavy_grad_window(plan.M, plan.N)
+        rows = self.kept.heavy_rows
+        rows = rows if targets[-1] is not None else rows.clone()  # which will be put in order
         of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
         arrived = torch.zeros(1, dtype=torch.int32, device=self.x.device)
         self.kernels.launch(
@@ -204,8 +204,17 @@ class _Backward:
             GRAD_HEAVY_BLOCK,
             (
                 *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(float(ffn.threshold), self.penalty, self.kept.heavy_rows),
-                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs, *targets, arrived),
+                *(float(ffn.threshold), self.penalty, rows),
+                *(
+                    self.kept.heavy_count,
+                    plan.M,
+                    window,
+                    plan.N,
+                    plan.K,
+                    *of_pairs,
+                    *targets,
+                    arrived,
+                ),
             ),
             GRAD_HEAVY_SMEM,
         )
