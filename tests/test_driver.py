@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -9,15 +10,15 @@ import pytest
 import torch
 
 from twellctl.bundle import twell_driver, twell_launch
-from twellctl.bundle.twell_driver import start_overlapping
-from twellctl.bundle.twell_launch import KernelSet, Limits
+from twellctl.bundle.twell_driver import clusters_at_once, start_overlapping
+from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 
 # cuda.h: grid and block (three unsigned each), sharedMemBytes, hStream, attrs, numAttrs
 CONFIG = struct.Struct("@7I P P I 4x")
 # an id, padding up to 8 bytes, a union of 64 bytes that begins with the one int that is used
 ATTRIBUTE = struct.Struct("@i 4x i 60x")
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 ANSWER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
@@ -26,7 +27,7 @@ ANSWER = ctypes.CFUNCTYPE(
 class Driver:
     """Stands for cuLaunchKernelEx: reads what it is given as the driver does."""
 
-    def __init__(self, formats: str, answer: int = 0):
+    def __init__(self, formats: Sequence[str], answer: int = 0):
         self.formats, self.answer = formats, answer
         self.calls: list[tuple] = []
 
@@ -53,7 +54,7 @@ class Driver:
 def driver(monkeypatch):
     """`driver(formats of the arguments, answer)` puts a stand-in in the driver's place."""
 
-    def put(formats: str, answer: int = 0) -> Driver:
+    def put(formats: Sequence[str], answer: int = 0) -> Driver:
         made = Driver(formats, answer)
         called = ANSWER(made.launch)
         monkeypatch.setattr(twell_driver, "_launch_kernel", lambda: called)
@@ -90,6 +91,47 @@ def test_the_default_stream_and_a_refusal(driver):
     with pytest.raises(KernelError, match=r"^cuLaunchKernelEx answers 701 for a grid of \(3, 2\)$"):
         start_overlapping(1, (3, 2), 64, (np.int32(1),), 0, 0)
     assert made.calls[0][1] is None or made.calls[0][1] == 0
+
+
+def test_a_tensor_map_goes_by_value(driver):
+    made = driver(("128s", "i"))
+    words = np.arange(16, dtype=np.uint64)
+    start_overlapping(1, (3,), 64, (words.view(TENSOR_MAP)[0], np.int32(7)), 0, 0)
+    assert made.calls[0][4] == [words.tobytes(), 7]
+
+
+# ---- clusters ----
+
+
+def test_how_many_clusters_run_at_the_same_time(monkeypatch):
+    asked = []
+
+    def answer(num, function, config):
+        *sizes, _, attributes, _ = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
+        asked.append((sizes, function, struct.unpack("@i 4x 3i", ctypes.string_at(attributes, 20))))
+        ctypes.c_int.from_address(num).value = 30
+        return len(asked) // 2  # the second time an error
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    called = kind(answer)
+    monkeypatch.setattr(twell_driver, "_max_active_clusters", lambda: called)
+    assert clusters_at_once(2**62, 4, 256, 100_000) == 30
+    assert asked == [([4, 1, 1, 256, 1, 1, 100_000], 2**62, (CLUSTER_DIMENSION, 4, 1, 1))]
+    with pytest.raises(KernelError, match=r"^cuOccupancyMaxActiveClusters answers 1 for 4 blocks$"):
+        clusters_at_once(1, 4, 256, 0)
+
+
+def test_a_device_is_asked_once_for_each(monkeypatch):
+    asked, allowed = [], []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(twell_launch, "clusters_at_once", lambda *args: asked.append(args) or 30)
+    kernels = KernelSet({}, 0)
+    kernels._functions["k"] = Function([])
+    monkeypatch.setattr(kernels, "_allow_shared", lambda *args: allowed.append(args[2]))
+    for smem_bytes in (1000, 2000, 1000):
+        assert kernels.clusters_at_once("k", 4, 256, smem_bytes) == 30
+    assert asked == [(99, 4, 256, 1000), (99, 4, 256, 2000)]
+    assert allowed == [1000, 2000]
 
 
 # ---- when launches overlap ----

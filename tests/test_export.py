@@ -308,6 +308,7 @@ BUNDLED = [
     "twell_config.py",
     "twell_driver.py",
     "twell_few.py",
+    "twell_few_clusters.py",
     "twell_ffn.py",
     "twell_format.py",
     "twell_kernels/README.md",

@@ -85,7 +85,7 @@ def why_no_few(M: int, N: int, device: torch.device) -> str | None:
     if said := what_is_missing():
         return said
     try:
-        kernels_for(own_kernels(), device.index).prepare(few_kernels(M))
+        kernels_for(own_kernels(), device.index).prepare(few_kernels(M, limits))
     except KernelError as error:
         return str(error)
     return None

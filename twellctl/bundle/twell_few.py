@@ -1,6 +1,7 @@
 """The gated FFN and a linear layer for few tokens, 1 to 64: bound by how fast weights stream in.
 
     few_ffn:     few_hidden (gate product, what fires, up of that)  ->  few_down
+                 in the place of few_hidden what twell_few_clusters.py launches, where it does
     few_gated:   gate and up of the dense form, to which few_linear is down
     few_linear:  one product
 
@@ -14,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .twell_few_clusters import CLUSTER_KERNEL, launch_clusters, takes_clusters
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
 from .twell_weights import FFN
@@ -137,19 +139,21 @@ def _product(
     return Launch(f"{kernel}_{octets}" + "_long" * (octets in _STAYING), size)
 
 
-def few_kernels(M: int) -> tuple[str, ...]:
-    """All entries for `M` tokens: the products, for inputs of any length, and down."""
+def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
+    """All entries for `M` tokens here: the products, for inputs of any length, and down."""
     octets = _octets(M)
     names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
     long = [f"{name}_long" for name in names] if octets in _STAYING else []
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    return (*names, *long, *short, *ahead, _down_name(M))
+    clusters = [CLUSTER_KERNEL] if takes_clusters(M, limits) else []
+    return (*names, *long, *short, *ahead, *clusters, _down_name(M))
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
     """All entries that `few_ffn` may launch on this device."""
-    names = [n for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits) for n in few_kernels(M)]
+    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
+    names = [name for M in taken for name in few_kernels(M, limits)]
     return tuple(dict.fromkeys(n for n in names if n.startswith(("few_hidden", "few_down"))))
 
 
@@ -193,17 +197,19 @@ def few_ffn(
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
-    kernels.launch(
-        plan.hidden.name,
-        (min(blocks, limits.num_sms),),
-        _BLOCK,
-        (
-            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
-            *(M, N, K, hidden, fired, counts),
-        ),
-        plan.hidden.smem_bytes,
-        overlap=overlap,
-    )
+    made = hidden, fired, counts
+    if not launch_clusters(kernels, limits, x, ffn, made, overlap=overlap):
+        kernels.launch(
+            plan.hidden.name,
+            (min(blocks, limits.num_sms),),
+            _BLOCK,
+            (
+                *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
+                *(float(ffn.threshold), M, N, K, *made),
+            ),
+            plan.hidden.smem_bytes,
+            overlap=overlap,
+        )
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,

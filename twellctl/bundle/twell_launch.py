@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_driver import start_overlapping
+from .twell_driver import clusters_at_once, start_overlapping
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
 # entries that do not lie in a file of their own name
@@ -129,6 +129,7 @@ class KernelSet:
         self._functions: dict[str, object] = {}
         self._modules: dict[str, object] = {}
         self._shared: dict[str, int] = {}
+        self._clusters: dict[tuple[str, int, int, int], int] = {}
         self._lock = threading.Lock()
         self.logs: dict[str, str] = {}
 
@@ -139,6 +140,18 @@ class KernelSet:
                 raise RuntimeError("TwELL kernels load at first use: run once before the capture")
             with self._lock, torch.cuda.device(self._index):
                 self._load([name for name in new if name not in self._functions])
+
+    def clusters_at_once(self, name: str, cluster: int, block: int, smem_bytes: int) -> int:
+        """How many clusters of `cluster` blocks of entry `name` run here at the same time."""
+        asked = name, cluster, block, smem_bytes
+        if (found := self._clusters.get(asked)) is None:
+            self.prepare([name])
+            with torch.cuda.device(self._index):
+                function = self._functions[name]
+                self._allow_shared(name, function, smem_bytes)
+                found = clusters_at_once(function.ptr, cluster, block, smem_bytes)
+            self._clusters[asked] = found
+        return found
 
     def launch(
         self,

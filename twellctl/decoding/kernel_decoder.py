@@ -301,9 +301,10 @@ def _most_rows(model: PreTrainedModel) -> int:
 def _why_no_kernels(model: PreTrainedModel) -> str | None:
     """None if all that a step launches is compiled and loaded, else why it is not."""
     config, index = model.config, model.device.index
+    limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
-    attention = plan_attend(1, *heads, PAGE, device_limits(index).num_sms).entry
-    few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M)}
+    attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
+    few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M, limits)}
     others = "embed_norm", "rms_norm", "choose", attention
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
