@@ -89,10 +89,10 @@ def test_two_processes_change_nothing(relu_llama, eight_blocks, expected, tmp_pa
 @pytest.mark.parametrize("normalizer", ["sum", "mean"])
 def test_normalizer(relu_llama, eight_blocks, normalizer):
     model = load_model(open_checkpoint(relu_llama))
-    penalty = FfnPenalty(model, normalizer)
+    penalty = FfnPenalty(model, [0.0, 0.0], normalizer)
     ids = eight_blocks[1]
     model(ids)
-    value, density = penalty.measured()
+    value, densities = penalty.measured()
     hidden, fired = [], []
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
@@ -101,13 +101,14 @@ def test_normalizer(relu_llama, eight_blocks, normalizer):
     reduce = torch.sum if normalizer == "sum" else torch.mean
     wanted = torch.stack([reduce(h.abs(), -1).mean() for h in hidden]).mean()
     assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
-    assert density.item() == pytest.approx(torch.stack(fired).double().mean().item(), rel=1e-6)
+    expected = [layer.double().mean().item() for layer in fired]
+    assert densities.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
     convert(make_model("phi3"), tmp_path / "relu")
     model = load_model(open_checkpoint(tmp_path / "relu")).requires_grad_(True)
-    penalty = FfnPenalty(model)
+    penalty = FfnPenalty(model, [0.0, 0.0])
     penalty.l1 = 1.0
     logits = model(eight_blocks[1]).logits
     (logits * 0).sum().backward()

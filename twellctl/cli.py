@@ -116,7 +116,7 @@ def finetune(
 ) -> None:
     """Make a ReLU model sparse.
 
-    Fine-tunes it with an L1 penalty on what its neurons give.
+    Fine-tunes it with a price on every neuron that fires, steered until the target is met.
 
     Flags win over the recipe, the recipe over the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...

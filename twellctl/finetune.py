@@ -1,4 +1,4 @@
-"""twellctl finetune: L1-regularised sparsification of a ReLU model through the HF Trainer.
+"""twellctl finetune: sparsification of a ReLU model through the HF Trainer.
 
 While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and the checkpoints.
 OUT appears when the run is complete.
@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
@@ -25,8 +26,10 @@ from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, wr
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
+from twellctl.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.lora import with_lora
 from twellctl.model import load_model, load_tokenizer, quiet_transformers
+from twellctl.optimizer import make_optimizer
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
 from twellctl.recipe import RECIPE_FILE, Recipe, run_folder, save_recipe
@@ -39,7 +42,8 @@ from twellctl.runs import (
     run_blocks,
 )
 from twellctl.sparsity import FfnPenalty
-from twellctl.teacher import Teacher, choose_teacher
+from twellctl.teacher import Teacher, choose_teacher, is_fresh
+from twellctl.trained_gates import TrainedGates
 from twellctl.trainer_arguments import micro_batch, trainer_arguments
 from twellctl.training import SparseTrainer, SparsityCallback
 
@@ -59,6 +63,8 @@ class FineTuned:
     first_cross_entropy: float | None
     cross_entropy: float | None
     density: float
+    density_by_layer: list[float]
+    thresholds: list[float]
     target_density: float | None
 
 
@@ -119,14 +125,15 @@ def finetune(
 
 
 def _for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    """The recipe with what it leaves to the model: the length of blocks and the learning rate."""
+    """The recipe with what it leaves open: length of blocks, learning rate, kind of penalty."""
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
     return dataclasses.replace(
         recipe,
         seq_len=recipe.seq_len or min(1024, longest),
-        learning_rate=recipe.learning_rate or 1 / checkpoint.ffn.hidden_size,
+        learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
+        penalty=recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count"),
     )
 
 
@@ -162,32 +169,55 @@ def _trainer(
     dtype = getattr(torch, recipe.param_dtype)
     model = load_model(checkpoint, dtype=dtype)
     model.config.use_cache = False
+    penalty = _penalty(model, recipe, checkpoint.twell["thresholds"])
     if recipe.lora_rank:
         model = with_lora(model, recipe)
     else:
         model.requires_grad_(True)
+    for gate in penalty.gates:
+        gate.requires_grad_(True)
     if recipe.gradient_checkpointing:
         newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
-    schedule: ConstantL1 | TargetL1 = ConstantL1(recipe.l1)
-    if recipe.l1_schedule == "target":
-        neurons = checkpoint.ffn.intermediate_size if recipe.l1_normalizer == "mean" else 1
-        target, ceiling = 1 - recipe.target_sparsity, MAX_L1 * neurons
-        schedule = TargetL1(recipe.l1, target, arguments.max_steps, ceiling)
+    taught_by = teacher and teacher.load()
+    states = None
+    if taught_by is not None and recipe.state_weight and comparable(model, taught_by):
+        states = LayerStates(model, taught_by, recipe.state_weight)
     trainer = SparseTrainer(
-        penalty=FfnPenalty(model, recipe.l1_normalizer),
-        schedule=schedule,
-        teacher=teacher and teacher.load(),
+        penalty=penalty,
+        schedule=_schedule(recipe, checkpoint.ffn.intermediate_size, arguments.max_steps),
+        teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
+        states=states,
+        soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,
+        compiled=recipe.compile,
         model=model,
         args=arguments,
         train_dataset=train,
         eval_dataset=held_out,
+        optimizers=(make_optimizer(model, penalty.gates, arguments, recipe.optimizer), None),
     )
+    if recipe.compile:
+        for layer in [*ffn_layers(model), *(ffn_layers(taught_by) if taught_by else [])]:
+            layer.forward = torch.compile(layer.forward, dynamic=False)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
     return trainer
+
+
+def _penalty(
+    model: PreTrainedModel, recipe: Recipe, thresholds: list[float]
+) -> TrainedGates | FfnPenalty:
+    kind = TrainedGates if recipe.penalty == "count" else FfnPenalty
+    return kind(model, thresholds, recipe.l1_normalizer)
+
+
+def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | TargetL1:
+    if recipe.l1_schedule == "constant":
+        return ConstantL1(recipe.l1)
+    ceiling = MAX_L1 * (num_neurons if recipe.l1_normalizer == "mean" else 1)
+    return TargetL1(recipe.l1, 1 - recipe.target_sparsity, num_steps, ceiling)
 
 
 def _train(
@@ -229,6 +259,8 @@ def _train(
         first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
+        density_by_layer=trainer.report.density_by_layer,
+        thresholds=trainer.penalty.limits,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
 
@@ -252,6 +284,7 @@ def _save(
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
     trainer.penalty.remove()
+    trainer.head.remove()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if not trainer.accelerator.is_main_process:
@@ -261,7 +294,7 @@ def _save(
         state = model.state_dict()
     state = _as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
-    config["twell"] = checkpoint.twell
+    config["twell"] = checkpoint.twell | {"thresholds": result.thresholds}
     try:
         with staged(result.out, overwrite=overwrite) as stage:
             model.save_pretrained(stage, state_dict=state)

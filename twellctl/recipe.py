@@ -60,14 +60,21 @@ class Recipe:
 
     l1: float = setting(
         2e-5,
-        "Coefficient of the L1 penalty: the mean over layers and tokens of the sum over neurons of "
-        "|relu(gate) * up|. With --l1-schedule target it is only where the controller starts.",
+        "Coefficient of the penalty: what a neuron that fires costs, in nats, as a mean over "
+        "layers and tokens; of --penalty l1, what the sum over neurons of |relu(gate) * up| costs. "
+        "With --l1-schedule target it is only where the controller starts.",
         at_least=0,
     )
     l1_schedule: str = setting(
         "target",
         "target: raise the coefficient until --target-sparsity is met. constant: keep --l1.",
         choices=("target", "constant"),
+    )
+    penalty: str | None = setting(
+        None,
+        "count: a price on every neuron that fires, thresholds are trained. l1: the paper's, on "
+        "|relu(gate) * up|, thresholds stay. [default: count; l1 if --l1-schedule is constant]",
+        choices=("count", "l1"),
     )
     l1_normalizer: str = setting(
         "sum",
@@ -84,27 +91,46 @@ class Recipe:
         "with its source activation, a fine-tuned one from its source if that is a local folder.",
     )
     teacher_weight: float = setting(
-        0.8, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
+        1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
+    )
+    state_weight: float = setting(
+        1.0,
+        "Weight of the distance between what each layer gives and what the teacher's gives, where "
+        "the two have the same shape.",
+        at_least=0,
+    )
+    soften: float = setting(
+        0.3,
+        "Share of the run over which the SiLU of a freshly converted model hardens into its "
+        "thresholded ReLU (penalty count).",
+        at_least=0,
+        at_most=1,
     )
 
     epochs: float = setting(1.0, "Passes over the data, unless steps or tokens are given.", above=0)
     max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
     max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
-    batch_size: int = setting(32, "Blocks an optimizer step sees, over all processes.", at_least=1)
+    batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
     micro_batch_size: int = setting(
         4, "Blocks one process holds at once; the rest is gradient accumulation.", at_least=1
     )
+    optimizer: str = setting(
+        "muon",
+        "muon: Muon for the matrices of the layers, AdamW at twice the rate for the rest. adamw: "
+        "AdamW for all.",
+        choices=("muon", "adamw"),
+    )
     learning_rate: float | None = setting(
         None,
-        "Peak learning rate of AdamW. [default: 1 / the model's hidden size: 2e-3 at 512, where it "
-        "was measured, 2.4e-4 at 4096]",
+        "Peak learning rate. [default: 0.5 / the model's hidden size: 1e-3 at 512, where it was "
+        "measured, 1.2e-4 at 4096]",
         above=0,
     )
     lr_scheduler: str = setting(
         "cosine", "What follows the warm-up.", choices=("cosine", "linear", "constant")
     )
     warmup_steps: float = setting(0.02, "Warm-up steps; below 1, a share of the run.", at_least=0)
-    weight_decay: float = setting(0.0, "Weight decay of AdamW.", at_least=0)
+    weight_decay: float = setting(0.0, "Weight decay.", at_least=0)
     adam_beta2: float = setting(0.95, "AdamW's beta2.", above=0, below=1)
     max_grad_norm: float = setting(1.0, "Gradient norm above which gradients are clipped.", above=0)
     seed: int = setting(
@@ -121,6 +147,7 @@ class Recipe:
     )
     lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
     gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
+    compile: bool = setting(False, "Compile the layers: a minute at the start, then faster.")
 
     save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
@@ -277,6 +304,8 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
         wrong.append("max-steps and max-tokens exclude each other: give one")
     if recipe.l1_schedule == "target" and not recipe.l1:
         wrong.append("l1 must be > 0 to be raised, got 0: give more, or l1-schedule constant")
+    if recipe.compile and (recipe.penalty or "count") == "l1":
+        wrong.append("compile does not go with penalty l1: leave one out")
     if recipe.lora_ffn and not recipe.lora_rank:
         wrong.append("lora-ffn needs a lora-rank above 0")
     if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):

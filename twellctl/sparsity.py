@@ -1,4 +1,4 @@
-"""What fine-tuning adds to a gated FFN: the L1 penalty on `hidden = relu_t(gate) * up`, counters.
+"""The paper's way to sparsity: an L1 penalty on `hidden = relu_t(gate) * up`, thresholds fixed.
 
 The penalty never becomes part of the loss tensor. An identity on `hidden` adds its gradient,
 `weight * sign(hidden)`, in the backward pass: so it is right under every kind of gradient
@@ -29,15 +29,18 @@ class _AddL1Gradient(torch.autograd.Function):
 class FfnPenalty:
     """Hooks on all gated FFNs of a model: add the penalty's gradient, measure each forward pass.
 
-    Penalty = `l1 * scale * mean over layers and tokens of the sum over neurons of |hidden|`, or
-    with `normalizer="mean"` of their mean. Set `l1` and `scale` before each forward pass; `scale`
-    is what the rest of the loss is multiplied by (one over the accumulation steps).
+    Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
+    `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
+    used as `TrainedGates` is.
     """
 
-    def __init__(self, model: nn.Module, normalizer: str = "sum"):
+    gates = ()
+
+    def __init__(self, model: nn.Module, thresholds: list[float], normalizer: str = "sum"):
         ffns = gated_ffns(model)
+        self.thresholds = self.limits = thresholds
         self.l1 = 0.0
-        self.scale = 1.0
+        self._scale = 1.0
         self.num_layers = len(ffns)
         self.normalizer = normalizer
         self._abs_sum: list[Tensor | None] = [None] * len(ffns)
@@ -56,11 +59,14 @@ class FfnPenalty:
         for handle in self._handles:
             handle.remove()
 
+    def begin(self, num_tokens: int, scale: float) -> None:
+        """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
+        self._scale = scale
+
     def measured(self) -> tuple[Tensor, Tensor]:
-        """Of the last forward pass: (penalty without `l1` and `scale`, density), two scalars."""
+        """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
         penalty = torch.stack(self._abs_sum).sum() / (self.num_layers * self._rows())
-        density = torch.stack(self._fired).sum() / (self.num_layers * self._positions)
-        return penalty, density
+        return penalty, torch.stack(self._fired) / self._positions
 
     def _rows(self) -> float:
         """What a sum over one layer is divided by."""
@@ -76,7 +82,7 @@ class FfnPenalty:
             self._abs_sum[layer] = hidden.detach().abs().sum(dtype=torch.float32)
             if not (self.l1 and torch.is_grad_enabled() and hidden.requires_grad):
                 return args
-            weight = self.l1 * self.scale / (self.num_layers * self._rows())
+            weight = self.l1 * self._scale / (self.num_layers * self._rows())
             return (_AddL1Gradient.apply(hidden, weight), *rest)
 
         return hook

@@ -37,13 +37,17 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
         return None
     if recipe.teacher != "auto":
         return _checked(student, open_checkpoint(recipe.teacher))
-    source, source_act = student.twell["source"], student.twell["source_act"]
-    if not (student.path / REPORT_FILE).exists() and source_act != "relu":
-        return Teacher(student, source_act)
-    path = Path(source)
+    if is_fresh(student):
+        return Teacher(student, student.twell["source_act"])
+    path = Path(student.twell["source"])
     if not path.is_dir() or path.resolve() == student.path.resolve():
         return None
     return _checked(student, open_checkpoint(path))
+
+
+def is_fresh(student: Checkpoint) -> bool:
+    """Whether `student` is converted and not fine-tuned: its weights are of its old activation."""
+    return student.twell["source_act"] != "relu" and not (student.path / REPORT_FILE).exists()
 
 
 def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:

@@ -1,7 +1,8 @@
-"""The Trainer of sparsification: losses, the L1 schedule, checkpoints and interrupts.
+"""The Trainer of sparsification: losses, the schedule of the penalty, checkpoints and interrupts.
 
 Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
-the tokens of the step, plus the L1 penalty that `FfnPenalty` adds in the backward pass.
+the tokens of the step, plus what `TrainedGates` (or `FfnPenalty`) and `LayerStates` add in the
+backward pass.
 """
 
 import math
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
+from twellctl.head_loss import HeadLoss
 from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.layer_states import LayerStates
 from twellctl.runs import mark_complete
 from twellctl.sparsity import FfnPenalty
+from twellctl.trained_gates import SLOPE, TrainedGates
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,12 @@ class StepReport:
     cross_entropy: float
     teacher_kl: float
     penalty: float
-    density: float
+    density_by_layer: list[float]
     l1: float
+
+    @property
+    def density(self) -> float:
+        return sum(self.density_by_layer) / len(self.density_by_layer)
 
 
 class SparseTrainer(Trainer):
@@ -39,10 +46,13 @@ class SparseTrainer(Trainer):
     def __init__(
         self,
         *,
-        penalty: FfnPenalty,
+        penalty: TrainedGates | FfnPenalty,
         schedule: ConstantL1 | TargetL1,
         teacher: nn.Module | None,
         teacher_weight: float,
+        states: LayerStates | None = None,
+        soften: float = 0.0,
+        compiled: bool = False,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
@@ -51,8 +61,11 @@ class SparseTrainer(Trainer):
         )
         self.penalty = penalty
         self.schedule = schedule
-        self.teacher = teacher
+        self.head = HeadLoss(self.model, compiled)
+        self.teacher = None if teacher is None else HeadLoss(teacher)
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
+        self.states = states
+        self.soften = soften
         self.report: StepReport | None = None
         self._sums: list[Tensor] = []
 
@@ -64,53 +77,57 @@ class SparseTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Tensor:
         ids = inputs["input_ids"]
-        self.penalty.l1 = self.schedule.l1
-        self.penalty.scale = 1 / self.current_gradient_accumulation_steps
-        logits = model(input_ids=ids, use_cache=False).logits
-        cross_entropy = next_token_loss(logits, ids)
-        kl = self._teacher_kl(logits, ids)
-        penalty, density = self.penalty.measured()
-        self._sums.append(torch.stack([cross_entropy.detach(), kl.detach(), penalty, density]))
-        return (1 - self.teacher_weight) * cross_entropy + self.teacher_weight * kl
+        scale = 1 / self.current_gradient_accumulation_steps
+        self.penalty.l1, self.penalty.width = self.schedule.l1, self._width()
+        self.penalty.begin(ids.numel(), scale)
+        if self.states is not None:
+            self.states.scale = scale
+        losses = self.head.losses(ids, self.teacher, self.teacher_weight, model)
+        penalty, densities = self.penalty.measured()
+        parts = torch.stack([losses.cross_entropy, losses.teacher_kl, penalty])
+        self._sums.append(torch.cat([parts, densities]))
+        return losses.loss
 
-    def _teacher_kl(self, logits: Tensor, ids: Tensor) -> Tensor:
-        if not self.teacher_weight:
-            return logits.new_zeros((), dtype=torch.float32)
-        with torch.no_grad():
-            wanted = self.teacher(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        student = F.log_softmax(logits[:, :-1].float(), -1).flatten(0, 1)
-        wanted = F.log_softmax(wanted, -1).flatten(0, 1)
-        return F.kl_div(student, wanted, log_target=True, reduction="batchmean")
+    def _width(self) -> float | None:
+        """Of the soft gate: from SiLU's 1 down to `SLOPE` while `soften` lasts, then a step."""
+        progress = self.state.global_step / self.state.max_steps
+        return SLOPE ** (progress / self.soften) if progress < self.soften else None
 
     def finish_step(self, interrupted: bool) -> bool:
         """After an optimizer step: move the schedule; True if a process was interrupted."""
+        for gate in self.penalty.gates:
+            gate.threshold.data.clamp_(min=0)
         means = torch.stack(self._sums).mean(0)
         self._sums.clear()
         told = torch.cat([means, means.new_tensor([float(interrupted)])])
         *means, stop = self.accelerator.reduce(told, reduction="mean").tolist()
-        self.report = StepReport(*means, l1=self.schedule.l1)
+        self.report = StepReport(*means[:3], density_by_layer=means[3:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
                 f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
                 "start again with a lower --learning-rate and --overwrite"
             )
-        share = self.get_learning_rate() / self.args.learning_rate
+        share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
-        return {"schedule": self.schedule.state(), "report": vars(self.report)}
+        thresholds = self.penalty.thresholds
+        state = {"schedule": self.schedule.state(), "report": vars(self.report)}
+        return state | {"thresholds": thresholds}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `sparsity_state()`."""
         self.schedule.load(state["schedule"])
         self.report = StepReport(**state["report"])
+        self.penalty.thresholds = state["thresholds"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.report is not None:
-            logs = logs | vars(self.report)
+            logs = logs | vars(self.report) | {"density": self.report.density}
+            del logs["density_by_layer"]  # trackers take scalars
         super().log(logs, start_time)
 
     @torch.no_grad()
@@ -124,8 +141,9 @@ class SparseTrainer(Trainer):
         self.model.eval()
         losses, densities = [], []
         for ids in self._my_held_out():
-            losses.append(self._held_out_loss(self.model, ids))
-            densities.append(self.penalty.measured()[1])
+            self.penalty.begin(ids.numel(), 1.0)
+            losses.append(self._held_out_loss(self.head, ids))
+            densities.append(self.penalty.measured()[1].mean())
         metrics = self._mean_of(eval_loss=losses, eval_density=densities)
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -139,9 +157,9 @@ class SparseTrainer(Trainer):
         losses = [self._held_out_loss(self.teacher, ids) for ids in self._my_held_out()]
         return self._mean_of(loss=losses)["loss"]
 
-    def _held_out_loss(self, model: nn.Module, ids: Tensor) -> Tensor:
+    def _held_out_loss(self, head: HeadLoss, ids: Tensor) -> Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.bf16):
-            return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+            return head.losses(ids).cross_entropy
 
     def _my_held_out(self):
         """Single blocks, so that every one weighs the same however many processes share them."""
@@ -202,8 +220,3 @@ class SparsityCallback(TrainerCallback):
         if self.asked_to_stop and self.trainer.args.world_size == 1:
             raise KeyboardInterrupt
         self.asked_to_stop = True
-
-
-def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits `[B, L, V]` against the next of ids `[B, L]`."""
-    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())

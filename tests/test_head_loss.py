@@ -1,0 +1,74 @@
+"""The loss in chunks is the plain one: values and gradients, in every family."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from twellctl import head_loss
+from twellctl.head_loss import HeadLoss
+
+WEIGHT = 0.7
+
+
+def plain(model, teacher, ids, weight):
+    """(loss, cross-entropy, KL) from whole logits."""
+    logits = model(ids).logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
+    wanted = teacher(ids).logits[:, :-1].detach().float().log_softmax(-1).flatten(0, 1)
+    cross_entropy = F.nll_loss(logits, ids[:, 1:].flatten())
+    kl = F.kl_div(logits, wanted, log_target=True, reduction="batchmean")
+    return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_equals_the_plain_loss(make_model, monkeypatch, family, tied):
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 7 * 512)
+    model, teacher = (
+        AutoModelForCausalLM.from_pretrained(
+            make_model(family, seed=seed, tie_word_embeddings=tied), dtype=torch.float32
+        )
+        for seed in (0, 1)
+    )
+    ids = torch.randint(512, (3, 11), generator=torch.Generator().manual_seed(0))
+    expected = plain(model, teacher, ids, WEIGHT)
+    expected[0].backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    student, taught = HeadLoss(model), HeadLoss(teacher)
+    found = student.losses(ids, taught, WEIGHT)
+    (2 * found.loss).backward()
+    for name, value in zip(("loss", "cross_entropy", "teacher_kl"), expected, strict=True):
+        assert getattr(found, name).item() == pytest.approx(value.item(), rel=1e-5), name
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad / 2 - wanted[name]).norm() / wanted[name].norm()
+        assert error < 1e-5, f"{name}: {error}"
+    student.remove()
+    assert model(ids).logits.shape == (3, 11, 512)
+
+
+def test_a_frozen_head_and_no_teacher(make_model):
+    model = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.float32)
+    model.lm_head.requires_grad_(False)
+    ids = torch.arange(20).view(2, 10)
+    wanted = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    losses = HeadLoss(model).losses(ids)
+    losses.loss.backward()
+    assert losses.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert losses.teacher_kl == 0
+    assert model.lm_head.weight.grad is None
+    assert model.model.norm.weight.grad.norm() > 0
+
+
+def test_without_gradients_none_are_computed(make_model):
+    model = AutoModelForCausalLM.from_pretrained(make_model("llama"), dtype=torch.float32)
+    ids, head = torch.arange(20).view(2, 10), HeadLoss(model)
+    with torch.no_grad(), torch.profiler.profile() as profiler:
+        assert not head.losses(ids).loss.requires_grad
+    with torch.profiler.profile() as training:
+        head.losses(ids)
+    count = [
+        sum(e.count for e in p.key_averages() if e.key == "aten::mm") for p in (profiler, training)
+    ]
+    assert count[1] == count[0] + 2

@@ -1,0 +1,172 @@
+"""The loss at the head of a causal model: cross-entropy and KL to a teacher, some tokens at a time.
+
+The logits of a step are never whole: those of 4 blocks of 1024 tokens with 150,000 ids would take
+2.5 GB, and several times that with the teacher's and their gradients. `HeadLoss` takes the place of
+the head's forward, so that what the model returns as "logits" is the loss. The gradients of the
+head's input and weight are computed in the forward pass, while some logits are at hand.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LOGITS_AT_ONCE = 1 << 26  # elements of one tensor of logits; about five such exist, in float32
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Means over the tokens that have a next one, in nats; `loss` carries the gradient."""
+
+    loss: Tensor
+    cross_entropy: Tensor
+    teacher_kl: Tensor
+
+
+class HeadLoss:
+    """Replaces the forward of a causal model's head until `remove()`; `compiled` fuses its sums."""
+
+    def __init__(self, model: nn.Module, compiled: bool = False):
+        self.model = model
+        self.compiled = compiled
+        self.head = model.get_output_embeddings()
+        self.scale = _logit_scale(model, self.head)
+        self._call: _Call | None = None
+        self.head.forward = self._forward
+
+    def remove(self) -> None:
+        """Give the head its own forward again."""
+        del self.head.forward
+
+    def losses(
+        self,
+        ids: Tensor,
+        teacher: "HeadLoss | None" = None,
+        teacher_weight: float = 0.0,
+        wrapped: nn.Module | None = None,
+    ) -> Losses:
+        """Of ids `[B, L]`: `(1 - w) * cross_entropy + w * KL(teacher || student)` and its parts.
+
+        `wrapped` is the model as it is called where several processes train it.
+        """
+        if not teacher_weight:
+            teacher = None
+        wanted = teacher.states(ids) if teacher is not None else None
+        self._call = _Call(self, ids[:, 1:].flatten(), teacher, wanted, teacher_weight)
+        try:
+            loss = (wrapped or self.model)(input_ids=ids, use_cache=False).logits
+            return Losses(loss, *self._call.parts)
+        finally:
+            self._call = None
+
+    @torch.no_grad()
+    def states(self, ids: Tensor) -> Tensor:
+        """`[B * (L - 1), K]`: what the head reads at the tokens that have a next one."""
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) of the head in `dtype`."""
+        weight, bias = self.head.weight, self.head.bias
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        states = hidden[:, :-1].flatten(0, 1)
+        if self._call is None:
+            return states
+        weight, bias = self.head.weight, self.head.bias
+        return _LossOfStates.apply(states, weight, bias, self._call, torch.is_grad_enabled())
+
+
+class _Call:
+    """One computation of the loss: what it needs beside the states, and the parts it found."""
+
+    def __init__(self, student, targets, teacher, wanted, teacher_weight):
+        self.student, self.targets = student, targets
+        self.teacher, self.wanted, self.teacher_weight = teacher, wanted, teacher_weight
+        self.parts: tuple[Tensor, Tensor] | None = None
+        self._weights: dict[HeadLoss, tuple[Tensor, Tensor | None]] = {}
+
+    def logits(self, head: HeadLoss, states: Tensor) -> Tensor:
+        """`[M, V]` of `head` on states `[M, K]`, computed in their dtype."""
+        if head not in self._weights:  # one cast of the weight for all chunks
+            self._weights[head] = head.weights(states.dtype)
+        logits = F.linear(states, *self._weights[head])
+        return logits if head.scale == 1 else logits.mul_(head.scale)
+
+    def of_some(self, states: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_sums`, of some rows."""
+        logits, wanted = self.logits(self.student, states), None
+        if self.teacher is not None:
+            wanted = self.logits(self.teacher, self.wanted[some].to(states.dtype))
+        sums = _compiled_sums if self.student.compiled else _sums
+        return sums(logits, wanted, self.targets[some, None], self.teacher_weight)
+
+
+def _sums(
+    logits: Tensor, wanted: Tensor | None, targets: Tensor, weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(cross-entropy, KL, gradient of the loss `[M, V]`) of M rows, all summed over them.
+
+    `logits` and the teacher's `wanted` are `[M, V]`, `targets` `[M, 1]`.
+    """
+    log_p = logits.float().log_softmax(-1)
+    cross_entropy = -log_p.gather(-1, targets).sum()
+    kl = torch.zeros_like(cross_entropy)
+    gradient = log_p.exp()
+    if wanted is not None:
+        log_q = wanted.float().log_softmax(-1)
+        q = log_q.exp()
+        kl = (q * (log_q - log_p)).sum()
+        gradient = gradient - weight * q
+    ones = torch.full_like(targets, weight - 1, dtype=torch.float32)
+    return cross_entropy, kl, gradient.scatter_add(-1, targets, ones)
+
+
+_compiled_sums = torch.compile(_sums, dynamic=False)
+
+
+class _LossOfStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, weight, bias, call: _Call, with_gradient: bool) -> Tensor:
+        # the head's own dtype, or autocast's: what its forward would have computed in
+        device, dtype = states.device.type, states.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        needs = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        given = (states, weight, bias)
+        gradients = [torch.zeros_like(t) if n else None for t, n in zip(given, needs, strict=True)]
+        scale = call.student.scale / len(states)
+        weight, sums, rows = weight.to(dtype), 0, max(1, LOGITS_AT_ONCE // len(weight))
+        for start in range(0, len(states), rows):
+            some = slice(start, start + rows)
+            x = states[some].to(dtype)
+            cross_entropy, kl, gradient = call.of_some(x, some)
+            sums = sums + torch.stack([cross_entropy, kl])
+            gradient = gradient.mul_(scale).to(dtype)
+            if needs[0]:
+                gradients[0][some] = gradient @ weight
+            if needs[1]:
+                gradients[1] += gradient.T @ x
+            if needs[2]:
+                gradients[2] += gradient.sum(0)
+        ctx.gradients = gradients
+        call.parts = tuple(sums / len(states))
+        share = call.teacher_weight
+        return (1 - share) * call.parts[0] + share * call.parts[1]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gradients = [None if g is None else g * grad.to(g.dtype) for g in ctx.gradients]
+        return *gradients, None, None
+
+
+@torch.no_grad()
+def _logit_scale(model: nn.Module, head: nn.Module) -> float:
+    """What the family multiplies its head's output by (1 for most)."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+    head.forward = lambda hidden: hidden.new_ones(*hidden.shape[:-1], 1)
+    try:
+        return float(model(input_ids=token, use_cache=False).logits)
+    finally:
+        del head.forward

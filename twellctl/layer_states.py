@@ -1,0 +1,78 @@
+"""Keeps what each layer gives near what the teacher's layer gives, from its own hidden states.
+
+    loss += weight * mean over layers of |states - teacher's|^2 / |teacher's|^2
+
+As in `trained_gates`, the term's gradient is added in the backward pass and it is no part of the
+loss tensor.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import gated_ffns
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, wanted, weight)
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        states, wanted, weight = ctx.saved_tensors
+        return grad + ((states - wanted) * weight).to(grad.dtype), None, None
+
+
+class LayerStates:
+    """Hooks on the layers of a model and of its teacher, which runs first on the same tokens."""
+
+    def __init__(self, model: nn.Module, teacher: nn.Module, weight: float):
+        self.weight, self.scale = weight, 1.0
+        layers, theirs = ffn_layers(model), ffn_layers(teacher)
+        self._wanted: list[Tensor | None] = [None] * len(layers)
+        self._handles = [
+            *(layer.register_forward_hook(self._keep(i)) for i, layer in enumerate(theirs)),
+            *(layer.register_forward_hook(self._compare(i)) for i, layer in enumerate(layers)),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _keep(self, index: int):
+        def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            self._wanted[index] = _states(output)
+
+        return hook
+
+    def _compare(self, index: int):
+        def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
+            states = _states(output)
+            if not (torch.is_grad_enabled() and states.requires_grad):
+                return None
+            wanted = self._wanted[index]
+            norm = torch.linalg.vector_norm(wanted, dtype=torch.float32)
+            weight = 2 * self.weight * self.scale / len(self._wanted) / norm.square()
+            nearer = _AddGradient.apply(states, wanted, weight)
+            return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
+
+        return hook
+
+
+def ffn_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the gated FFNs: the decoder's layers, in order."""
+    names = {id(module): name for name, module in model.named_modules()}
+    parents = [names[id(ffn)].rpartition(".")[0] for ffn in gated_ffns(model)]
+    return [model.get_submodule(parent) for parent in parents]
+
+
+def comparable(model: nn.Module, teacher: nn.Module) -> bool:
+    """Whether the two have as many layers, of the same width."""
+    same_width = model.config.hidden_size == teacher.config.hidden_size
+    return same_width and len(gated_ffns(model)) == len(gated_ffns(teacher))
+
+
+def _states(output: Tensor | tuple) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,111 @@
+"""The optimizer of fine-tuning: Muon for the matrices of the layers, AdamW for the rest.
+
+Muon takes the momentum of a matrix, makes all its singular values about 1 and scales it to the size
+of an AdamW step: so rates are of the same order for both. It keeps one number a weight where AdamW
+keeps two. Thresholds have a rate of their own.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+THRESHOLD_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
+REST_RATE = 2.0  # AdamW's rate for the rest, in rates of Muon
+MOMENTUM = 0.95
+ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
+AT_ONCE = 1 << 26  # weights that are orthogonalised together
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five times within 0.7-1.2
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, except for groups with `matrices` true: they take Muon's step."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step; groups of matrices keep `momentum` as their state."""
+        groups = self.param_groups
+        for group in groups:
+            if group["matrices"]:
+                self._step_matrices(group)
+        self.param_groups = [group for group in groups if not group["matrices"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _step_matrices(self, group: dict) -> None:
+        weights = [p for p in group["params"] if p.grad is not None]
+        for shape in sorted(set(map(_shape, weights))):
+            same, size = [p for p in weights if _shape(p) == shape], AT_ONCE // math.prod(shape)
+            for start in range(0, len(same), max(1, size)):
+                self._step_some(same[start : start + max(1, size)], group)
+
+    def _step_some(self, weights: list[Tensor], group: dict) -> None:
+        gradients = [p.grad for p in weights]
+        momenta = [self._momentum(p) for p in weights]
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
+        steps = orthogonal(torch.stack(ahead)).to(weights[0].dtype)
+        size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(steps), alpha=-group["lr"] * size)
+
+    def _momentum(self, weight: Tensor) -> Tensor:
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["step"] = torch.zeros(())  # AdamW looks for one when it loads a state
+            state["momentum"] = torch.zeros_like(weight)
+        return state["momentum"]
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """`[B, M, N]` with singular values of about 1 and the directions of `matrices`."""
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    first, third, fifth = NEWTON_SCHULZ
+    for _ in range(5):
+        gram = x @ x.mT
+        x = first * x + (third * gram + fifth * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+def make_optimizer(
+    model: nn.Module,
+    gates: Sequence[nn.Module],
+    arguments: TrainingArguments,
+    kind: str = "muon",
+) -> Muon:
+    """Of all that is trained in `model`; with kind "adamw" matrices are like the rest."""
+    thresholds = {id(p) for gate in gates for p in gate.parameters()}
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    trained = [(n, p) for n, p in trained if id(p) not in thresholds]
+    inside = [p for n, p in trained if kind == "muon" and _is_inside(n, p)]
+    rest = [p for n, p in trained if kind != "muon" or not _is_inside(n, p)]
+    rate, decay = arguments.learning_rate, arguments.weight_decay
+    rest_rate = rate * (REST_RATE if kind == "muon" else 1)
+    groups = [
+        {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
+        {"params": [p for p in rest if p.ndim > 1], "lr": rest_rate, "weight_decay": decay},
+        {"params": [p for p in rest if p.ndim < 2], "lr": rest_rate},
+        {"params": [p for gate in gates for p in gate.parameters()], "lr": THRESHOLD_RATE},
+    ]
+    return Muon(
+        [{"matrices": False} | group for group in groups if group["params"]],
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        weight_decay=0.0,
+        fused=torch.cuda.is_available(),
+    )
+
+
+def _is_inside(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix of a layer; the factors of an adapter are none."""
+    return parameter.ndim == 2 and ".layers." in name and "lora_" not in name
+
+
+def _shape(weight: Tensor) -> tuple[int, ...]:
+    return tuple(weight.shape)

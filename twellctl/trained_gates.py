@@ -1,0 +1,128 @@
+"""Gates with a threshold that is trained, and a price on every neuron that fires.
+
+    active = gate * fires        fires = [gate > threshold]        one threshold a layer
+    loss  += price * mean over layers and tokens of the sum over neurons of fires
+
+A step has no slope, so gradients pass it as if it were `sigmoid((gate - threshold) / SLOPE)`: a
+gate near the threshold feels both what its neuron is worth to the loss and what it costs, and so
+does the threshold. What fires keeps its value: unlike an L1 penalty the price does not shrink it.
+Early on the sigmoid may be the forward too; with threshold 0 and width 1 that is SiLU, exactly, so
+that a converted model starts as what it was and hardens without a jump.
+
+The price is never part of the loss tensor. It is added in the backward pass, which is right under
+every kind of gradient checkpointing, where a sum collected on the side would be counted twice.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import GateThreshold, activation_name, gated_ffns
+
+SLOPE = 0.1  # width of the sigmoid that stands for the step in the backward pass
+
+
+class TrainedGate(nn.Module):
+    """In the place of an FFN's activation; outside of training it is plain `relu_t`."""
+
+    def __init__(self, threshold: float, settings: Tensor):
+        super().__init__()
+        device = settings.device
+        self.threshold = nn.Parameter(torch.tensor(threshold, dtype=torch.float32, device=device))
+        self.settings = settings  # of all layers: (1 while soft else 0, width, price of one neuron)
+        self.fired = torch.zeros((), device=device)
+
+    @property
+    def limit(self) -> Tensor:
+        """The threshold as it is stored and compared with: cut to what bf16 holds."""
+        bits = self.threshold.detach().view(torch.int32)
+        return (bits & ~0xFFFF).view(torch.float32)
+
+    def forward(self, gate: Tensor) -> Tensor:
+        limit = self.limit
+        fires = gate > limit
+        self.fired = fires.sum(dtype=torch.float32)
+        if not self.training:
+            return torch.where(fires, gate, 0)
+        return _Fire.apply(gate, self.threshold, limit, self.settings)
+
+
+class _Fire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, threshold: Tensor, limit: Tensor, settings: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, threshold, limit, settings)
+        fires, _ = _fires(gate.float(), threshold, limit, settings)
+        return (gate * fires).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        stored, threshold, limit, settings = ctx.saved_tensors
+        gate, grad = stored.float(), grad.float()
+        fires, soft = _fires(gate, threshold, limit, settings)
+        slope = soft * (1 - soft) / settings[1] * (grad * gate + settings[2])
+        return (grad * fires + slope).to(stored.dtype), -slope.sum(), None, None
+
+
+def _fires(gate, threshold, limit, settings) -> tuple[Tensor, Tensor]:
+    """(what multiplies the gate, the sigmoid that stands for it in the backward pass)."""
+    soft = torch.sigmoid((gate - threshold) / settings[1])
+    return torch.where(settings[0] > 0, soft, (gate > limit).float()), soft
+
+
+class TrainedGates:
+    """Puts a `TrainedGate` into every gated FFN of `model`, and counts what fires.
+
+    Set `l1`, the price of a neuron that fires, and `width`, that of the soft gate (None: a step).
+    The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`, or with
+    `normalizer="mean"` of the share of them.
+    """
+
+    def __init__(self, model: nn.Module, thresholds: list[float], normalizer: str = "sum"):
+        self.ffns = gated_ffns(model)
+        self.num_neurons = self.ffns[0].down_proj.in_features
+        self.normalizer = normalizer
+        self.l1 = 0.0
+        self.width: float | None = None
+        settings = torch.zeros(3, device=next(model.parameters()).device)
+        self.gates = [TrainedGate(threshold, settings) for threshold in thresholds]
+        self._settings, self._written, self._num_tokens = settings, None, 0
+        for ffn, gate in zip(self.ffns, self.gates, strict=True):
+            setattr(ffn, activation_name(ffn), gate.train(ffn.training))
+
+    @property
+    def thresholds(self) -> list[float]:
+        """One a layer, as they are now."""
+        return [gate.threshold.item() for gate in self.gates]
+
+    @thresholds.setter
+    def thresholds(self, values: list[float]) -> None:
+        for gate, value in zip(self.gates, values, strict=True):
+            gate.threshold.data.fill_(value)
+
+    @property
+    def limits(self) -> list[float]:
+        """The thresholds as bf16 holds them: what gates are compared with, and what is stored."""
+        return [gate.limit.item() for gate in self.gates]
+
+    def remove(self) -> None:
+        """Leave `relu_t` with the thresholds reached in the place of what trained them."""
+        for ffn, limit in zip(self.ffns, self.limits, strict=True):
+            setattr(ffn, activation_name(ffn), GateThreshold(limit))
+
+    def begin(self, num_tokens: int, scale: float) -> None:
+        """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
+        price = self.l1 * scale / (len(self.gates) * num_tokens)
+        if self.normalizer == "mean":
+            price /= self.num_neurons
+        soft = self.width is not None
+        settings = [float(soft), self.width if soft else SLOPE, price]
+        if settings != self._written:
+            self._settings.copy_(torch.tensor(settings))
+            self._written = settings
+        self._num_tokens = num_tokens
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
+        fired = torch.stack([gate.fired for gate in self.gates])
+        densities = fired / (self._num_tokens * self.num_neurons)
+        penalty = densities.mean() * (1 if self.normalizer == "mean" else self.num_neurons)
+        return penalty, densities
