@@ -4,7 +4,8 @@
 //                  where the pairs of 8 neurons and a tile of tokens lie together; a panel is so
 //                  many whole tiles
 //   list_tokens    fours of tokens, panels of neurons: out of the rounds and links of plan.cu,
-//                  where the pairs of 8 tokens and a panel lie together
+//                  where the pairs of 8 tokens and a panel of plan.cu lie together; `split` panels
+//                  here are one there
 //
 // A block makes the lists of two fours, of 8 rows, and a panel. A map in shared memory has a bit for
 // each (row, other row of the panel), those of a four and a bank class together. The bits below a
@@ -15,9 +16,8 @@
 // kept, grads: of each pair, by its place in `pairs`, gate | up << 16 and grad_gate | grad_up << 16.
 //
 // Launch: grid (ceil(rows / 8), panels), blocks of 128 threads. Dynamic shared memory: 64 * W + 32 *
-// W + 6 * kMapSlots bytes, W = ceil(panel_rows / 64) rounded up to even. list_neurons: num_listed,
-// the rounds given away so far, is 0 before; there is room for 2 * 8 * Q rounds and those of all
-// pairs. list_tokens: four_rounds rounds for each (four, panel), a multiple of 8.
+// W + 6 * kMapSlots bytes, W = ceil(panel_rows / 64) rounded up to even. num_listed, the
+// rounds given away so far, is 0 before; there is room for 8 rounds a list and those of all pairs.
 #include "grad_lists.cuh"
 #include "twell.cuh"
 #include "warp.cuh"
@@ -163,10 +163,9 @@ __device__ __forceinline__ void write_slots(const Shared& shared, const Lists& l
 }
 
 // The lists of the 8 rows. `pairs.each(see)` shows each pair to `see(row, other, place)`;
-// `first_round(num)` gives where so many rounds are to be, a multiple of 8; q: of the first four.
-template <class Pairs, class FirstRound>
-__device__ __forceinline__ void list_rows(const Pairs& pairs, FirstRound first_round,
-                                          const Lists& lists, int num_fours, int q, int q_step,
+// q: of the first four.
+template <class Pairs>
+__device__ __forceinline__ void list_rows(const Pairs& pairs, int* num_listed, const Lists& lists, int num_fours, int q, int q_step,
                                           int panel_rows, const unsigned* kept,
                                           const unsigned* grads, unsigned char* memory,
                                           Half* halves, int* first_at) {
@@ -185,7 +184,7 @@ __device__ __forceinline__ void list_rows(const Pairs& pairs, FirstRound first_r
     const int room0 = (halves[0].num_rounds + LIST_ALIGNMENT - 1) & ~(LIST_ALIGNMENT - 1);
     const int room1 = (halves[1].num_rounds + LIST_ALIGNMENT - 1) & ~(LIST_ALIGNMENT - 1);
     if (threadIdx.x == 0) {
-        const int first = first_round(room0 + room1);
+        const int first = atomicAdd(num_listed, room0 + room1);
         *first_at = first;
         lists.heads[q] = make_int2(first, halves[0].num_rounds);
         if (num_fours > 1) lists.heads[q + q_step] = make_int2(first + room0, halves[1].num_rounds);
@@ -234,11 +233,11 @@ struct PairsOfNeurons {
     }
 };
 
-// The pairs of 8 tokens in a panel.
+// The pairs of 8 tokens in a panel of plan.cu, of those the neurons of a panel of ours.
 struct PairsOfTokens {
     const uint4* records;
     const uint4* links;
-    int num_records;
+    int num_records, first_column, panel_rows;
 
     template <class See>
     __device__ __forceinline__ void each(See see) const {
@@ -248,8 +247,9 @@ struct PairsOfTokens {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const unsigned code = (j < 2 ? record.z : record.w) >> (j % 2 * 16) & 0xffff;
-                if (places[j] != NO_LINK)
-                    see(code >> COLUMN_BITS, code & COLUMN_MASK, places[j]);
+                const unsigned column = (code & COLUMN_MASK) - first_column;
+                if (places[j] != NO_LINK && column < static_cast<unsigned>(panel_rows))
+                    see(code >> COLUMN_BITS, column, places[j]);
             }
         }
     }
@@ -276,29 +276,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         tile_tokens,
         static_cast<unsigned>(tile_tokens) * cap};
     list_rows(
-        of_panel, [&](int num) { return atomicAdd(num_listed, num); },
-        {heads, codes, values, hidden, masks}, (N + FOUR - 1) / FOUR - group * 2,
+        of_panel, num_listed, {heads, codes, values, hidden, masks}, (N + FOUR - 1) / FOUR - group * 2,
         group * 2 * num_panels + panel, num_panels, panel_tiles * tile_tokens, kept, grads,
         reinterpret_cast<unsigned char*>(memory), halves, &first_at);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     list_tokens(const int* num_rounds, const uint4* rounds, const uint4* links,
-                const unsigned* kept, const unsigned* grads, int M, int panel_rows,
-                int group_rounds, int four_rounds, int2* heads, uint2* codes, uint2* values,
+                const unsigned* kept, const unsigned* grads, int M, int panel_rows, int split,
+                int group_rounds, int* num_listed, int2* heads, uint2* codes, uint2* values,
                 unsigned* masks) {
     extern __shared__ uint4 memory[];
     __shared__ Half halves[kHalves];
     __shared__ int first_at;
     const int group = blockIdx.x, panel = blockIdx.y, num_panels = gridDim.y;
-    const long long q = static_cast<long long>(group) * num_panels + panel;
+    const long long q = static_cast<long long>(group) * (num_panels / split) + panel / split;
     const PairsOfTokens of_group{rounds + q * group_rounds * ROUND_RECORDS,
                                  links + q * group_rounds * ROUND_RECORDS,
-                                 __ldg(num_rounds + q) * ROUND_RECORDS};
-    const int first_list = group * 2 * num_panels + panel;
+                                 __ldg(num_rounds + q) * ROUND_RECORDS,
+                                 panel % split * panel_rows,
+                                 panel_rows};
     list_rows(
-        of_group, [&](int) { return static_cast<int>(q) * 2 * four_rounds; },
-        {heads, codes, values, nullptr, masks}, (M + FOUR - 1) / FOUR - group * 2, first_list,
-        num_panels, panel_rows, kept, grads, reinterpret_cast<unsigned char*>(memory), halves,
-        &first_at);
+        of_group, num_listed, {heads, codes, values, nullptr, masks},
+        (M + FOUR - 1) / FOUR - group * 2, group * 2 * num_panels + panel, num_panels, panel_rows,
+        kept, grads, reinterpret_cast<unsigned char*>(memory), halves, &first_at);
 }

@@ -16,16 +16,19 @@
 // plane 0 has 8 columns of W_gate and plane 1 the same 8 of W_up; each lane adds the sum of the
 // one over the first values to that of the other over the second. grad_down has one value and
 // leaves half of the sums alone: what a round costs is its reads of shared memory, which are 4
-// clocks for the planes, 2 for values, 1 for codes.
+// clocks for two planes, 2 for values, 1 for codes. grad_x has four planes, of 16 columns, and
+// panels of half as many rows: its values and codes serve two mmas.
 //
 // A block goes through its fours once for each panel. Between panels their sums go through float32
-// [rows, K], each written and read by the same thread. The first panel adds to what is there if
-// *heavy_count > 0: grad_heavy was there before.
+// [rows, K], each written and read by the same thread; those of grad_x, of which there are more,
+// through [chunk, K], chunk after chunk, every other one through the panels from the last to the
+// first. With heavy_count the first panel adds to what is there if *heavy_count > 0: grad_heavy was
+// there before.
 //
-// Launch: blocks of 512 threads, grid (K / 16, or K / 8 for grad_x; any number of shares of the
-// fours); K a multiple of 16, panel_rows of 8; matrices contiguous, at
-// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 + 49152 bytes, 49152 = 16 * 2 * 16
-// * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
+// Launch: blocks of 512 threads, grid (K / 16, any number of shares of the fours); K a multiple of
+// 16, panel_rows of 8, chunk of 4; matrices contiguous, at
+// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 (grad_x: 64) + 49152 bytes, 49152
+// = 16 * 2 * 16 * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
 // blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
 #include "grad_lists.cuh"
 #include "twell.cuh"
@@ -49,6 +52,10 @@ struct Values {
     static constexpr int kStageBytes = kStep * (kCodeBytes + kBytes);
 };
 
+// Times 16 columns, or 8 in each of two matrices: two planes each.
+template <Sums KIND>
+constexpr int kSets = KIND == Sums::Merged ? 2 : 1;
+
 struct Lists {
     const int2* heads;
     const uint4* codes;
@@ -56,22 +63,24 @@ struct Lists {
     const unsigned* masks;
 };
 
-// What is summed up: 8 columns in each plane.
+// What is summed up: 8 columns in each plane; those of the second set follow the first's.
+template <int SETS>
 __device__ __forceinline__ void load_planes(uint4* planes, const unsigned short* plane0,
                                             const unsigned short* plane1, int K, int num_rows,
                                             int panel_rows) {
-    const int plane = threadIdx.x % 2;
-    int row = threadIdx.x / 2;
+    constexpr int STEP = kThreads / (2 * SETS);
+    const int plane = threadIdx.x % (2 * SETS), side = plane % 2;
+    int row = threadIdx.x / (2 * SETS);
     const unsigned short* from =
-        (plane ? plane1 : plane0) + static_cast<long long>(row) * K;
-    uint4* to = planes + plane * panel_rows + (row ^ plane * kFlip);
+        (side ? plane1 : plane0) + plane / 2 * 8 + static_cast<long long>(row) * K;
+    uint4* to = planes + plane * panel_rows + (row ^ side * kFlip);
 #pragma unroll 4
-    for (; row < panel_rows; row += kThreads / 2) {
+    for (; row < panel_rows; row += STEP) {
         if (row < num_rows)
             copy_async(smem_address(to), from);
         else
             *to = make_uint4(0, 0, 0, 0);
-        from += kThreads / 2 * K, to += kThreads / 2;
+        from += STEP * K, to += STEP;
     }
     commit_copies();
 }
@@ -161,11 +170,22 @@ struct Place {
     }
 };
 
+// Where a lane finds a row: of the first plane or of the second, and how far the next set is.
+struct Planes {
+    unsigned at, flip, set_bytes;
+};
+
+// Of a set, two sums that alternate, of two columns each.
+template <Sums KIND>
+struct Accumulators {
+    float of[kSets<KIND>][2][4];
+};
+
 // The mmas of COUNT rounds. Of each byte of `mask`, one a slot, bit i says whether the slot of
 // round i belongs to the row of the lane's column.
 template <int COUNT, Sums KIND>
-__device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place<KIND> place, unsigned mask,
-                                           unsigned plane, unsigned flip) {
+__device__ __forceinline__ void add_rounds(Accumulators<KIND>& sums, Place<KIND> place,
+                                           unsigned mask, const Planes& planes) {
     unsigned codes[COUNT];
     uint2 values[COUNT];
 #pragma unroll
@@ -175,36 +195,39 @@ __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place<KIND> plac
         values[i] = load_shared_pair(place.values + i * Values<KIND>::kBytes);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        unsigned w[4];
-        const unsigned row = (codes[i] & COLUMN_MASK) ^ flip;
-        load_matrices_transposed(w, scale_and_add(row, kPlaneRow, plane));
+        const unsigned row = (codes[i] & COLUMN_MASK) ^ planes.flip;
+        const unsigned at = scale_and_add(row, kPlaneRow, planes.at);
         const unsigned signs = mask << (7 - i);
         const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
         const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
-        multiply_add(sums[i % 2], w[0], w[1], w[2], w[3], low, high);
+#pragma unroll
+        for (int set = 0; set < kSets<KIND>; ++set) {
+            unsigned w[4];
+            load_matrices_transposed(w, at + set * planes.set_bytes);
+            multiply_add(sums.of[set][i % 2], w[0], w[1], w[2], w[3], low, high);
+        }
     }
 }
 
 // The `num` rounds of a step.
 template <Sums KIND>
-__device__ __forceinline__ void add_step(float (&sums)[2][4], Place<KIND> place, int num,
-                                         const unsigned (&masks)[2], unsigned plane,
-                                         unsigned flip) {
+__device__ __forceinline__ void add_step(Accumulators<KIND>& sums, Place<KIND> place, int num,
+                                         const unsigned (&masks)[2], const Planes& planes) {
     unsigned mask = masks[0];
 #pragma unroll 1
     for (; num >= BATCH; num -= BATCH) {
-        add_rounds<BATCH, KIND>(sums, place, mask, plane, flip);
+        add_rounds<BATCH, KIND>(sums, place, mask, planes);
         place.pass(BATCH), mask = masks[1];
     }
     if (num & 4) {
-        add_rounds<4, KIND>(sums, place, mask, plane, flip);
+        add_rounds<4, KIND>(sums, place, mask, planes);
         place.pass(4), mask >>= 4;
     }
     if (num & 2) {
-        add_rounds<2, KIND>(sums, place, mask, plane, flip);
+        add_rounds<2, KIND>(sums, place, mask, planes);
         place.pass(2), mask >>= 2;
     }
-    if (num & 1) add_rounds<1, KIND>(sums, place, mask, plane, flip);
+    if (num & 1) add_rounds<1, KIND>(sums, place, mask, planes);
 }
 
 // Where a four's sums go: float32 [rows, K] between panels, bf16 in the end.
@@ -212,13 +235,14 @@ struct Target {
     float* sums[2];
     unsigned short* out[2];
     int num_rows, K, first_column;
+    int first_row;  // of what lies in `sums`
     bool add, last;
 
     __device__ __forceinline__ bool as_bf16() const { return last && out[0]; }
 
     // Of a lane, the first of its columns.
     __device__ __forceinline__ float* sum_at(int matrix, int row, int quad) const {
-        return sums[matrix] + static_cast<long long>(row) * K + first_column + quad;
+        return sums[matrix] + static_cast<long long>(row - first_row) * K + first_column + quad;
     }
 
     // What was there before of a lane's sums, in their order in `finish`.
@@ -228,7 +252,7 @@ struct Target {
         wanted = wanted && add && row < num_rows;
         const float* at = sum_at(0, row, quad);
         before[0] = load_or_zero(wanted, at);
-        if (KIND != Sums::Merged) before[2] = load_or_zero(wanted, at + 8);
+        before[2] = load_or_zero(wanted, at + 8);
         if (KIND == Sums::Both) {
             at = sum_at(1, row, quad);
             before[1] = load_or_zero(wanted, at);
@@ -240,8 +264,7 @@ struct Target {
     __device__ __forceinline__ void store(const float (&out)[4], int row, int quad) const {
         if (row >= num_rows) return;
         float* at = sum_at(0, row, quad);
-        at[0] = out[0];
-        if (KIND != Sums::Merged) at[8] = out[2];
+        at[0] = out[0], at[8] = out[2];
         if (KIND == Sums::Both) {
             at = sum_at(1, row, quad);
             at[0] = out[1], at[8] = out[3];
@@ -250,11 +273,10 @@ struct Target {
 };
 
 // A lane has out[0], out[1] of column quad, first and second value of row t, and out[2], out[3] of
-// column quad + 8.
+// column quad + 8; of grad_x out[0] and out[2].
 template <Sums KIND>
 __device__ __forceinline__ void finish(const Target& target, int first_row, float (&out)[4],
                                        int quad, int t) {
-    if constexpr (KIND == Sums::Merged) out[0] += out[3];
     if (!target.as_bf16()) {
         target.store<KIND>(out, first_row + t, quad);
         return;
@@ -263,9 +285,9 @@ __device__ __forceinline__ void finish(const Target& target, int first_row, floa
     const int turned = first_row + quad / 2;
     const long long line = static_cast<long long>(turned) * target.K + target.first_column;
     if constexpr (KIND == Sums::Merged) {
-        const unsigned pair = transpose_matrix(bf16_pair(out[0], 0.f));
-        if (quad % 2 == 0 && turned < target.num_rows)
-            *reinterpret_cast<unsigned*>(target.out[0] + line + 2 * t) = pair;
+        const unsigned pair = transpose_matrix(bf16_pair(out[0], out[2]));
+        if (turned < target.num_rows)
+            *reinterpret_cast<unsigned*>(target.out[0] + line + quad % 2 * 8 + 2 * t) = pair;
     } else {
         const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
         const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
@@ -279,27 +301,32 @@ __device__ __forceinline__ void finish(const Target& target, int first_row, floa
     }
 }
 
-// The pass over one panel; what is summed up has `num_others` rows in all.
+// The pass of the fours up to `end_row` over one panel; what is summed up has `num_others` rows in
+// all. `load`: the panel is not in shared memory yet.
 template <Sums KIND>
 __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* rows0,
                                           const unsigned short* rows1, const Lists& lists,
-                                          const Target& target, int num_others, int panel,
-                                          int panel_rows, int num_panels) {
+                                          const Target& target, int end_row, int num_others,
+                                          int panel, int panel_rows, int num_panels, bool load) {
+    constexpr int SETS = kSets<KIND>;
     constexpr int kStageBytes = Values<KIND>::kStageBytes;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int quad = lane >> 2, t = lane & 3;
-    const int num_fours = (target.num_rows + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
+    const int end_four = (end_row + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
 
     // the first step is on its way while the planes come
     const unsigned stages =
-        smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
-    const int first_four = blockIdx.y * kWarps + warp;
-    Feed<KIND> feed(lists, panel, num_fours, first_four, stride, num_panels, lane);
+        smem_address(planes + 2 * SETS * panel_rows) + warp * kStages * kStageBytes;
+    const int first_four = target.first_row / FOUR + blockIdx.y * kWarps + warp;
+    Feed<KIND> feed(lists, panel, end_four, first_four, stride, num_panels, lane);
     Step behind = feed.bring(stages + lane * 16);
-    const int first_other = panel * panel_rows;
-    const long long skipped = static_cast<long long>(first_other) * target.K + target.first_column;
-    load_planes(planes, rows0 + skipped, rows1 + skipped, target.K, num_others - first_other,
-                panel_rows);
+    if (load) {
+        const int first_other = panel * panel_rows;
+        const long long skipped =
+            static_cast<long long>(first_other) * target.K + target.first_column;
+        load_planes<SETS>(planes, rows0 + skipped, rows1 + skipped, target.K,
+                          num_others - first_other, panel_rows);
+    }
     wait_for_copies<0>();
     __syncthreads();
 
@@ -308,15 +335,16 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     const unsigned code_at = (slot & 7) / 2 * 8 + 2 * ((slot >> 3) * 2 + (slot & 1));
     // (through a shuffle, or the compiler would make them anew for every step)
     const int side = lane >> 3 & 1;
-    const unsigned plane = __shfl_sync(~0u, smem_address(planes + side * panel_rows), lane);
-    const unsigned flip = __shfl_sync(~0u, side * kFlip, lane);
+    const Planes lane_planes{__shfl_sync(~0u, smem_address(planes + side * panel_rows), lane),
+                             __shfl_sync(~0u, static_cast<unsigned>(side * kFlip), lane),
+                             static_cast<unsigned>(2 * panel_rows * kPlaneRow)};
     const unsigned value_at =
         kStep * kCodeBytes + t * 8 + (KIND == Sums::One ? 0 : quad % 2 * 32);
     const unsigned values_at = stages + value_at, codes_at = stages + code_at;
     const unsigned copies_at = stages + kStageBytes + lane * 16;
 
     int first_row = first_four * FOUR;
-    float sums[2][4] = {};
+    Accumulators<KIND> sums = {};
     unsigned at = 0;  // of the stage, in bytes
     while (behind.left != static_cast<int>(kNothing)) {
         wait_for_copies<0>();
@@ -327,15 +355,22 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
         float out[4] = {};
         target.load<KIND>(out, step.left <= kStep, first_row + t, quad);
         add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.masks,
-                       plane, flip);
+                       lane_planes);
         at = kStageBytes - at;
         if (step.left > kStep) continue;
 
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            out[i] += sums[0][i] + sums[1][i];
-            sums[0][i] = sums[1][i] = 0;
-        }
+        for (int set = 0; set < SETS; ++set)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                auto& both = sums.of[set];
+                // of grad_x the first value's of plane 0, the second's of plane 1
+                if (KIND != Sums::Merged)
+                    out[i] += both[0][i] + both[1][i];
+                else if (i == 0 || i == 3)
+                    out[2 * set] += both[0][i] + both[1][i];
+                both[0][i] = both[1][i] = 0;
+            }
         finish<KIND>(target, first_row, out, quad, t);
         first_row += stride * FOUR;
     }
@@ -345,21 +380,30 @@ __device__ __forceinline__ bool any_heavy(const int* heavy_count) {
     return heavy_count && *heavy_count > 0;
 }
 
-// All panels. Target.add: whether there are sums before.
+// All panels, chunk by chunk. Target.add: whether there are sums before.
 template <Sums KIND>
 __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* rows0,
                                            const unsigned short* rows1, const Lists& lists,
-                                           Target target, int num_others, int panel_rows,
-                                           int num_panels) {
+                                           Target target, int chunk, int num_others,
+                                           int panel_rows, int num_panels) {
     constexpr unsigned kStageBytes = kWarps * kStages * Values<KIND>::kStageBytes;
-    if (dynamic_smem_bytes() < panel_rows * 32u + kStageBytes) __trap();
+    if (dynamic_smem_bytes() < panel_rows * 32u * kSets<KIND> + kStageBytes) __trap();
+    const bool add = target.add;
+    int loaded = -1;
 #pragma unroll 1
-    for (int panel = 0; panel < num_panels; ++panel) {
-        target.last = panel == num_panels - 1;
-        sum_panel<KIND>(planes, rows0, rows1, lists, target, num_others, panel, panel_rows,
-                        num_panels);
-        target.add = true;
-        __syncthreads();  // no warp reads the planes any more
+    for (int first = 0; first < target.num_rows; first += chunk) {
+        const bool back = first / chunk & 1;
+        target.add = add, target.first_row = first;
+#pragma unroll 1
+        for (int i = 0; i < num_panels; ++i) {
+            const int panel = back ? num_panels - 1 - i : i;
+            target.last = i == num_panels - 1;
+            sum_panel<KIND>(planes, rows0, rows1, lists, target,
+                            min(first + chunk, target.num_rows), num_others, panel, panel_rows,
+                            num_panels, panel != loaded);
+            loaded = panel, target.add = true;
+            __syncthreads();  // no warp reads the planes any more
+        }
     }
 }
 
@@ -376,10 +420,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         N,
                         K,
                         static_cast<int>(blockIdx.x) * 16,
+                        0,
                         any_heavy(heavy_count),
                         false};
-    sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, M, panel_rows,
-                           num_panels);
+    sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, N, M,
+                           panel_rows, num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -393,26 +438,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         N,
                         K,
                         static_cast<int>(blockIdx.x) * 16,
+                        0,
                         any_heavy(heavy_count),
                         false};
-    sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, M,
+    sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, N, M,
                           panel_rows, num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_x(const unsigned short* w_gate, const unsigned short* w_up, const int2* heads,
            const uint4* codes, const uint4* pairs, const unsigned* masks, int M, int N, int K,
-           int panel_rows, int num_panels, float* sums, unsigned short* out) {
+           int panel_rows, int num_panels, int chunk, float* sums, unsigned short* out) {
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
                         M,
                         K,
-                        static_cast<int>(blockIdx.x) * 8,
+                        static_cast<int>(blockIdx.x) * 16,
+                        0,
                         false,
                         false};
-    sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, N,
-                             panel_rows, num_panels);
+    sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, chunk,
+                             N, panel_rows, num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -15,7 +15,7 @@ from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forwa
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
-SHAPES = [(1, 64, 8), (300, 64, 520), (9000, 128, 6144), (300, 64, 16384), (20000, 64, 264)]
+SHAPES = [(1, 64, 8), (300, 64, 520), (9000, 128, 6144), (300, 64, 16384), (20000, 64, 264), (900, 64, 6152)]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,11 @@ def test_lists_have_room_for_all_pairs(shape):
     assert max(grad_plan.token_panel_rows, plan.panel_rows) <= 8192  # 13 bits of a code
     lists = grad_plan.neuron_fours * grad_plan.token_panels
     assert grad_plan.neuron_rounds >= plan.num_pairs // 16 + 8 * lists
-    assert 16 * grad_plan.four_rounds >= 4 * min(plan.cap, plan.panel_rows)
+    lists = grad_plan.token_fours * grad_plan.x_panels
+    assert grad_plan.token_rounds >= plan.num_pairs // 16 + 8 * lists
+    assert grad_plan.x_panels * grad_plan.x_panel_rows >= N
+    assert grad_plan.x_panel_rows % 8 == 0
+    assert grad_plan.x_chunk % 4 == 0 or grad_plan.x_chunk == M
     assert 4 * grad_plan.token_fours >= M
 
 

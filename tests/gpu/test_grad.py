@@ -113,22 +113,22 @@ def list_neurons(kernels, problem: Problem, panel_tiles: int) -> dict[str, torch
     return made
 
 
-def list_tokens(kernels, problem: Problem) -> dict[str, torch.Tensor]:
+def list_tokens(kernels, problem: Problem, split: int) -> dict[str, torch.Tensor]:
     shape, lists = problem.shape, problem.lists
-    four_rounds = ceil_div(ceil_div(4 * min(shape.cap, shape.panel_rows), 16), 8) * 8
-    fours = 2 * shape.num_groups
-    made = problem.made_lists(fours, shape.num_panels, fours * shape.num_panels * four_rounds)
+    fours, panels = 2 * shape.num_groups, shape.num_panels * split
+    made = problem.made_lists(fours, panels, 8 * fours * panels + len(lists.place) // 16)
+    num_listed = torch.zeros(1, dtype=torch.int32, device="cuda")
     wanted = [made[name] for name in ("heads", "codes", "pairs", "masks")]
     kernels.launch(
         "list_tokens",
-        (shape.num_groups, shape.num_panels),
+        (shape.num_groups, panels),
         128,
         (
             *(on_device(lists.num_rounds), on_device(lists.rounds), on_device(lists.links)),
-            *(on_device(problem.kept), on_device(problem.grads), shape.M, shape.panel_rows),
-            *(shape.group_rounds, four_rounds, *wanted),
+            *(on_device(problem.kept), on_device(problem.grads), shape.M),
+            *(shape.panel_rows // split, split, shape.group_rounds, num_listed, *wanted),
         ),
-        map_bytes(shape.panel_rows),
+        map_bytes(shape.panel_rows // split),
     )
     return made
 
@@ -143,7 +143,8 @@ def buffers(rows: int, K: int, as_bf16: bool, keep: bool) -> tuple[torch.Tensor,
 
 def run_sums(kernels, name, grid, given, dims, panels: int, panel_rows: int, rest):
     args = (*given, *dims, panel_rows, panels, *rest)
-    kernels.launch(name, grid, 512, args, panel_rows * 32 + 49152)
+    row_bytes = 64 if name == "grad_x" else 32
+    kernels.launch(name, grid, 512, args, panel_rows * row_bytes + 49152)
 
 
 def check(found: torch.Tensor, wanted: np.ndarray, as_bf16: bool):
@@ -188,24 +189,39 @@ def test_sums_are_added_to_if_there_are_heavy_rows(kernels, heavy):
     check(sums[1], wanted + (3 if heavy else 0), False)
 
 
-@pytest.mark.parametrize(("kind", "shape", "K"), [case[:3] for case in CASES[1:]], ids=str)
-@pytest.mark.parametrize(("splits", "as_bf16"), [(1, True), (2, False)])
-def test_gradient_of_x(kernels, kind, shape, K, splits, as_bf16):
+X_CASES = [
+    ("usual", Shape(70, 272, 64, 64, 32, 272), 128, 2, 24),
+    ("usual", Shape(1, 5632, 64, 64, 8, 5632), 64, 2, 4),
+    ("skewed", Shape(333, 2064, 256, 88, 128, 2064), 64, 1, 333),
+    ("skewed", Shape(333, 2056, 256, 88, 128, 528), 64, 2, 128),
+    ("none", Shape(9, 256, 64, 64, 8, 256), 128, 4, 8),
+    ("some rows", Shape(257, 768, 256, 768, 120, 384), 64, 2, 100),
+    ("one class", Shape(120, 2048, 64, 96, 64, 2048), 64, 1, 120),
+    ("all", Shape(9, 80, 256, 80, 8, 80), 64, 2, 12),
+    ("all", Shape(300, 264, 256, 264, 104, 264), 64, 1, 300),
+    ("all", Shape(19, 1032, 256, 1032, 16, 352), 64, 2, 8),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "K", "split", "chunk"), X_CASES, ids=str)
+@pytest.mark.parametrize("shares", [1, 2])
+def test_gradient_of_x(kernels, kind, shape, K, split, chunk, shares):
     problem = Problem(kind, shape, 5)
     weights = [integers(problem.rng, shape.N, K) for _ in range(2)]
-    made = list_tokens(kernels, problem)
-    sums, out = buffers(shape.M, K, as_bf16, shape.num_panels > 1)
+    made = list_tokens(kernels, problem, split)
+    panels = shape.num_panels * split
+    sums, _ = buffers(chunk, K, False, False) if panels > 1 else (None, None)
+    _, out = buffers(shape.M, K, True, False)
     given = [on_device(w) for w in weights]
     given += [made[n] for n in ("heads", "codes", "pairs", "masks")]
-    dims, panels = (shape.M, shape.N, K), shape.num_panels
-    args = (dims, panels, shape.panel_rows, (sums, out))
-    run_sums(kernels, "grad_x", (K // 8, splits), given, *args)
+    args = ((shape.M, shape.N, K), panels, shape.panel_rows // split, (chunk, sums, out))
+    run_sums(kernels, "grad_x", (K // 16, shares), given, *args)
     pairs = problem.grad_gate, problem.grad_up
     wanted = sum(
         problem.dense(from_bf16(value)) @ from_bf16(w).astype(float)
         for value, w in zip(pairs, weights, strict=True)
     )
-    check(out if as_bf16 else sums, wanted, as_bf16)
+    check(out, wanted, True)
 
 
 def test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run(kernels):

@@ -33,6 +33,7 @@ _GRAD_MAP_BYTES = 6 * 2048  # of grad_lists: what it writes at a time
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
+_GRAD_X_CHUNK = 6144
 _TRAINING_PARTIAL_BYTES = 192 << 20
 _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
@@ -193,8 +194,9 @@ def make_plan(
     """The plan for a chunk of `M` >= 1 tokens; `training`: less memory, panels for grad_sums."""
     partial_bytes = _TRAINING_PARTIAL_BYTES if training else _PARTIAL_BYTES
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes, partial_bytes)
-    stages = GRAD_STAGES if training else DOWN_STAGES
-    panel_rows = choose_panel_rows(N, limits.smem_bytes, stages)
+    panel_rows = choose_panel_rows(N, limits.smem_bytes)
+    if training:
+        panel_rows = round_up(panel_rows, 4 * GROUP)  # so that quarters are whole groups
     splits = _split_down(M, N, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
     plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
@@ -234,15 +236,16 @@ def _cluster_smem(N: int, tile_tokens: int, cap: int, num_panels: int, smem_byte
     return min(least + stage, half if least + 16384 <= half else smem_bytes - STATIC_SMEM)
 
 
-def choose_panel_rows(N: int, smem_bytes: int, stages: int = DOWN_STAGES) -> int:
+def choose_panel_rows(N: int, smem_bytes: int) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
-    num_panels = ceil_div(N, most_panel_rows(smem_bytes, stages))
+    num_panels = ceil_div(N, most_panel_rows(smem_bytes, DOWN_STAGES))
     return round_up(ceil_div(N, num_panels), GROUP)
 
 
-def most_panel_rows(smem_bytes: int, stages: int) -> int:
-    """Rows of 32 bytes that fit into shared memory beside `stages`, and into a code."""
-    return min((smem_bytes - stages - STATIC_SMEM) // 32 // GROUP * GROUP, MAX_PANEL_ROWS)
+def most_panel_rows(smem_bytes: int, stages: int, row_bytes: int = 32) -> int:
+    """Rows that fit into shared memory beside `stages`, and into a code."""
+    room = smem_bytes - stages - STATIC_SMEM
+    return min(room // row_bytes // (4 * GROUP) * 4 * GROUP, MAX_PANEL_ROWS)
 
 
 def max_tile_tokens(N: int, smem_bytes: int) -> int:
@@ -365,7 +368,9 @@ class GradPlan:
     plan: Plan
     panel_tiles: int  # of up's tiles of tokens, in a panel of the weights' sums
     weight_splits: int
-    x_splits: int
+    x_split: int  # panels of neurons into which one of `plan` is cut, for grad_x
+    x_shares: int
+    x_chunk: int  # tokens whose sums are kept between panels
 
     @cached_property
     def token_panels(self) -> int:
@@ -394,20 +399,35 @@ class GradPlan:
         return least + BATCH * self.neuron_fours * self.token_panels
 
     @cached_property
-    def four_rounds(self) -> int:
-        """Rounds for which the list of each (four of tokens, panel of neurons) has room."""
-        pairs = GRAD_FOUR * min(self.plan.cap, self.plan.panel_rows)
-        return round_up(ceil_div(pairs, ROUND), BATCH)
+    def x_panels(self) -> int:
+        """Panels of neurons, for grad_x."""
+        return self.plan.num_panels * self.x_split
+
+    @cached_property
+    def x_panel_rows(self) -> int:
+        """Neurons of such a panel."""
+        return self.plan.panel_rows // self.x_split
+
+    @cached_property
+    def token_rounds(self) -> int:
+        """Rounds for which all lists of tokens have room together."""
+        least = ceil_div(self.plan.num_pairs, ROUND)
+        return least + BATCH * self.token_fours * self.x_panels
 
     @staticmethod
     def lists_smem(panel_rows: int) -> int:
         """Dynamic shared memory of grad_lists."""
         return 96 * round_up(ceil_div(panel_rows, 64), 2) + _GRAD_MAP_BYTES
 
-    @staticmethod
-    def sums_smem(panel_rows: int) -> int:
-        """Dynamic shared memory of grad_sums."""
-        return 32 * panel_rows + GRAD_STAGES
+    @property
+    def weights_smem(self) -> int:
+        """Dynamic shared memory of grad_gate_up and grad_down."""
+        return 32 * self.token_panel_rows + GRAD_STAGES
+
+    @property
+    def x_smem(self) -> int:
+        """Dynamic shared memory of grad_x."""
+        return 64 * self.x_panel_rows + GRAD_STAGES
 
 
 @lru_cache(maxsize=4096)
@@ -415,10 +435,17 @@ def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
     """The backward pass of `plan`."""
     most = most_panel_rows(limits.smem_bytes, GRAD_STAGES) // plan.tile_tokens
     panel_tiles = ceil_div(plan.num_tiles, ceil_div(plan.num_tiles, most))
-    tokens, fours = panel_tiles * plan.tile_tokens, GRAD_FOUR
-    weight_splits = _split_down(plan.N, plan.M, plan.K // 16, tokens, limits.num_sms, fours)
-    x_splits = _split_down(plan.M, plan.N, plan.K // 8, plan.panel_rows, limits.num_sms, fours)
-    return GradPlan(plan, panel_tiles, weight_splits, x_splits)
+    tokens, columns = panel_tiles * plan.tile_tokens, plan.K // 16
+    weight_splits = _split_down(plan.N, plan.M, columns, tokens, limits.num_sms, GRAD_FOUR)
+    x_split = 1
+    while plan.panel_rows > x_split * most_panel_rows(limits.smem_bytes, GRAD_STAGES, 64):
+        x_split *= 2
+    rows = plan.panel_rows // x_split
+    x_shares = _split_down(plan.M, plan.N, columns, rows, limits.num_sms, GRAD_FOUR)
+    chunk = plan.M
+    if x_split * plan.num_panels > 1:
+        chunk = round_up(ceil_div(plan.M, ceil_div(plan.M, _GRAD_X_CHUNK)), GRAD_FOUR)
+    return GradPlan(plan, panel_tiles, weight_splits, x_split, x_shares, chunk)
 
 
 def training_cap(N: int) -> int:

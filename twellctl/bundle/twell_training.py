@@ -271,7 +271,7 @@ class _Backward:
                     *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K),
                     *(rows, panels, kept.heavy_count, *sums, *out),
                 ),
-                of_pass.sums_smem(rows),
+                of_pass.weights_smem,
             )
             return out if as_bf16 else list(sums)
 
@@ -286,31 +286,32 @@ class _Backward:
     def of_x(self) -> Tensor:
         """The gradient of x."""
         plan, of_pass, kept = self.plan, self.of_pass, self.kept
-        panels, rows = plan.num_panels, plan.panel_rows
-        num_rounds = of_pass.token_fours * panels * of_pass.four_rounds
-        room = of_pass.token_fours, panels, num_rounds
+        panels, rows = of_pass.x_panels, of_pass.x_panel_rows
+        room = of_pass.token_fours, panels, of_pass.token_rounds
         heads, codes, pairs, _, masks = self._lists(*room, hidden=False)
+        num_listed = torch.zeros(1, dtype=torch.int32, device=self.x.device)
         self.kernels.launch(
             "list_tokens",
             (plan.num_groups, panels),
             GRAD_LISTS_BLOCK,
             (
                 *(kept.num_rounds, kept.rounds, kept.links, *self.values, plan.M, rows),
-                *(plan.group_rounds, of_pass.four_rounds, heads, codes, pairs, masks),
+                *(of_pass.x_split, plan.group_rounds, num_listed, heads, codes, pairs, masks),
             ),
             of_pass.lists_smem(rows),
         )
         grad = torch.empty_like(self.x)
-        sums = self._empty(plan.M, plan.K, dtype=torch.float32) if panels > 1 else None
+        size, fp32 = (of_pass.x_chunk, plan.K), torch.float32
+        sums = self._empty(*size, dtype=fp32) if panels > 1 else None
         self.kernels.launch(
             "grad_x",
-            (plan.K // 8, of_pass.x_splits),
+            (plan.K // 16, of_pass.x_shares),
             DOWN_BLOCK,
             (
                 *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
-                *(plan.M, plan.N, plan.K, rows, panels, sums, grad),
+                *(plan.M, plan.N, plan.K, rows, panels, of_pass.x_chunk, sums, grad),
             ),
-            of_pass.sums_smem(rows),
+            of_pass.x_smem,
         )
         self._heavy(None, None, None, None, grad)
         return grad
