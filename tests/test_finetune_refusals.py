@@ -139,3 +139,13 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
     with pytest.raises(TwellError, match=r"lacks 1 of its weights, lm_head\.weight"):
         finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
     assert not run_folder(tmp_path / "out").exists()
+
+
+def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
+    settings = {"learning_rate": 3.0, "optimizer": "adamw", "soften": 0.0, "eval_steps": 2}
+    recipe = small(text_file, max_steps=40, max_grad_norm=1e9, **settings)
+    with pytest.raises(
+        TwellError, match=r"above the \d\.\d+ that .* since step 2: .*before: none$"
+    ):
+        finetune(relu_llama, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()

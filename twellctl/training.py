@@ -24,6 +24,8 @@ from twellctl.runs import mark_complete
 from twellctl.sparsity import FfnPenalty
 from twellctl.trained_gates import SLOPE, TrainedGates
 
+LOST = 3  # so many evaluations in a row above the first end a run
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -112,6 +114,24 @@ class SparseTrainer(Trainer):
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
 
+    def _stop_if_lost(self) -> None:
+        """Raise if evaluation after evaluation is worse than before the first step."""
+        all_of_them = [
+            (e["step"], e["eval_loss"]) for e in self.state.log_history if "eval_loss" in e
+        ]
+        hard = [e for e in all_of_them if e[0] > self.soften * self.state.max_steps]
+        last, first = hard[-LOST:], all_of_them[0][1]
+        if len(last) < LOST or any(loss <= first for _, loss in last):
+            return
+        saved = Path(self.args.output_dir).glob("checkpoint-*")
+        good = [f for f in saved if int(f.name.split("-")[1]) < last[0][0]]
+        raise TwellError(
+            f"the held-out loss is {last[-1][1]:.4f}, above the {first:.4f} that the ReLU model "
+            f"began with, since step {last[0][0]}: start again with --overwrite and a lower "
+            "--learning-rate or --target-sparsity; checkpoints from before: "
+            + (", ".join(sorted(map(str, good))) or "none")
+        )
+
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
         thresholds = self.penalty.thresholds
@@ -146,6 +166,7 @@ class SparseTrainer(Trainer):
             densities.append(self.penalty.measured()[1].mean())
         metrics = self._mean_of(eval_loss=losses, eval_density=densities)
         self.log(metrics)
+        self._stop_if_lost()
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

@@ -1,0 +1,29 @@
+"""finetune on a GPU: compiled layers give what the plain ones give."""
+
+import pytest
+import torch
+
+from twellctl.convert import convert
+from twellctl.finetune import finetune
+from twellctl.progress import Progress
+from twellctl.recipe import resolve_recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def test_compiled_is_as_plain(make_model, text_file, tmp_path):
+    settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
+    convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
+    flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
+    flags |= {"max_steps": 12, "eval_blocks": 4, "save_steps": 0, "learning_rate": 1e-3}
+    done = {}
+    for how in (False, True):
+        recipe = resolve_recipe(None, flags | {"compile": how})
+        out = tmp_path / str(how)
+        done[how] = finetune(tmp_path / "relu", out, recipe, progress=Progress(silent=True))
+    plain, compiled = done[False], done[True]
+    assert compiled.cross_entropy == pytest.approx(plain.cross_entropy, rel=1e-3)
+    assert compiled.density_by_layer == pytest.approx(plain.density_by_layer, rel=0.03)
