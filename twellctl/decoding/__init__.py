@@ -2,7 +2,7 @@
 
 `opening` makes an engine from a model. Below it, each on top of the next: `decode_engine` (a thread
 around it, asyncio outside), `scheduler` (which sequences go on), `batch` (rows on the device, CUDA
-graphs, `sampler`), and a `decoder` (the model and its cache in `pages`): `hf_decoder` drives any
-model of transformers that attends, `kernel_decoder` Llama and its kin over our own kernels,
-`lone_decoder` the others. `engine` is what those above see of it all.
+graphs), `step_end` (with `sampler`: which tokens follow), and a `decoder` (the model and its cache
+in `pages`): `hf_decoder` drives any model of transformers that attends, `kernel_decoder` Llama and
+its kin over our own kernels, `lone_decoder` the others. `engine` is what those above see of it all.
 """
