@@ -55,11 +55,10 @@ struct Sizes {
     static constexpr int kSums = PASSES * AT_ONCE * OCTETS * kBlockSums;  // of a warp
     static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;  // and x_bytes, if it stays
 
-    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab, and what is
-    // read behind them for tokens that there are not.
+    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab.
     __device__ static int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
     __device__ static unsigned x_bytes(int M, int K) {
-        return kStays ? (kWarps * most_slabs(K) * M + kOctet) * 2 * kSlab : 0;
+        return kStays ? kWarps * most_slabs(K) * M * 2 * kSlab : 0;
     }
 };
 
@@ -128,8 +127,13 @@ class Product {
         const unsigned ring = memory + warp * (kStages * SIZES::kStageBytes);
         copy_to_ = ring + copy_row_ * kRowBytes + (lane % kChunks ^ swap_copy) * 16;
         read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
-        if (SIZES::kStays)
+        if constexpr (SIZES::kStays) {
             to_x_ = x_memory + warp * SIZES::most_slabs(K) * M * kRowBytes - ring;
+            // of tokens that there are not, the last one's row
+#pragma unroll
+            for (int octet = 0; octet < kOctets; ++octet)
+                read_x_[octet] = to_x_ + (min(octet * kOctet + g, M - 1) - g) * kRowBytes;
+        }
     }
 
     // Starts to bring the first weights.
@@ -258,10 +262,6 @@ class Product {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             const unsigned from = (read_from_ ^ half * 64) + stage * SIZES::kStageBytes;
-            const unsigned x_from =
-                SIZES::kStays
-                    ? (read_from_ ^ half * 64) + to_x_ + slab * M_ * kRowBytes
-                    : from + 2 * kAtOnce * SIZES::kPieceBytes;
             uint4 low[kAtOnce], high[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
@@ -270,7 +270,11 @@ class Product {
             }
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet) {
-                const uint4 b = load_shared(x_from + octet * SIZES::kPieceBytes);
+                const unsigned x_from =
+                    SIZES::kStays
+                        ? (read_from_ ^ half * 64) + read_x_[octet] + slab * M_ * kRowBytes
+                        : from + (2 * kAtOnce + octet) * SIZES::kPieceBytes;
+                const uint4 b = load_shared(x_from);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     if (i >= num) break;
@@ -304,7 +308,7 @@ class Product {
     const unsigned short* x_;  // the same
     int M_, num_blocks_, num_slabs_, copy_row_;
     unsigned row_bytes_, sums_, copy_to_, read_from_;
-    unsigned to_x_;  // from the warp's first stage to its x
+    unsigned to_x_, read_x_[kOctets];  // from the warp's first stage to its x; where a lane reads
 };
 
 // The row blocks [begin, end) of this block of threads, of `num` in all.

@@ -197,9 +197,9 @@ class Down {
         }
     }
 
-    // Behind the list's end too, where it is anything.
+    // Behind the list's end the last one.
     __device__ __forceinline__ unsigned neuron(int place) const {
-        return load_shared_half(list + 2 * place);
+        return load_shared_half(list + 2 * min(place, num - 1));
     }
 };
 

@@ -131,7 +131,7 @@ def _product(
     at_once, num_passes, stages, halves = passes[octets]
     sums = num_passes * at_once * octets * 512
     if octets in _STAYING:
-        x = (_WARPS * ceil_div(K, 32 * halves * _WARPS) * M + 8) * 64 * halves
+        x = _WARPS * ceil_div(K, 32 * halves * _WARPS) * M * 64 * halves
         size = _WARPS * (stages * 2 * at_once * 512 * halves + sums) + x + more_bytes
         if size <= limits.smem_bytes:
             return Launch(f"{kernel}_{octets}", size)
