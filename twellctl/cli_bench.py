@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import ui, ui_bench, ui_bench_decode
+from twellctl import ui, ui_bench, ui_bench_decode, ui_bench_train
 from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense form, on this GPU.")
@@ -282,6 +282,106 @@ def decode(
         **given,
     )
     _show(_measured(bench_decode, settings), json, ui_bench_decode.decoded)
+
+
+@app.command("train")
+def train(
+    model: Annotated[
+        bool,
+        typer.Option("--model", help="Steps of a whole random Llama, in place of one FFN."),
+    ] = False,
+    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
+    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
+    density: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Share of the neurons that fire; 1 is all. Repeatable. "
+            "[default: 0.005, 0.01, 0.02, 1; with --model one, 0.005, of the first layer]"
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Of the FFN: M, rows at once. Repeatable. [default: 16384]"),
+    ] = None,
+    spread: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the FFN: how density is spread over tokens: even, lognormal or heavy (5% of "
+            "the rows at 50%). [default: even]"
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Of --model: sequences of a step. [default: 16]")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Of --model: tokens of a sequence. [default: 2048]")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of --model. [default: 28]")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Of --model: heads of attention. [default: 32]")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Of --model: tokens it knows. [default: 49152]")
+    ] = None,
+    checkpointing: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --model: whether activations are computed again, off or on. Repeatable. "
+            "[default: off, on]"
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --model: bfloat16, or float32 under bf16 autocast. [default: bfloat16]"
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples of each candidate; medians count. [default: 11; with --model 5]"
+        ),
+    ] = None,
+    seed: Seed = 0,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Training over TwELL against dense: time, memory and the gradients' errors.
+
+    Forward and backward of one FFN with the L1 penalty, in bf16: dense, eager and under
+    torch.compile, gate and up as two products and fused in one; over TwELL at every density. All
+    by turns in one run. With --model: steps with AdamW, eager and compiled on both sides. Memory of
+    the FFN is what comes on top of x, the weights and the gradient of y.
+    """
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    more = {"rounds": rounds, "seed": seed, "device": device}
+    of_ffn = {"tokens": tokens, "spread": spread}
+    of_model = {"batch": batch, "seq_len": seq_len, "layers": layers, "heads": heads}
+    of_model |= {"vocabulary": vocabulary, "checkpointing": checkpointing}
+    of_model |= {"param_dtype": param_dtype}
+    strange = [name for name, value in (of_ffn if model else of_model).items() if value is not None]
+    if strange:
+        where = "leave out --model" if model else "give --model, too"
+        raise UsageError(f"--{strange[0].replace('_', '-')} does not go with this: {where}")
+    given = sizes | more | (of_model if model else of_ffn)
+    given = {name: value for name, value in given.items() if value is not None}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    if model:
+        if density and len(density) > 1:
+            raise UsageError(f"density is given once with --model, got {len(density)}")
+        from twellctl.bench_train_step import TrainStepSettings, bench_train_step
+
+        given |= {"density": density[0]} if density else {}
+        found = _measured(bench_train_step, TrainStepSettings(**given))
+        _show(found, json, ui_bench_train.trained)
+        return
+    from twellctl.bench_train_ffn import TrainFfnSettings, bench_train_ffn
+    from twellctl.synthetic import Spread
+
+    given |= {"spread": Spread(spread)} if spread else {}
+    given |= {"densities": tuple(density)} if density else {}
+    found = _measured(bench_train_ffn, TrainFfnSettings(**given))
+    _show(found, json, ui_bench_train.trained)
 
 
 def _measured(bench: Callable[..., Any], settings: Any) -> Any:

@@ -28,7 +28,12 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.lora import with_lora
-from twellctl.model import load_model, load_tokenizer, quiet_transformers
+from twellctl.model import (
+    checkpoint_activations,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+)
 from twellctl.optimizer import make_optimizer
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
@@ -94,7 +99,7 @@ def finetune(
     checkpoint = open_checkpoint(model)
     check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
     checkpoint.require_relu()
-    recipe = _for_model(recipe, checkpoint)
+    recipe = for_model(recipe, checkpoint)
     _check_report_to(recipe.report_to)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
@@ -108,7 +113,7 @@ def finetune(
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     with quiet_transformers():
         try:
-            trainer = _trainer(checkpoint, teacher, recipe, run, blocks, progress)
+            trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
             _save(trainer, checkpoint, recipe, run, result, overwrite=overwrite)
         except torch.OutOfMemoryError as error:
@@ -124,7 +129,7 @@ def finetune(
     return result
 
 
-def _for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, kind of penalty."""
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
@@ -157,7 +162,7 @@ def _in_the_first(world: PartialState, prepare: Callable[[], None]) -> None:
         raise failure[0]
 
 
-def _trainer(
+def build_trainer(
     checkpoint: Checkpoint,
     teacher: Teacher | None,
     recipe: Recipe,
@@ -165,6 +170,7 @@ def _trainer(
     blocks: tuple[Blocks, Blocks | None],
     progress: Progress,
 ) -> SparseTrainer:
+    """All that a run trains with, loaded; `recipe` is one that `for_model` has completed."""
     train, held_out = blocks
     dtype = getattr(torch, recipe.param_dtype)
     model = load_model(checkpoint, dtype=dtype)
@@ -177,8 +183,7 @@ def _trainer(
     for gate in penalty.gates:
         gate.requires_grad_(True)
     if recipe.gradient_checkpointing:
-        newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
-        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        checkpoint_activations(model)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     taught_by = teacher and teacher.load()
     states = None

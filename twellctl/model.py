@@ -59,6 +59,12 @@ def load_model(
     return model.to(device or default_device()).eval()
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let `model` compute activations again in the backward pass, in place of keeping them."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
     checkpoint.require_tokenizer()

@@ -47,7 +47,7 @@ def remarks(point: Any) -> None:
         ui.note(f"{name} was left out: {reason}")
     if said := point.about["without_kernels"]:
         ui.note(said)
-    if took := point.about["auto_took"]:
+    if took := point.about.get("auto_took"):
         ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
     ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
 
