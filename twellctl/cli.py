@@ -112,6 +112,9 @@ def finetune(
         bool, typer.Option("--resume", help="Go on from the last checkpoint of OUT.run.")
     ] = False,
     overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take: time and memory.")
+    ] = False,
     flags: dict[str, Any],
 ) -> None:
     """Make a ReLU model sparse.
@@ -131,6 +134,13 @@ def finetune(
     if resume and recipe is None and saved.is_file():
         recipe = str(saved)
     settings = resolve_recipe(recipe, flags)
+    if dry_run:
+        from twellctl.dry_run import as_flags
+        from twellctl.dry_run import dry_run as try_out
+
+        tried = try_out(model, settings)
+        ui.dry_run(tried, as_flags(tried.changes))
+        return
     from twellctl.finetune import finetune as run
 
     result = run(model, out, settings, resume=resume, overwrite=overwrite)

@@ -84,8 +84,8 @@ def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`)."""
     if result.target_density is not None and result.density > 1.1 * result.target_density:
         note(
-            f"the target of {result.target_density:.2%} density was not met: train longer, or "
-            "start from a higher --l1"
+            f"the target of {result.target_density:.2%} density was not met in this budget: train "
+            "longer, or be content with less"
         )
     losses = {
         "teacher": result.teacher_cross_entropy,
@@ -97,6 +97,22 @@ def finetuned(result: Any) -> None:
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
     say(f"next: twellctl profile {result.out} --data FILE")
+
+
+def dry_run(result: Any, changes: str) -> None:
+    """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
+    say(f"{result.num_steps} steps, {result.num_tokens} tokens, {result.num_trained} parameters")
+    say(
+        f"about {result.seconds / 60:.1f} minutes at {result.tokens_per_second:.0f} tokens/s, "
+        "evaluations and checkpoints not counted"
+    )
+    if result.peak_bytes is not None:
+        peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
+        say(f"{peak:.1f} of {total:.1f} GiB of GPU memory")
+    if result.speedup is not None:
+        say(f"an FFN of this shape at the target: {result.speedup:.2f} times as fast as dense")
+    if changes:
+        raise TwellError(f"it does not fit in GPU memory as asked; with {changes} it does")
 
 
 def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = None) -> None:

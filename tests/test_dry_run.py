@@ -1,0 +1,79 @@
+"""finetune --dry-run: some real steps, nothing written, and what to do when memory is short."""
+
+import dataclasses
+
+import pytest
+import torch
+from finetune_runs import small, weights
+
+from twellctl import dry_run as module
+from twellctl.checkpoint import open_checkpoint
+from twellctl.data import read_texts, token_stream
+from twellctl.dry_run import as_flags, dry_run
+from twellctl.errors import TwellError, UsageError
+from twellctl.model import load_tokenizer
+
+
+def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
+    words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=4", "--max-steps=50")
+    code, stdout, _ = cli("finetune", relu_llama, tmp_path / "out", *words, "--micro-batch-size=2")
+    stdout = stdout.splitlines()
+    assert code == 0
+    assert stdout[0].startswith("50 steps, 6400 tokens, ")
+    assert "tokens/s" in stdout[1]
+    assert len(stdout) == 2  # without a GPU nothing is said of memory
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
+    recipe = small(text_file, max_steps=50)
+    found = dry_run(relu_llama, recipe)
+    assert found.tokens_per_second > 0
+    assert found.seconds == found.num_tokens / found.tokens_per_second
+    assert found.num_tokens == 50 * 4 * 32
+    parameters = sum(tensor.numel() for tensor in weights(relu_llama).values())
+    assert found.num_trained == parameters + 2  # and a threshold a layer
+    assert found.changes == {}
+
+
+def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
+    recipe = small(text_file, max_steps=None, epochs=2, eval_fraction=0.0)
+    tokenizer = load_tokenizer(open_checkpoint(relu_llama))
+    texts = read_texts([str(text_file)], "text")
+    tokens = sum(len(some) for some in token_stream(texts, tokenizer))
+    expected = 2 * tokens // (4 * 32)
+    assert dry_run(relu_llama, recipe).num_steps == pytest.approx(expected, rel=0.25)
+
+
+def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):
+    tried, measure = [], module._measure
+
+    def short_of_memory(checkpoint, recipe, blocks, folder):
+        tried.append((recipe.micro_batch_size, recipe.gradient_checkpointing, recipe.param_dtype))
+        if not recipe.gradient_checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(checkpoint, recipe, blocks, folder)
+
+    monkeypatch.setattr(module, "_measure", short_of_memory)
+    found = dry_run(relu_llama, small(text_file, micro_batch_size=4))
+    assert tried == [(n, False, "float32") for n in (4, 2, 1)] + [(1, True, "float32")]
+    assert as_flags(found.changes) == "--micro-batch-size 1 --gradient-checkpointing"
+
+
+def test_nothing_fits(relu_llama, text_file, monkeypatch):
+    def never(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "_measure", never)
+    with pytest.raises(TwellError, match="out of GPU memory"):
+        dry_run(relu_llama, small(text_file))
+
+
+def test_refusals(relu_llama, text_file, tmp_path):
+    recipe = dataclasses.replace(small(text_file), data=[])
+    with pytest.raises(UsageError, match="--data"):
+        dry_run(relu_llama, recipe)
+    with pytest.raises(TwellError, match="does not exist"):
+        dry_run(relu_llama, small(tmp_path / "none.txt"))
+    with pytest.raises(UsageError, match="seq-len must be <= 256"):
+        dry_run(relu_llama, small(text_file, seq_len=512))

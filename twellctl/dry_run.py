@@ -1,0 +1,197 @@
+"""twellctl finetune --dry-run: what a run would take, measured on a few of its steps.
+
+Nothing is written. The steps are real ones on the first of the run's own text, with the teacher and
+the optimizer; of a step that accumulates, one part. What does not fit is tried again in less memory
+until something does, and that is said.
+"""
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from twellctl.bench_ffn import FfnSettings, bench_ffn
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.data import Blocks, read_blocks, read_texts, text_files, token_stream, write_tokens
+from twellctl.errors import TwellError, UsageError
+from twellctl.finetune import build_trainer, for_model
+from twellctl.model import load_tokenizer, quiet_transformers
+from twellctl.progress import Progress
+from twellctl.recipe import Recipe, flag_name
+from twellctl.teacher import choose_teacher
+from twellctl.training import SparseTrainer
+
+STEPS = 5
+PROBED_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would take. Without a CUDA device there is no `peak_bytes` and no `speedup`.
+
+    `changes` are the settings without which it does not fit, `speedup` is how many times as fast as
+    dense an FFN of the model's shape is at the target's density and `PROBED_TOKENS` tokens.
+    """
+
+    num_steps: int
+    num_tokens: int
+    num_trained: int
+    tokens_per_second: float
+    peak_bytes: int | None
+    total_bytes: int | None
+    speedup: float | None
+    changes: dict[str, object]
+
+    @property
+    def seconds(self) -> float:
+        return self.num_tokens / self.tokens_per_second
+
+
+def dry_run(model: str | Path, recipe: Recipe) -> DryRun:
+    """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would."""
+    if not recipe.data:
+        raise UsageError("no text to train on: give --data FILE")
+    text_files([*recipe.data, *recipe.eval_data])
+    checkpoint = open_checkpoint(model)
+    checkpoint.require_relu()
+    recipe = for_model(recipe, checkpoint)
+    PartialState(cpu=not torch.cuda.is_available())
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
+        for changes in _in_less_memory(recipe):
+            changed = dataclasses.replace(recipe, **changes)
+            try:
+                measured = _measure(checkpoint, changed, blocks, Path(folder))
+                break
+            except torch.OutOfMemoryError:
+                pass  # the error holds the tensors of its frames
+            _free()
+        else:
+            raise TwellError("out of GPU memory with one block at a time, LoRA and bfloat16 too")
+    _free()
+    num_steps = _num_steps(recipe, per_byte)
+    on_gpu = torch.cuda.is_available()
+    return DryRun(
+        num_steps=num_steps,
+        num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
+        total_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+        speedup=_speedup(checkpoint, 1 - recipe.target_sparsity),
+        changes=changes,
+        **measured,
+    )
+
+
+def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple[np.ndarray, float]:
+    """(blocks of the first text, again and again if it is short; tokens a byte of text)."""
+    path, num_bytes = folder / "tokens.bin", 0
+    tokenizer = load_tokenizer(checkpoint)
+
+    def texts() -> Iterator[str]:
+        nonlocal num_bytes
+        for text in read_texts(recipe.data, recipe.text_column, tokenizer):
+            num_bytes += len(text.encode())
+            yield text
+
+    limit = STEPS * recipe.micro_batch_size * recipe.seq_len
+    write_tokens(token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size")), path, limit)
+    blocks = np.array(read_blocks(path, recipe.seq_len))
+    if not len(blocks):
+        raise TwellError(f"the text makes no block of {recipe.seq_len} tokens: give more text")
+    wanted = (STEPS * recipe.micro_batch_size, recipe.seq_len)
+    return np.resize(blocks, wanted), path.stat().st_size / 4 / num_bytes
+
+
+def _num_steps(recipe: Recipe, tokens_per_byte: float) -> int:
+    """Of the run; with --epochs from the size of the text files, so about."""
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    tokens = recipe.max_tokens
+    if tokens is None:
+        size = sum(path.stat().st_size for path in text_files(recipe.data))
+        tokens = recipe.epochs * size * tokens_per_byte * (1 - recipe.eval_fraction)
+    return max(1, round(tokens / (recipe.batch_size * recipe.seq_len)))
+
+
+def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
+    """Changes of the recipe, none first, each of less memory than the one before."""
+    yield {}
+    micro = min(recipe.micro_batch_size, recipe.batch_size)
+    sizes = [n for n in range(micro - 1, 0, -1) if recipe.batch_size % n == 0]
+    yield from ({"micro_batch_size": size} for size in sizes)
+    so_far: dict[str, object] = {"micro_batch_size": 1}
+    for name, value in (
+        ("gradient_checkpointing", True),
+        ("param_dtype", "bfloat16"),
+        ("lora_rank", 16),
+    ):
+        if not getattr(recipe, name) or name == "param_dtype":
+            so_far = so_far | {name: value}
+            yield so_far
+
+
+def _measure(checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path) -> dict:
+    micro = min(recipe.micro_batch_size, recipe.batch_size)
+    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": micro, "save_steps": 0}
+    short |= {"eval_steps": 0, "report_to": "none", "micro_batch_size": micro}
+    part = dataclasses.replace(recipe, **short)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    teacher = choose_teacher(checkpoint, recipe)
+    data = (Blocks(blocks), None)
+    trainer = build_trainer(checkpoint, teacher, part, folder, data, Progress(silent=True))
+    clock = _Clock(trainer)
+    trainer.callback_handler.callbacks.insert(0, clock)
+    trainer.train()
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(clock.times))
+    return {
+        "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "tokens_per_second": micro * recipe.seq_len / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+    }
+
+
+class _Clock(TrainerCallback):
+    """When steps ended; it ends them as a run does."""
+
+    def __init__(self, trainer: SparseTrainer):
+        self.trainer, self.times = trainer, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.finish_step(False)  # reads what the step found, so it waits for the device
+        self.times.append(time.monotonic())
+        control.should_save = False
+
+
+def _speedup(checkpoint: Checkpoint, density: float) -> float | None:
+    """Of one FFN over dense, where the kernels run."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    shape = (checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
+    how = {"tokens": (PROBED_TOKENS,), "densities": (density,), "max_autotune": False, "rounds": 5}
+    try:
+        ((_, (point,)),) = bench_ffn(FfnSettings(*shape, **how)).groups
+    except TwellError:
+        return None
+    return point.over_dense(point.twell)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def as_flags(changes: dict[str, object]) -> str:
+    """Settings as they are written on a command line."""
+    flags = ((f"--{flag_name(name)}", value) for name, value in changes.items())
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)
