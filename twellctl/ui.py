@@ -94,6 +94,8 @@ def finetuned(result: Any) -> None:
     }
     held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
     say(f"{result.out}: density {result.density:.2%} after {result.num_tokens} tokens")
+    by_layer = ", ".join(f"{density:.2%}" for density in result.density_by_layer)
+    say(f"by layer, in the last step: {by_layer}")
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
     say(f"next: twellctl profile {result.out} --data FILE")
