@@ -1,23 +1,31 @@
 // grad_heavy: the backward pass of the heavy rows (plan.cu), densely. How many there are is known to
 // the device alone: with none, the kernel ends at once.
 //
-// A persistent kernel goes through windows of the list of heavy rows, and all blocks wait for each
-// other between two steps:
+// A persistent kernel goes through windows of the list of heavy rows, each in two steps:
 //
-//   0  for sums over rows, the list is put in order
 //   1  gate, up and grad_h of the window's rows, from them gate's and up's gradients and h:
 //      of 128 rows and 64 neurons a block, [window, N] bf16 each
 //   2  what is wanted of  sums += gradients^T x, gradients^T x, h^T grad_y   float32 [N, K] each,
 //      the first window without what was there; the same of the biases; and grad_x of the rows, by
 //      grad_gate W_gate + grad_up W_up.
 //
-// Gate and up are multiplied once more than the forward pass did, so that nothing dense is kept.
+// A block takes units of work, tiles of either step, in their order. A unit of step 2 waits for all
+// of step 1, one of step 1 for all of the window before: always for units that were taken earlier,
+// by blocks that run. So no block waits for one that does not, however few run at a time.
+//
+// Gate and up are multiplied once more than the forward pass did, so that nothing dense is kept; in
+// another order, so that a gate within a rounding of the threshold may fire in one of the two alone.
 // All products go over one loop: tiles of 128 x 128, 64 of the inner dimension at a time, three
 // stages by cp.async, warps of 64 x 32 by mma.sync. An operand lies along (what is summed over is
 // contiguous) or across; rows of x and grad_y are found through the list.
 //
-// Launch: at most one block a multiprocessor (the blocks wait for each other), 256 threads, 98304
-// bytes of dynamic shared memory. K a multiple of 64, N of 8. arrived: 0 before.
+// Launch: any grid of blocks of 256 threads, 98304 bytes of dynamic shared memory. K a multiple of
+// 64, N of 8. units: how many were taken, and how many are done, 0 before. Both of sums_gate and
+// sums_up are null or neither is.
+//
+// order_heavy puts the list of heavy rows in ascending order: `plan` leaves it in one of time, and
+// sums over its rows shall not depend on that. Launch: one block of 256 threads, 4 * (256 +
+// ceil(M / 32)) bytes of dynamic shared memory.
 #include "twell.cuh"
 
 namespace {
@@ -36,17 +44,21 @@ __device__ __forceinline__ void add_release(unsigned* to) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(to) : "memory");
 }
 
-// Until all blocks came here for the `times`-th time.
-__device__ __forceinline__ void wait_for_all_blocks(unsigned* arrived, unsigned times) {
-    asm volatile("" ::: "memory");
+// Until so many units are done; `seen`: how many were, when the block last looked.
+__device__ __forceinline__ void wait_for_units(const unsigned* done, int needed, int& seen) {
+    if (seen >= needed) return;
+    if (threadIdx.x == 0)
+        while (load_acquire(done) < static_cast<unsigned>(needed)) {
+        }
+    __syncthreads();
+    seen = needed;
+}
+
+// What the block wrote is there for those who wait.
+__device__ __forceinline__ void end_unit(unsigned* done) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        add_release(arrived);
-        while (load_acquire(arrived) < times * gridDim.x) {
-        }
-    }
-    __syncthreads();
+    if (threadIdx.x == 0) add_release(done);
 }
 
 // A matrix [num_rows, num_columns] in memory, zeros around it.
@@ -310,25 +322,21 @@ __device__ __forceinline__ void x_tile(const Job& job, unsigned stages, int star
         }
 }
 
-// Step 2 of the biases: sums [2, N], a neuron a thread.
-__device__ __forceinline__ void add_to_biases(const Job& job, int start, int num_rows,
-                                              float* sums) {
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < 2 * job.N; i += gridDim.x * kThreads) {
-        const unsigned short* values = (i < job.N ? job.grad_gate : job.grad_up) + i % job.N;
-        float sum = start > 0 ? sums[i] : 0.f;
-        for (int row = 0; row < num_rows; ++row)
-            sum += bf16_value(values[static_cast<long long>(row) * job.N]);
-        sums[i] = sum;
-    }
+// Step 2 of the biases: of sums [2, N] the i-th, one a thread.
+__device__ __forceinline__ void add_to_bias(const Job& job, int start, int num_rows, int i,
+                                            float* sums) {
+    if (i >= 2 * job.N) return;
+    const unsigned short* values = (i < job.N ? job.grad_gate : job.grad_up) + i % job.N;
+    float sum = start > 0 ? sums[i] : 0.f;
+    for (int row = 0; row < num_rows; ++row)
+        sum += bf16_value(values[static_cast<long long>(row) * job.N]);
+    sums[i] = sum;
 }
 
-// Puts the list of heavy rows in ascending order: `plan` leaves it in one of time, and sums shall
-// not depend on that. For one block; by a map of bits.
-__device__ __forceinline__ void order_rows(int* rows, int count, unsigned* bits, int num_rows) {
-    constexpr int kWords = kStages * kStageBytes / 4 - kThreads;
-    unsigned* sums = bits + kWords;  // [kThreads]
+// For one block; by a map of bits.
+__device__ __forceinline__ void order_rows(int* rows, int count, unsigned* sums, int num_rows) {
+    unsigned* bits = sums + kThreads;
     const int num_words = (num_rows + 31) / 32;
-    if (num_words > kWords) __trap();
     for (int i = threadIdx.x; i < num_words; i += kThreads) bits[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += kThreads)
@@ -355,11 +363,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_heavy(const unsigned short* x, const unsigned short* grad_y, const unsigned short* w_gate,
                const unsigned short* w_up, const unsigned short* w_down,
                const unsigned short* b_gate, const unsigned short* b_up, float threshold,
-               const float* penalty_at, int* heavy_rows, const int* heavy_count, int M, int window,
+               const float* penalty_at, const int* heavy_rows, const int* heavy_count, int window,
                int N, int K, unsigned short* grad_gate, unsigned short* grad_up,
                unsigned short* hidden, float* sums_gate, float* sums_up, float* sums_down,
-               float* sums_biases, unsigned short* grad_x, unsigned* arrived) {
+               float* sums_biases, unsigned short* grad_x, unsigned* units) {
     extern __shared__ uint4 memory[];
+    __shared__ int taken;
     const int count = *heavy_count;
     if (count == 0) return;
     const unsigned stages = smem_address(memory);
@@ -367,36 +376,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   w_down,    b_gate,    b_up,      threshold,
                   penalty_at ? *penalty_at : 0.f, heavy_rows, N,         K,
                   grad_gate, grad_up,   hidden};
-    const int weight_tiles = tiles_of(N, kTile) * tiles_of(K, kTile);
-    unsigned times = 0;
-    if (sums_gate || sums_down || sums_biases) {
-        if (blockIdx.x == 0)
-            order_rows(heavy_rows, count, reinterpret_cast<unsigned*>(memory), M);
-        wait_for_all_blocks(arrived, ++times);
-    }
-#pragma unroll 1
-    for (int start = 0; start < count; start += window) {
-        const int num_rows = min(window, count - start), row_tiles = tiles_of(num_rows, kTile);
-#pragma unroll 1
-        for (int i = blockIdx.x; i < row_tiles * tiles_of(N, kHalf); i += gridDim.x)
-            pair_tile(job, stages, start, num_rows, i % row_tiles * kTile, i / row_tiles * kHalf);
-        wait_for_all_blocks(arrived, ++times);
-#pragma unroll 1
-        for (int i = blockIdx.x; i < 3 * weight_tiles; i += gridDim.x) {
-            const int which = i / weight_tiles, tile = i % weight_tiles;
-            float* sums = which == 0 ? sums_gate : which == 1 ? sums_up : sums_down;
-            if (!sums) continue;
+    const int neuron_tiles = tiles_of(N, kTile), weight_tiles = neuron_tiles * tiles_of(K, kTile);
+    const int of_weights = ((sums_gate ? 2 : 0) + (sums_down ? 1 : 0)) * weight_tiles;
+    const int of_biases = sums_biases ? tiles_of(2 * N, kThreads) : 0;
+
+    int start = 0, first_unit = 0, seen = 0, ahead = 0;
+    if (threadIdx.x == 0) ahead = atomicAdd(units, 1u);
+    while (true) {
+        if (threadIdx.x == 0) taken = ahead;
+        __syncthreads();
+        int unit = taken;
+        __syncthreads();
+        if (threadIdx.x == 0) ahead = atomicAdd(units, 1u);
+
+        // its window
+        int num_rows, row_tiles, of_pairs;
+        while (true) {
+            if (start >= count) return;
+            num_rows = min(window, count - start), row_tiles = tiles_of(num_rows, kTile);
+            of_pairs = row_tiles * tiles_of(N, kHalf);
+            const int of_x = grad_x ? row_tiles * tiles_of(K, kTile) : 0;
+            const int num_units = of_pairs + of_weights + of_biases + of_x;
+            if (unit < first_unit + num_units) break;
+            start += window, first_unit += num_units;
+        }
+        unit -= first_unit;
+        wait_for_units(units + 1, first_unit + (unit < of_pairs ? 0 : of_pairs), seen);
+        if (unit < of_pairs) {
+            pair_tile(job, stages, start, num_rows, unit % row_tiles * kTile,
+                      unit / row_tiles * kHalf);
+        } else if ((unit -= of_pairs) < of_weights) {
+            const int which = unit / weight_tiles + (sums_gate ? 0 : 2), tile = unit % weight_tiles;
             weight_tile(job, stages, which == 0 ? grad_gate : which == 1 ? grad_up : hidden,
-                        which == 2 ? grad_y : x, start, num_rows,
-                        tile % tiles_of(N, kTile) * kTile, tile / tiles_of(N, kTile) * kTile, sums);
+                        which == 2 ? grad_y : x, start, num_rows, tile % neuron_tiles * kTile,
+                        tile / neuron_tiles * kTile,
+                        which == 0 ? sums_gate : which == 1 ? sums_up : sums_down);
+        } else if ((unit -= of_weights) < of_biases) {
+            add_to_bias(job, start, num_rows, unit * kThreads + threadIdx.x, sums_biases);
+        } else {
+            unit -= of_biases;
+            x_tile(job, stages, start, num_rows, unit % row_tiles * kTile,
+                   unit / row_tiles * kTile, grad_x);
         }
-        if (sums_biases) add_to_biases(job, start, num_rows, sums_biases);
-        if (grad_x) {
-#pragma unroll 1
-            for (int i = blockIdx.x; i < row_tiles * tiles_of(K, kTile); i += gridDim.x)
-                x_tile(job, stages, start, num_rows, i % row_tiles * kTile,
-                       i / row_tiles * kTile, grad_x);
-        }
-        wait_for_all_blocks(arrived, ++times);
+        end_unit(units + 1);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    order_heavy(int* heavy_rows, const int* heavy_count, int M) {
+    extern __shared__ uint4 memory[];
+    const int count = *heavy_count;
+    if (count > 1) order_rows(heavy_rows, count, reinterpret_cast<unsigned*>(memory), M);
 }

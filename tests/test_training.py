@@ -1,6 +1,7 @@
 """Training without a GPU: what is launched, plans, and the plain path's gradients."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -9,13 +10,21 @@ from torch import Tensor
 
 from twellctl.bundle import twell_sequence
 from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
+from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_plan import make_grad_plan, make_plan, training_cap
+from twellctl.bundle.twell_plan import make_plan
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
-SHAPES = [(1, 64, 8), (300, 64, 520), (9000, 128, 6144), (300, 64, 16384), (20000, 64, 264), (900, 64, 6152)]
+SHAPES = [
+    (1, 64, 8),
+    (300, 64, 520),
+    (9000, 128, 6144),
+    (300, 64, 16384),
+    (20000, 64, 264),
+    (900, 64, 6152),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +94,27 @@ def test_the_order():
         *("up", "grad_pairs", "grad_heavy", "list_neurons", "grad_gate_up", "grad_down"),
         *("list_tokens", "grad_x", "grad_heavy"),
     ]
+
+
+@pytest.mark.parametrize("slots", [16, 64])
+def test_both_passes_stay_within_their_memory(slots, monkeypatch):
+    """What is alive at most beside x, grad_y and the weights, results included."""
+    M, K, N = 16384, 2048, 5632
+    x = torch.empty(M, K, dtype=torch.bfloat16)
+    grad_y = torch.empty_like(x)
+    weights = [torch.empty(N, K, dtype=torch.bfloat16) for _ in range(3)]
+    ffn, penalty = FFN(*weights, None, None, None, 0.0), torch.zeros(1)
+    kernels = Launches()
+    monkeypatch.setattr(kernels, "launch", lambda *args: None)  # which holds no arguments
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        y, _, _, kept = forward(kernels, H200, x, ffn, slots)
+        grads = backward(kernels, H200, x, ffn, grad_y, penalty, kept, slots, Wanted())
+    assert y.shape == grads.x.shape
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    peak = max(itertools.accumulate(sizes))
+    assert 200 << 20 < peak <= 330 << 20
 
 
 def test_what_is_not_wanted_is_not_computed():

@@ -302,22 +302,20 @@ def test_heavy_rows(kernels, num, biases, N, K):
     given = [integers(rng, N) for _ in range(2)] if biases else [None, None]
     heavy_rows = torch.full((M,), -1, dtype=torch.int32, device="cuda")
     heavy_rows[:num] = torch.from_numpy(rows)
-    count, arrived = (
-        torch.full((1,), value, dtype=torch.int32, device="cuda") for value in (num, 0)
-    )
+    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
+    units = torch.zeros(2, dtype=torch.int32, device="cuda")
     penalty = torch.full((1,), 0.5, device="cuda")
     of_pairs = [torch.full((window, N), -1, dtype=torch.int16, device="cuda") for _ in range(3)]
     sums = [torch.full(size, float("nan"), device="cuda") for size in [(N, K)] * 3 + [(2, N)]]
     grad_x = torch.full((M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
-    blocks = 40 if grad_x.is_cuda else 1
     kernels.launch(
         "grad_heavy",
-        (blocks,),
+        (40,),
         256,
         (
             *map(on_device, (x, grad_y, *weights)),
             *(None if b is None else on_device(b) for b in given),
-            *(0.25, penalty, heavy_rows, count, M, window, N, K, *of_pairs, *sums, grad_x, arrived),
+            *(0.25, penalty, heavy_rows, count, window, N, K, *of_pairs, *sums, grad_x, units),
         ),
         98304,
     )
@@ -346,3 +344,15 @@ def test_tally(kernels, start, num):
     kernels.launch("tally", (3,), 256, (on_device(hidden), count, start, 8, 264, sums))
     rows = max(0, min(8, num - start))
     assert sums.sum().item() == np.abs(from_bf16(hidden[:rows])).sum()
+
+
+@pytest.mark.parametrize(("M", "num"), [(1, 1), (70, 0), (70, 1), (1000, 37), (1000, 1000)])
+def test_heavy_rows_are_put_in_order(kernels, M, num):
+    rows = np.random.default_rng(10).permutation(M).astype(np.int32)
+    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
+    found = on_device(rows.copy())
+    smem_bytes = 4 * (256 + ceil_div(M, 32))
+    kernels.launch("order_heavy", (1,), 256, (found, count, M), smem_bytes)
+    found = found.cpu().numpy()
+    np.testing.assert_array_equal(found[:num], np.sort(rows[:num]))
+    np.testing.assert_array_equal(found[num:], rows[num:])

@@ -78,7 +78,7 @@ def run(op, tensors: list[Tensor | None], grad_y: Tensor, dtype, **options) -> d
 
 
 def plain(*tensors, penalty: Tensor | None = None, threshold: float = 0.0):
-    return plain_train_ffn(*tensors, penalty, threshold)
+    return plain_train_ffn(*tensors, penalty, threshold, counted=True)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

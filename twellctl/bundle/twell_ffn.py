@@ -34,7 +34,9 @@ from .twell_plan import ceil_div
 from .twell_reasons import (
     check_numbers,
     lies_well,
+    most_trained_tokens,
     reasons_said,
+    route_of_training,
     say_once,
     takes_hopper_kernels,
     why_no_kernels,
@@ -60,8 +62,7 @@ logger = logging.getLogger(__name__)
 NOT_FINITE = 1 << 30  # in a count of `gate_pack`
 _SAMPLED_ROWS = 4096
 # gradients go over the kernels from so many tokens on, below this density, unless a route says so
-TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.02
-_TRAINED_TOKENS = 131072  # at a time
+TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.018
 
 
 def sparse_ffn(
@@ -93,7 +94,7 @@ def sparse_ffn(
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
-        return train_ffn(*tensors, **numbers, sources=sources, route=route)[0]
+        return _trained(*tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
     if (dtype := _autocast_dtype(x)) is not None:
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
@@ -120,25 +121,77 @@ def train_ffn(
     """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
 
     `h = relu_t(gate) * up`. `penalty` (fp32, one number, on x's device) times that sum is as good
-    as part of the loss: its gradient is added on the way back. The two scalars have no gradient.
-    Weights may be fp32 under autocast; their gradients are fp32 then.
+    as part of the loss: its gradient is added on the way back. The two scalars have no gradient,
+    and there is no second derivative. Weights may be fp32 under autocast; their gradients are fp32
+    then. Without a route of its own, and without TWELL_ROUTE, the kernels take what has a known
+    density below 1.8 % and 4096 tokens or more.
     """
+    if penalty is not None and penalty.numel() != 1:
+        raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    check_numbers(threshold, slots, tile)
-    dtype = _autocast_dtype(x) or x.dtype
-    K, N = x.shape[-1], w_gate.shape[0]
-    if sources and x.is_cuda and x.numel() and takes_training(route, x.numel() // K, density):
-        shapes = tuple(None if t is None else tuple(t.shape) for t in tensors[1:])
-        lie = all(t is None or (t.is_cuda and t.dtype in (dtype, torch.float32)) for t in tensors)
-        if not why_not_trained(sources, x.device.index, K, N, tile, str(dtype), shapes, lie):
-            rest = (*tensors[1:], penalty, threshold, slots, sources)
-            if x.numel() // K <= _TRAINED_TOKENS:
-                return _train_ffn_op(x.to(dtype), *rest)[:3]
-            pieces = x.to(dtype).reshape(-1, K).split(_TRAINED_TOKENS)
-            found = [_train_ffn_op(piece, *rest)[:3] for piece in pieces]
-            y, hidden_sum, fired = zip(*found, strict=True)
-            return torch.cat(y).view(x.shape), sum(hidden_sum), sum(fired)
-    return plain_train_ffn(*tensors, penalty, threshold)
+    numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
+    return _trained(*tensors, penalty, **numbers, sources=sources, route=route, counted=True)
+
+
+def _trained(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    penalty: Tensor | None,
+    *,
+    threshold: float,
+    slots: int,
+    tile: int,
+    sources: str,
+    route: str,
+    density: float | None,
+    counted: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`train_ffn`; `counted`: whether the two scalars are wanted."""
+    if not torch.compiler.is_compiling():
+        check_numbers(threshold, slots, tile)  # the operator asks again
+    weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+    if penalty is not None:
+        penalty = penalty.to(x.device, torch.float32)
+    N, K = w_gate.shape  # and not of x, whose sizes may be symbols of a compiler
+    if not (
+        sources
+        and x.is_cuda
+        and x.numel()
+        and x.shape[-1] == K
+        and takes_training(route_of_training(route), x.numel() // K, density)
+        and not why_not_trained(*_for_training(sources, x, weights, biases, tile))
+    ):
+        return plain_train_ffn(x, *weights, *biases, penalty, threshold, counted)
+    x = x.to(_autocast_dtype(x) or x.dtype)
+    rest = (*weights, *biases, penalty, threshold, slots, sources)
+    most = most_trained_tokens(x.device.index, N, K, slots)
+    if x.numel() // K <= most:
+        return _train_ffn_op(x, *rest)[:3]
+    found = [_train_ffn_op(piece, *rest)[:3] for piece in x.reshape(-1, K).split(most)]
+    y, hidden_sum, fired = zip(*found, strict=True)
+    return torch.cat(y).view(x.shape), sum(hidden_sum), sum(fired)
+
+
+def _for_training(
+    sources: str, x: Tensor, weights: tuple[Tensor, ...], biases: tuple, tile: int
+) -> tuple[object, ...]:
+    """What `why_not_trained` is asked, constants of a compiled graph."""
+    autocast = _autocast_dtype(x)
+    there = [t for t in (*weights, *biases) if t is not None]
+    dtypes = [t.dtype for t in there]
+    own = (x.dtype if autocast is None else autocast,)
+    taken = own if autocast is None else (*own, torch.float32)
+    lie = dtypes[0] in taken and all(dtype == dtypes[0] for dtype in dtypes)
+    # a DTensor has no kernels
+    lie = lie and all(t.device == x.device and not hasattr(t, "device_mesh") for t in there)
+    shapes = tuple(None if t is None else tuple(t.shape) for t in (*weights, *biases))
+    N, K = weights[0].shape
+    return sources, x.device.index, K, N, tile, str(own[0]), shapes, lie
 
 
 def takes_training(route: str, tokens: int, density: float | None) -> bool:

@@ -30,6 +30,7 @@ ENTRY_FILES = {
     "heavy_down": "heavy.cu",
     "hidden_kept": "hidden.cu",
     "add_parts": "grad_pairs.cu",
+    "order_heavy": "grad_heavy.cu",
     "list_neurons": "grad_lists.cu",
     "list_tokens": "grad_lists.cu",
     "grad_gate_up": "grad_sums.cu",

@@ -25,6 +25,7 @@ from .twell_bundle import read_bundle, write_bundle
 from .twell_config import check_twell
 from .twell_ffn import register_sources, sparse_ffn
 from .twell_format import keep_fired
+from .twell_reasons import say_once
 from .twell_route import check_route
 
 _PREFIX, _SUFFIX = "Twell", "ForCausalLM"
@@ -88,6 +89,10 @@ class TwellFFN:
             all(_is_plain(m, nn.Linear) for m in linears) and _is_plain(activation, GateThreshold)
         ):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
+            if self.twell_sources and not torch.compiler.is_compiling():
+                say_once(
+                    "an FFN whose layers are not plain ones (adapters, hooks) computes by them"
+                )
             gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
             return self.down_proj(activation(gate) * up)
         if fused:

@@ -23,21 +23,14 @@ PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
 GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
 HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
 DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
-GRAD_STAGES = 49152  # the same of grad_sums
-GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128
-GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
-GRAD_HEAVY_SMEM = 98304
-PARTS_BLOCKS = 16  # that go through the pairs of a tile
-GRAD_FOUR = 4  # rows whose sums of gradients share rounds
-_GRAD_MAP_BYTES = 6 * 2048  # of grad_lists: what it writes at a time
+PARTS_BLOCK, PARTS_BLOCKS = 256, 16  # that go through the pairs of a tile
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
-_GRAD_X_CHUNK = 6144
 _TRAINING_PARTIAL_BYTES = 192 << 20
 _CHUNK_BYTES = 2 << 30
 _WINDOW_BYTES = 512 << 20
-_TRAINING_WINDOW_BYTES, _GRAD_WINDOW_BYTES = 96 << 20, 36 << 20
+_TRAINING_WINDOW_BYTES = 96 << 20
 STATIC_SMEM = 1024  # kernels declare no more beside their dynamic shared memory
 
 # rough costs in clocks of one multiprocessor; only their ratios matter
@@ -197,7 +190,7 @@ def make_plan(
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     if training:
         panel_rows = round_up(panel_rows, 4 * GROUP)  # so that quarters are whole groups
-    splits = _split_down(M, N, K // 16, panel_rows, limits.num_sms)
+    splits = split_down(M, N, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
     plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
@@ -279,11 +272,6 @@ def heavy_window(M: int, N: int, K: int, *, training: bool = False) -> int:
     return min(M, max(256, most // (2 * max(N, K)) // 256 * 256))
 
 
-def heavy_grad_window(M: int, N: int) -> int:
-    """The same of the backward pass, which keeps three times [rows, N]."""
-    return min(M, max(256, _GRAD_WINDOW_BYTES // (6 * N) // 256 * 256))
-
-
 def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:
     """Blocks of a persistent product (product.cuh): pairs, at most one block an SM."""
     return 2 * max(1, min(num_sms // 2, _product_tiles(rows, columns, groups)))
@@ -345,7 +333,7 @@ def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: in
     return _START_CLOCKS + steps * (x + max(passes * _PASS_CLOCKS, weights))
 
 
-def _split_down(
+def split_down(
     M: int, N: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = GROUP
 ) -> int:
     """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
@@ -359,95 +347,3 @@ def _split_down(
 
     most = min(ceil_div(groups, DOWN_BLOCK // 32), max(1, 4 * num_sms // column_blocks))
     return min(range(1, max(1, most) + 1), key=clocks)
-
-
-@dataclass(frozen=True)
-class GradPlan:
-    """Grids and sizes of the backward pass, of a plan that was made for training."""
-
-    plan: Plan
-    panel_tiles: int  # of up's tiles of tokens, in a panel of the weights' sums
-    weight_splits: int
-    x_split: int  # panels of neurons into which one of `plan` is cut, for grad_x
-    x_shares: int
-    x_chunk: int  # tokens whose sums are kept between panels
-
-    @cached_property
-    def token_panels(self) -> int:
-        """Panels of tokens, for the weights' gradients."""
-        return ceil_div(self.plan.num_tiles, self.panel_tiles)
-
-    @cached_property
-    def token_panel_rows(self) -> int:
-        """Tokens of such a panel."""
-        return self.panel_tiles * self.plan.tile_tokens
-
-    @cached_property
-    def neuron_fours(self) -> int:
-        """Fours of neurons."""
-        return ceil_div(self.plan.N, GRAD_FOUR)
-
-    @cached_property
-    def token_fours(self) -> int:
-        """Fours of tokens, of whole groups."""
-        return 2 * self.plan.num_groups
-
-    @cached_property
-    def neuron_rounds(self) -> int:
-        """Rounds for which all lists of neurons have room together."""
-        least = ceil_div(self.plan.num_pairs, ROUND)
-        return least + BATCH * self.neuron_fours * self.token_panels
-
-    @cached_property
-    def x_panels(self) -> int:
-        """Panels of neurons, for grad_x."""
-        return self.plan.num_panels * self.x_split
-
-    @cached_property
-    def x_panel_rows(self) -> int:
-        """Neurons of such a panel."""
-        return self.plan.panel_rows // self.x_split
-
-    @cached_property
-    def token_rounds(self) -> int:
-        """Rounds for which all lists of tokens have room together."""
-        least = ceil_div(self.plan.num_pairs, ROUND)
-        return least + BATCH * self.token_fours * self.x_panels
-
-    @staticmethod
-    def lists_smem(panel_rows: int) -> int:
-        """Dynamic shared memory of grad_lists."""
-        return 96 * round_up(ceil_div(panel_rows, 64), 2) + _GRAD_MAP_BYTES
-
-    @property
-    def weights_smem(self) -> int:
-        """Dynamic shared memory of grad_gate_up and grad_down."""
-        return 32 * self.token_panel_rows + GRAD_STAGES
-
-    @property
-    def x_smem(self) -> int:
-        """Dynamic shared memory of grad_x."""
-        return 64 * self.x_panel_rows + GRAD_STAGES
-
-
-@lru_cache(maxsize=4096)
-def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
-    """The backward pass of `plan`."""
-    most = most_panel_rows(limits.smem_bytes, GRAD_STAGES) // plan.tile_tokens
-    panel_tiles = ceil_div(plan.num_tiles, ceil_div(plan.num_tiles, most))
-    tokens, columns = panel_tiles * plan.tile_tokens, plan.K // 16
-    weight_splits = _split_down(plan.N, plan.M, columns, tokens, limits.num_sms, GRAD_FOUR)
-    x_split = 1
-    while plan.panel_rows > x_split * most_panel_rows(limits.smem_bytes, GRAD_STAGES, 64):
-        x_split *= 2
-    rows = plan.panel_rows // x_split
-    x_shares = _split_down(plan.M, plan.N, columns, rows, limits.num_sms, GRAD_FOUR)
-    chunk = plan.M
-    if x_split * plan.num_panels > 1:
-        chunk = round_up(ceil_div(plan.M, ceil_div(plan.M, _GRAD_X_CHUNK)), GRAD_FOUR)
-    return GradPlan(plan, panel_tiles, weight_splits, x_split, x_shares, chunk)
-
-
-def training_cap(N: int) -> int:
-    """Pairs beyond which a row is cheaper densely, forward and backward."""
-    return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 32)), GROUP))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .twell_config import TILE, storable_threshold
 from .twell_few import few_ffn_kernels
+from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import why_unfit
+from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
 from .twell_weights import FFN
@@ -21,7 +23,6 @@ from .twell_weights import FFN
 logger = logging.getLogger(__name__)
 
 
-@torch.compiler.assume_constant_result
 def check_numbers(threshold: float, slots: int, tile: int) -> None:
     if storable_threshold(threshold) != threshold:
         raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")
@@ -158,16 +159,40 @@ def _why_training_does_not_take(
     if dtype != "torch.bfloat16":
         return f"the kernels take bf16, not {dtype.removeprefix('torch.')}"
     if not lie:
-        return "the kernels take weights in the dtype of their input, or fp32, on its device"
+        return (
+            "the kernels take weights of one dtype, the input's (or autocast's fp32), where it lies"
+        )
     if said := why_unfit(K, N, tile, device_limits(index).smem_bytes):
         return f"the kernels take {said}"
-    return why_not_here(sources, index, True) or _why_no_training_here(sources, index)
+    return why_not_here(sources, index, True) or _why_no_training(sources, index)
+
+
+def _why_no_training(sources: str, index: int) -> str | None:
+    try:
+        return _why_never_training(sources, index)
+    except LoadError as error:
+        return str(error)
 
 
 @functools.cache
-def _why_no_training_here(sources: str, index: int) -> str | None:
+def _why_never_training(sources: str, index: int) -> str | None:
+    """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
     try:
         kernels_for(sources, index).prepare(GRAD_KERNELS)
+    except LoadError:
+        raise
     except KernelError as error:
         return str(error)
     return None
+
+
+@torch.compiler.assume_constant_result
+def most_trained_tokens(index: int, N: int, K: int, slots: int) -> int:
+    """Tokens that the kernels of training take at a time on CUDA device `index`."""
+    return training_tokens(N, K, slots, device_limits(index))
+
+
+@torch.compiler.assume_constant_result
+def route_of_training(route: str) -> str:
+    """`route`, or what TWELL_ROUTE says."""
+    return requested(route)

@@ -26,11 +26,11 @@ from .twell_plan import (
     DOWN_BOX_ROWS,
     GATE_PACK_SMEM,
     GATHER_BLOCK,
-    GRAD_PAIRS_BLOCK,
     HEAVY_SMEM,
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PACK_BLOCK,
+    PARTS_BLOCK,
     PARTS_BLOCKS,
     PLAN_CLUSTER,
     PLAN_CLUSTER_BLOCK,
@@ -249,7 +249,7 @@ def launch_hidden_kept(
         kernels.launch(
             "add_parts",
             (plan.num_tiles, PARTS_BLOCKS),
-            GRAD_PAIRS_BLOCK,
+            PARTS_BLOCK,
             (
                 *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.pair_start, plan.N),
                 *(plan.tile_tokens, plan.cap),

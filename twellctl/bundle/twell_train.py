@@ -1,17 +1,20 @@
 """The operators of training: `train_ffn` and `train_ffn_grads`, and the same in plain torch.
 
-What they return beside y is what backward needs: lists of what fired (twell_training.py), and the
-weights as the kernels read them where they do not lie so. Shapes follow from those of the inputs
-and from the device, never from what fired. A number of tokens is a constant of a compiled graph.
+What they return beside y is what backward needs: lists of what fired (twell_training.py). Their
+shapes follow from those of the inputs and from the device, never from what fired. A number of
+tokens is a constant of a compiled graph. Weights in fp32, or that do not lie as the kernels read
+them, are copied in either pass, and no copy is kept between the two.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .twell_config import TILE
 from .twell_format import keep_fired
+from .twell_grad_plan import GradPlan
 from .twell_launch import KernelSet, device_limits, kernels_for
-from .twell_plan import GradPlan
+from .twell_reasons import check_numbers
 from .twell_sequence import PairLists
 from .twell_training import Wanted, backward, forward, make_training_plan
 from .twell_weights import FFN
@@ -24,8 +27,7 @@ _LISTS = (
     *("pair_start", "pairs", "num_rounds", "rounds", "links"),
     *("heavy_rows", "gate_up", "heavy_count"),
 )
-_LAID = ("laid_gate", "laid_up", "laid_down")
-_KEPT = ", ".join(f"Tensor {name}" for name in (*_LISTS, *_LAID))
+_KEPT = ", ".join(f"Tensor {name}" for name in _LISTS)
 FORWARD_SCHEMA = f"({_INPUTS}) -> (Tensor y, Tensor hidden_sum, Tensor fired, {_KEPT})"
 BACKWARD_SCHEMA = (
     f"(Tensor grad_y, {_INPUTS}, {_KEPT}, bool[] wanted) "
@@ -57,14 +59,41 @@ def plain_train_ffn(
     b_down: Tensor | None,
     penalty: Tensor | None,
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, sum of |h|, how many fired) in torch's own operators."""
-    gate = keep_fired(F.linear(x, w_gate, b_gate), threshold)
+    counted: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, sum of |h|, how many fired) in torch's own operators; `counted`: else y alone."""
+    gate = _relu_t(F.linear(x, w_gate, b_gate), threshold)
     hidden = gate * F.linear(x, w_up, b_up)
-    hidden_sum = hidden.detach().abs().sum(dtype=torch.float32)
+    hidden_sum = fired = None
+    if counted:
+        hidden_sum = hidden.detach().abs().sum(dtype=torch.float32)
+        fired = (gate.detach() != 0).sum()
     if penalty is not None:
         hidden = AddL1Gradient.apply(hidden, penalty)
-    return F.linear(hidden, w_down, b_down), hidden_sum, (gate.detach() != 0).sum()
+    return F.linear(hidden, w_down, b_down), hidden_sum, fired
+
+
+class _KeepAbove(torch.autograd.Function):
+    """`relu_t` that keeps nothing for backward but its result, which the next product keeps too."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, threshold: float) -> Tensor:
+        kept = F.threshold(gate, threshold, 0.0)  # a NaN stays
+        ctx.save_for_backward(kept)
+        return kept
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return torch.where(kept != 0, grad, 0), None
+
+
+def _relu_t(gate: Tensor, threshold: float) -> Tensor:
+    if threshold == 0:
+        return F.relu(gate)
+    if gate.dtype == torch.float16:  # which may not hold the threshold
+        return keep_fired(gate, threshold)
+    return _KeepAbove.apply(gate, threshold)
 
 
 def define_training(library: torch.library.Library, digest: str) -> None:
@@ -87,21 +116,21 @@ def define_training(library: torch.library.Library, digest: str) -> None:
             return (None,) * 11
         *inputs, threshold, slots, sources = ctx.inputs
         tensors = _put_back(inputs, ctx.saved_tensors)
-        needed = ctx.needs_input_grad
-        found = grads_op(
-            grad_y,
-            *tensors[:8],
-            *(threshold, slots, sources),
-            *tensors[8:],
-            list(needed[:6]),
-        )
-        b_gate, b_up, b_down = tensors[4:7]
-        of_x, of_gate, of_up, of_down, of_biases = found
+        needed, (b_gate, b_up, b_down) = ctx.needs_input_grad, tensors[4:7]
+        of_x = of_gate = of_up = of_biases = None
+        of_down = tensors[3]
+        if any(needed[:6]):
+            numbers = (threshold, slots, sources)
+            found = grads_op(grad_y, *tensors[:8], *numbers, *tensors[8:], list(needed[:6]))
+            of_x, of_gate, of_up, of_down, of_biases = found
         biases = [
             of_biases[i].to(bias.dtype) if need else None
             for i, (bias, need) in enumerate(zip((b_gate, b_up), needed[4:6], strict=True))
         ]
-        of_b_down = grad_y.flatten(0, -2).sum(0).to(b_down.dtype) if needed[6] else None
+        of_b_down = None
+        if needed[6]:
+            of_b_down = grad_y.reshape(-1, len(b_down)).sum(0, dtype=torch.float32)
+            of_b_down = of_b_down.to(b_down.dtype)
         weights = (of_gate, of_up, of_down.t())
         return (
             of_x if needed[0] else None,
@@ -113,10 +142,18 @@ def define_training(library: torch.library.Library, digest: str) -> None:
     torch.library.register_autograd(
         f"twell::train_ffn_{digest}", differentiate, setup_context=_set_up, lib=library
     )
+    torch.library.register_autograd(
+        f"twell::train_ffn_grads_{digest}", _refuse_second_derivatives, lib=library
+    )
+
+
+def _refuse_second_derivatives(ctx, *grads: Tensor | None) -> None:
+    raise RuntimeError("TwELL kernels have no second derivatives: use the route 'dense' for them")
 
 
 def _set_up(ctx, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])  # the sum of |h|
     tensors = (*inputs[:8], *output[3:])
     ctx.inputs = (*(tensor is not None for tensor in tensors), *inputs[8:])
     ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
@@ -141,17 +178,15 @@ def _nothing(like: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
-def _bf16(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(torch.bfloat16)
+def _laid_ffn(weights: tuple[Tensor, ...], biases: tuple, threshold: float) -> FFN:
+    """The weights, w_down `[K, N]` among them, as the kernels read them."""
+    w_gate, w_up, w_down = weights
+    laid = (None if bias is None else _laid(bias) for bias in biases)
+    return FFN(*map(_laid, (w_gate, w_up, w_down.t())), *laid, threshold)
 
 
-def _problem(
-    x: Tensor, weights: tuple[Tensor, ...], biases: tuple, threshold: float
-) -> tuple[Tensor, FFN]:
-    """Rows of x, and the weights, which lie as the kernels read them."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    rows = rows.clone() if rows.data_ptr() % 16 else rows
-    return rows, FFN(*weights, *map(_bf16, biases), threshold)
+def _rows(x: Tensor) -> Tensor:
+    return _laid(x.reshape(-1, x.shape[-1]))
 
 
 def _kernels(x: Tensor, sources: str) -> tuple[KernelSet, object]:
@@ -162,16 +197,10 @@ def _train_ffn(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, threshold, slots, sources
 ) -> tuple[Tensor, ...]:
     """The operator `train_ffn`."""
-    given = (w_gate, w_up, w_down.t())
-    weights = tuple(map(_laid, given))
-    rows, ffn = _problem(x, weights, (b_gate, b_up, b_down), threshold)
-    y, hidden_sum, fired, lists = forward(*_kernels(x, sources), rows, ffn, slots)
-    kept = (getattr(lists, name) for name in _LISTS)
-    copies = (
-        _nothing(x) if own.data_ptr() == laid.data_ptr() else laid
-        for own, laid in zip(given, weights, strict=True)
-    )
-    return y.view(x.shape), hidden_sum, fired, *kept, *copies
+    check_numbers(threshold, slots, TILE)
+    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down), threshold)
+    y, hidden_sum, fired, lists = forward(*_kernels(x, sources), _rows(x), ffn, slots)
+    return y.view(x.shape), hidden_sum, fired, *(getattr(lists, name) for name in _LISTS)
 
 
 def _train_ffn_grads(
@@ -179,19 +208,12 @@ def _train_ffn_grads(
 ) -> tuple[Tensor, ...]:
     """The operator `train_ffn_grads`."""
     *kept, wanted = rest
-    lists = PairLists(**dict(zip(_LISTS, kept, strict=False)))
-    given = (w_gate, w_up, w_down.t())
-    weights = tuple(
-        laid if laid.numel() else own for own, laid in zip(given, kept[-3:], strict=True)
-    )
-    rows, ffn = _problem(x, weights, (b_gate, b_up, b_down), threshold)
-    grad_rows = grad_y.reshape(rows.shape).contiguous()
-    grad_rows = grad_rows.clone() if grad_rows.data_ptr() % 16 else grad_rows
+    lists = PairLists(**dict(zip(_LISTS, kept, strict=True)))
+    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down), threshold)
     kernels, limits = _kernels(x, sources)
+    given = (_rows(x), ffn, _rows(grad_y), penalty, lists, slots)
     dtype = w_gate.dtype
-    found = backward(
-        kernels, limits, rows, ffn, grad_rows, penalty, lists, slots, Wanted(*wanted), dtype
-    )
+    found = backward(kernels, limits, *given, Wanted(*wanted), dtype)
     grads = (found.w_gate, found.w_up, found.w_down)
     return (
         _nothing(x) if found.x is None else found.x.view(x.shape),
@@ -228,14 +250,8 @@ def _fake_train_ffn(
         empty(plan.num_pairs),
         empty(1),
     )
-    copies = (
-        _nothing(x)
-        if own.dtype == torch.bfloat16 and own.is_contiguous()
-        else x.new_empty(own.shape, dtype=torch.bfloat16)
-        for own in (w_gate, w_up, w_down.t())
-    )
     scalars = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
-    return x.new_empty(x.shape), *scalars, *lists, *copies
+    return x.new_empty(x.shape), *scalars, *lists
 
 
 def _fake_train_ffn_grads(grad_y, x, w_gate, *rest) -> tuple[Tensor, ...]:

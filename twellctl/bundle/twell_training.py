@@ -1,6 +1,6 @@
 """The gated FFN for training, forward and backward, as sequences of kernel launches on Hopper.
 
-    forward:   gate_pack -> plan_cluster -> up -> add_parts -> hidden_kept
+    forward:   gate_pack -> plan_cluster -> order_heavy -> up -> add_parts -> hidden_kept
                -> down -> the heavy rows, densely
     backward:  up (grad_y over W_down) -> grad_pairs
                -> grad_heavy -> list_neurons -> grad_gate_up, grad_down, grad_biases
@@ -17,22 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_launch import KernelSet, Limits
-from .twell_plan import (
-    DOWN_BLOCK,
+from .twell_grad_plan import (
     GRAD_BIASES_BLOCK,
     GRAD_HEAVY_BLOCK,
     GRAD_HEAVY_SMEM,
     GRAD_LISTS_BLOCK,
     GRAD_PAIRS_BLOCK,
-    PARTS_BLOCKS,
     GradPlan,
-    ceil_div,
     heavy_grad_window,
     make_grad_plan,
-    make_plan,
+    order_heavy_smem,
     training_cap,
 )
+from .twell_launch import KernelSet, Limits
+from .twell_plan import DOWN_BLOCK, PARTS_BLOCKS, ceil_div, make_plan
 from .twell_sequence import (
     PairLists,
     heavy_products,
@@ -48,6 +46,7 @@ from .twell_weights import FFN
 GRAD_KERNELS = (
     "add_parts",
     "hidden_kept",
+    "order_heavy",
     "tally",
     "grad_pairs",
     "grad_heavy",
@@ -115,6 +114,13 @@ def forward(
     fired = (counts & 0x3FFFFFFF).sum()
     lists = launch_plan(kernels, plan, counts, entries, heavy_count, clusters=True)
     del counts, entries
+    kernels.launch(
+        "order_heavy",
+        (1,),
+        GRAD_HEAVY_BLOCK,
+        (lists.heavy_rows, heavy_count, plan.M),
+        order_heavy_smem(plan.M),
+    )
     partial = launch_up(kernels, plan, x, ffn.w_up, lists)
     lists, hidden_sums = launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
     del partial
@@ -194,27 +200,16 @@ class _Backward:
         """Of the heavy rows: sums of gate, up, down and biases, and grad_x; those there are."""
         plan, ffn = self.plan, self.ffn
         window = heavy_grad_window(plan.M, plan.N)
-        rows = self.kept.heavy_rows
-        rows = rows if targets[-1] is not None else rows.clone()  # which will be put in order
         of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
-        arrived = torch.zeros(1, dtype=torch.int32, device=self.x.device)
+        units = torch.zeros(2, dtype=torch.int32, device=self.x.device)
         self.kernels.launch(
             "grad_heavy",
             (self.limits.num_sms,),
             GRAD_HEAVY_BLOCK,
             (
                 *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(float(ffn.threshold), self.penalty, rows),
-                *(
-                    self.kept.heavy_count,
-                    plan.M,
-                    window,
-                    plan.N,
-                    plan.K,
-                    *of_pairs,
-                    *targets,
-                    arrived,
-                ),
+                *(float(ffn.threshold), self.penalty, self.kept.heavy_rows),
+                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs, *targets, units),
             ),
             GRAD_HEAVY_SMEM,
         )
@@ -313,5 +308,6 @@ class _Backward:
             ),
             of_pass.x_smem,
         )
+        del heads, codes, pairs, masks, sums  # the launches behind use their memory again
         self._heavy(None, None, None, None, grad)
         return grad
