@@ -110,6 +110,40 @@ def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
     model = load_model(open_checkpoint(tmp_path / "relu")).requires_grad_(True)
     penalty = FfnPenalty(model, [0.0, 0.0])
     penalty.l1 = 1.0
+    penalty.begin(eight_blocks[1].numel(), 1.0)
     logits = model(eight_blocks[1]).logits
     (logits * 0).sum().backward()
     assert all(layer.mlp.gate_up_proj.weight.grad.norm() > 0 for layer in model.model.layers)
+
+
+def penalised_gradients(model, ids) -> dict[str, torch.Tensor]:
+    penalty = FfnPenalty(model, [0.0, 0.0])
+    penalty.l1 = 0.5
+    penalty.begin(ids.numel(), 1.0)
+    logits = model(ids).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    penalty.remove()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_ffns_that_their_own_modules_compute_are_penalised(relu_llama, eight_blocks):
+    """As those with adapters or hooks are."""
+    plain, hooked = (load_model(open_checkpoint(relu_llama)) for _ in range(2))
+    for model in (plain, hooked):
+        model.requires_grad_(True)
+    for layer in hooked.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, out: out)
+    wanted = penalised_gradients(plain, eight_blocks[1])
+    for name, grad in penalised_gradients(hooked, eight_blocks[1]).items():
+        torch.testing.assert_close(grad, wanted[name], msg=name)
+
+
+def test_ffns_are_as_before_without_the_penalty(relu_llama, eight_blocks):
+    model = load_model(open_checkpoint(relu_llama))
+    stock, wanted = type(model.model.layers[0].mlp), model(eight_blocks[1]).logits
+    penalty = FfnPenalty(model, [0.0, 0.0])
+    assert type(model.model.layers[0].mlp) is not stock
+    torch.testing.assert_close(model(eight_blocks[1]).logits, wanted)
+    penalty.remove()
+    assert {type(layer.mlp) for layer in model.model.layers} == {stock}
+    torch.testing.assert_close(model(eight_blocks[1]).logits, wanted)

@@ -1,7 +1,7 @@
 """The paper's way to sparsity: an L1 penalty on `hidden = relu_t(gate) * up`, thresholds fixed.
 
-The penalty never becomes part of the loss tensor. An identity on `hidden` adds its gradient,
-`weight * sign(hidden)`, in the backward pass: so it is right under every kind of gradient
+The penalty never becomes part of the loss tensor. Its gradient, `weight * sign(hidden)`, is added
+in the backward pass of each FFN (`train_ffn`): so it is right under every kind of gradient
 checkpointing, where a sum collected on the side would be lost or counted twice, and needs no memory
 of its own.
 """
@@ -9,80 +9,50 @@ of its own.
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import gated_ffns
-from twellctl.firing import FiredMeter
-
-
-class _AddL1Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: float) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.weight = weight
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (hidden,) = ctx.saved_tensors
-        return grad.add(hidden.sign(), alpha=ctx.weight), None
+from twellctl.bundle.twell_config import new_twell
+from twellctl.bundle.twell_model import gated_ffns, put_over_twell, use_kernels
+from twellctl.bundle.twell_train import FfnMeter
+from twellctl.own_kernels import own_kernels
 
 
 class FfnPenalty:
-    """Hooks on all gated FFNs of a model: add the penalty's gradient, measure each forward pass.
+    """Lets the gated FFNs of a model add the penalty's gradient, and measures each forward pass.
 
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
     `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
-    used as `TrainedGates` is.
+    used as `TrainedGates` is. The FFNs run over `train_ffn`, densely unless TWELL_ROUTE=twell asks
+    for the kernels.
     """
 
     gates = ()
 
     def __init__(self, model: nn.Module, thresholds: list[float], normalizer: str = "sum"):
-        ffns = gated_ffns(model)
+        self.ffns = gated_ffns(model)
         self.thresholds = self.limits = thresholds
         self.l1 = 0.0
-        self._scale = 1.0
-        self.num_layers = len(ffns)
         self.normalizer = normalizer
-        self._abs_sum: list[Tensor | None] = [None] * len(ffns)
-        self._fired: list[Tensor | None] = [None] * len(ffns)
-        self._positions = 0
-        self._handles = []
-        self._meter = FiredMeter(model, self._count)
-        self._meter.__enter__()
-        for layer, ffn in enumerate(ffns):
-            hook = self._penalise(layer)
-            self._handles.append(ffn.down_proj.register_forward_pre_hook(hook))
+        self._stock = [type(ffn) for ffn in self.ffns]
+        put_over_twell(model, new_twell(len(self.ffns), "", "") | {"thresholds": thresholds})
+        use_kernels(model, own_kernels())
+        self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
+        for ffn, meter in zip(self.ffns, self._meters, strict=True):
+            ffn.twell_meter = meter
 
     def remove(self) -> None:
-        """Take the hooks off again."""
-        self._meter.__exit__()
-        for handle in self._handles:
-            handle.remove()
+        """Give the FFNs back their own forward; `relu_t` stays in the place of the activation."""
+        for ffn, stock in zip(self.ffns, self._stock, strict=True):
+            ffn.__class__ = stock
+            del ffn.twell_meter
 
     def begin(self, num_tokens: int, scale: float) -> None:
         """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
-        self._scale = scale
+        for meter in self._meters:
+            meter.price = self.l1 * scale / len(self.ffns)
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
-        penalty = torch.stack(self._abs_sum).sum() / (self.num_layers * self._rows())
-        return penalty, torch.stack(self._fired) / self._positions
-
-    def _rows(self) -> float:
-        """What a sum over one layer is divided by."""
-        return self._positions if self.normalizer == "mean" else self._positions / self.num_neurons
-
-    def _count(self, layer: int, gate: Tensor, active: Tensor) -> None:
-        self._positions, self.num_neurons = active.numel(), active.shape[-1]
-        self._fired[layer] = (active != 0).sum(dtype=torch.float32)
-
-    def _penalise(self, layer: int):
-        def hook(module: nn.Module, args: tuple) -> tuple:
-            hidden, *rest = args
-            self._abs_sum[layer] = hidden.detach().abs().sum(dtype=torch.float32)
-            if not (self.l1 and torch.is_grad_enabled() and hidden.requires_grad):
-                return args
-            weight = self.l1 * self._scale / (self.num_layers * self._rows())
-            return (_AddL1Gradient.apply(hidden, weight), *rest)
-
-        return hook
+        meter = self._meters[0]
+        tokens, positions = meter.num_tokens, meter.num_tokens * meter.num_neurons
+        rows = positions if self.normalizer == "mean" else tokens
+        penalty = torch.stack([m.hidden_sum for m in self._meters]).sum() / (len(self.ffns) * rows)
+        return penalty, torch.stack([m.fired for m in self._meters]).float() / positions

@@ -110,7 +110,7 @@ def train_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
-    penalty: Tensor | None = None,
+    penalty: Tensor | float | None = None,
     threshold: float = 0.0,
     slots: int = SLOTS,
     tile: int = TILE,
@@ -120,13 +120,13 @@ def train_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
 
-    `h = relu_t(gate) * up`. `penalty` (fp32, one number, on x's device) times that sum is as good
-    as part of the loss: its gradient is added on the way back. The two scalars have no gradient,
-    and there is no second derivative. Weights may be fp32 under autocast; their gradients are fp32
-    then. Without a route of its own, and without TWELL_ROUTE, the kernels take what has a known
-    density below 1.8 % and 4096 tokens or more.
+    `h = relu_t(gate) * up`. `penalty` (one number; a tensor, lest a compiled graph hang on its
+    value) times that sum is as good as part of the loss: its gradient is added on the way back. The
+    two scalars have no gradient, and there is no second derivative. Weights may be fp32 under
+    autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
+    the kernels take what has a known density below 1.8 % and 4096 tokens or more.
     """
-    if penalty is not None and penalty.numel() != 1:
+    if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
@@ -141,7 +141,7 @@ def _trained(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    penalty: Tensor | None,
+    penalty: Tensor | float | None,
     *,
     threshold: float,
     slots: int,
@@ -155,7 +155,7 @@ def _trained(
     if not torch.compiler.is_compiling():
         check_numbers(threshold, slots, tile)  # the operator asks again
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
-    if penalty is not None:
+    if isinstance(penalty, Tensor):
         penalty = penalty.to(x.device, torch.float32)
     N, K = w_gate.shape  # and not of x, whose sizes may be symbols of a compiler
     if not (
@@ -167,6 +167,8 @@ def _trained(
         and not why_not_trained(*_for_training(sources, x, weights, biases, tile))
     ):
         return plain_train_ffn(x, *weights, *biases, penalty, threshold, counted)
+    if isinstance(penalty, float):
+        penalty = torch.full((), penalty, dtype=torch.float32, device=x.device)
     x = x.to(_autocast_dtype(x) or x.dtype)
     rest = (*weights, *biases, penalty, threshold, slots, sources)
     most = most_trained_tokens(x.device.index, N, K, slots)

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from .twell_bundle import read_bundle, write_bundle
 from .twell_config import check_twell
-from .twell_ffn import register_sources, sparse_ffn
+from .twell_ffn import register_sources, sparse_ffn, train_ffn
 from .twell_format import keep_fired
 from .twell_reasons import say_once
 from .twell_route import check_route
+from .twell_train import FfnMeter
 
 _PREFIX, _SUFFIX = "Twell", "ForCausalLM"
 _KERNELS = "twell_kernels/"
@@ -79,6 +80,7 @@ class TwellFFN:
     twell_density: float | None = None  # as profiled
     twell_sources: str = ""  # of the kernels, as registered; without them plain torch computes
     twell_route: str = "auto"
+    twell_meter: FfnMeter | None = None  # while the model is trained with a penalty
 
     def forward(self, x: Tensor) -> Tensor:
         fused = hasattr(self, "gate_up_proj")
@@ -89,12 +91,12 @@ class TwellFFN:
             all(_is_plain(m, nn.Linear) for m in linears) and _is_plain(activation, GateThreshold)
         ):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
-            if self.twell_sources and not torch.compiler.is_compiling():
-                say_once(
-                    "an FFN whose layers are not plain ones (adapters, hooks) computes by them"
-                )
+            if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
+                say_once("an FFN has layers that are not plain ones (adapters, hooks)")
             gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
-            return self.down_proj(activation(gate) * up)
+            gate = activation(gate)
+            meter = self.twell_meter
+            return self.down_proj(gate * up if meter is None else meter.measure(gate, up))
         if fused:
             weights = self.gate_up_proj.weight.chunk(2)
             bias = self.gate_up_proj.bias
@@ -102,19 +104,21 @@ class TwellFFN:
         else:
             weights = tuple(projection.weight for projection in projections)
             biases = tuple(projection.bias for projection in projections)
-        return sparse_ffn(
-            x,
-            *weights,
-            self.down_proj.weight,
-            *biases,
-            self.down_proj.bias,
-            threshold=activation.threshold,
-            tile=self.twell_tile,
-            slots=self.twell_slots,
-            sources=self.twell_sources,
-            route=self.twell_route,
-            density=self.twell_density,
-        )
+        tensors = (x, *weights, self.down_proj.weight, *biases, self.down_proj.bias)
+        how = {
+            "threshold": activation.threshold,
+            "tile": self.twell_tile,
+            "slots": self.twell_slots,
+            "sources": self.twell_sources,
+            "route": self.twell_route,
+            "density": self.twell_density,
+        }
+        meter = self.twell_meter
+        if meter is None:
+            return sparse_ffn(*tensors, **how)
+        weight = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
+        y, meter.hidden_sum, meter.fired = train_ffn(*tensors, penalty=weight, **how)
+        return y
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:

@@ -36,17 +36,53 @@ BACKWARD_SCHEMA = (
 
 
 class AddL1Gradient(torch.autograd.Function):
-    """An identity on `hidden` that adds the gradient of `weight * hidden.abs().sum()`."""
+    """An identity on `hidden` that adds the gradient of `weight * hidden.abs().sum()`.
+
+    A weight that is a tensor counts as rounded to hidden's dtype, one that is a number does not.
+    """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+    def forward(ctx, hidden: Tensor, weight: Tensor | float) -> Tensor:
+        is_tensor = isinstance(weight, Tensor)
+        ctx.save_for_backward(hidden, *((weight,) if is_tensor else ()))
+        ctx.weight = None if is_tensor else weight
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        return grad + hidden.sign() * weight.to(grad.dtype), None
+        hidden, *weight = ctx.saved_tensors
+        if weight:
+            return grad + hidden.sign() * weight[0].to(grad.dtype), None
+        return grad.add(hidden.sign(), alpha=ctx.weight), None
+
+
+class FfnMeter:
+    """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
+
+    `price` is the penalty's weight for one token, `per_neuron` whether it is divided by neurons
+    too. After a forward pass there are the sum of |h|, how many fired, tokens and neurons.
+    """
+
+    def __init__(self, *, per_neuron: bool = False):
+        self.price, self.per_neuron = 0.0, per_neuron
+        self.hidden_sum: Tensor | None = None
+        self.fired: Tensor | None = None
+        self.num_tokens = self.num_neurons = 0
+
+    def weight(self, num_tokens: int, num_neurons: int) -> float | None:
+        """Of the sum of |h| over so many tokens in the loss; None if there is no penalty."""
+        self.num_tokens, self.num_neurons = num_tokens, num_neurons
+        share = self.price / (num_tokens * (num_neurons if self.per_neuron else 1))
+        return share if share and torch.is_grad_enabled() else None
+
+    def measure(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`gate * up`, penalised and measured, of an FFN that its own modules compute."""
+        hidden = gate * up
+        self.hidden_sum = hidden.detach().abs().sum(dtype=torch.float32)
+        self.fired = (gate.detach() != 0).sum()
+        weight = self.weight(hidden.numel() // hidden.shape[-1], hidden.shape[-1])
+        penalised = weight is not None and hidden.requires_grad
+        return AddL1Gradient.apply(hidden, weight) if penalised else hidden
 
 
 def plain_train_ffn(
@@ -57,7 +93,7 @@ def plain_train_ffn(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    penalty: Tensor | None,
+    penalty: Tensor | float | None,
     threshold: float,
     counted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
