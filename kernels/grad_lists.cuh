@@ -22,3 +22,8 @@
 constexpr int FOUR = 4;            // rows that share rounds: their two values are the n of one mma
 constexpr int LIST_ALIGNMENT = BATCH;  // of a list's first round
 constexpr int FOUR_MASKS = 16;     // words for 8 rounds
+
+// Whether there are sums of heavy rows, to which those of the lists are added.
+__device__ __forceinline__ bool any_heavy(const int* heavy_count) {
+    return heavy_count && *heavy_count > 0;
+}

@@ -4,9 +4,8 @@
 //   grad_gate_up   dW_gate = grad_gate^T x, dW_up = grad_up^T x           fours of neurons
 //   grad_down      dW_down = h^T grad_y, by rows of neurons               fours of neurons
 //   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
-//   grad_biases    sums of grad_gate and of grad_up                       fours of neurons
 //
-// The last reads the lists alone. Each of the others is `down` (down.cu) with rows in fours and two values a slot: the other rows lie in shared
+// Each is `down` (down.cu) with rows in fours and two values a slot: the other rows lie in shared
 // memory, 32 bytes of each, and a round of 16 slots is one mma
 //
 //     sums [16, 8] += planes [16, 16 slots] V [16 slots, 8]
@@ -26,20 +25,17 @@
 // there before.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the fours); K a multiple of
-// 16, panel_rows of 8, chunk of 4; matrices contiguous, at
-// multiples of 16 bytes. Dynamic shared memory: panel_rows * 32 (grad_x: 64) + 49152 bytes, 49152
-// = 16 * 2 * 16 * 96. Without out0 (and out1) the last panel leaves its sums in sums0 (and sums1). grad_biases:
-// blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
+// 16, panel_rows of 8, chunk of 4; matrices contiguous, at multiples of 16 bytes. Dynamic shared
+// memory: panel_rows * 32 (grad_x: 64) + 49152 bytes, 49152 = 16 * 2 * 16 * 96. Without out0 (and
+// out1) the last panel leaves its sums in sums0 (and sums1).
 #include "grad_lists.cuh"
 #include "twell.cuh"
 
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kPlaneRow = 16;     // bytes
-constexpr int kCodeBytes = 32;    // of a round
-constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
-constexpr int kStages = 2;
+constexpr int kPlaneRow = 16, kCodeBytes = 32;  // bytes of a row in a plane, of a round's codes
+constexpr int kStep = 2 * BATCH, kStages = 2;   // rounds of a step, at most
 constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
 constexpr int kFlip = 4;            // of rows in plane 1
 
@@ -376,10 +372,6 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     }
 }
 
-__device__ __forceinline__ bool any_heavy(const int* heavy_count) {
-    return heavy_count && *heavy_count > 0;
-}
-
 // All panels, chunk by chunk. Target.add: whether there are sums before.
 template <Sums KIND>
 __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* rows0,
@@ -417,12 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums_gate, sums_up},
                         {out_gate, out_up},
-                        N,
-                        K,
-                        static_cast<int>(blockIdx.x) * 16,
-                        0,
-                        any_heavy(heavy_count),
-                        false};
+                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false};
     sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, N, M,
                            panel_rows, num_panels);
 }
@@ -435,12 +422,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
-                        N,
-                        K,
-                        static_cast<int>(blockIdx.x) * 16,
-                        0,
-                        any_heavy(heavy_count),
-                        false};
+                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false};
     sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, N, M,
                           panel_rows, num_panels);
 }
@@ -452,54 +434,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
-                        M,
-                        K,
-                        static_cast<int>(blockIdx.x) * 16,
-                        0,
-                        false,
-                        false};
+                        M, K, static_cast<int>(blockIdx.x) * 16, 0, false, false};
     sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, chunk,
                              N, panel_rows, num_panels);
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-    grad_biases(const int2* heads, const uint2* codes, const uint2* pairs, int N, int num_panels,
-                const int* heavy_count, float* sums) {
-    const int four = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (four * FOUR >= N) return;
-    float found[FOUR][2] = {};
-    for (int panel = 0; panel < num_panels; ++panel) {
-        const int2 head = heads[static_cast<long long>(four) * num_panels + panel];
-        for (int i = lane; i < head.y * ROUND_RECORDS; i += 32) {
-            const long long record = static_cast<long long>(head.x) * ROUND_RECORDS + i;
-            const uint2 code = codes[record];
-            const long long at = record / 4 * 8 + record % 4;
-            const uint2 gate = pairs[at], up = pairs[at + 4];
-#pragma unroll
-            for (int slot = 0; slot < 4; ++slot) {
-                const int shift = slot % 2 * 16;
-                const int row = (slot < 2 ? code.x : code.y) >> (shift + COLUMN_BITS) & (FOUR - 1);
-                const float of_gate = bf16_value((slot < 2 ? gate.x : gate.y) >> shift & 0xffff);
-                const float of_up = bf16_value((slot < 2 ? up.x : up.y) >> shift & 0xffff);
-#pragma unroll
-                for (int r = 0; r < FOUR; ++r) {
-                    found[r][0] += r == row ? of_gate : 0.f;
-                    found[r][1] += r == row ? of_up : 0.f;
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < FOUR; ++r)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float sum = found[r][i];
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2)
-                sum += __shfl_xor_sync(~0u, sum, distance);
-            const int neuron = four * FOUR + r;
-            if (lane > 0 || neuron >= N) continue;
-            float* at = sums + static_cast<long long>(i) * N + neuron;
-            *at = sum + (any_heavy(heavy_count) ? *at : 0.f);
-        }
 }

@@ -35,7 +35,6 @@ ENTRY_FILES = {
     "list_tokens": "grad_lists.cu",
     "grad_gate_up": "grad_sums.cu",
     "grad_down": "grad_sums.cu",
-    "grad_biases": "grad_sums.cu",
     "grad_x": "grad_sums.cu",
     "rms_norm": "norm.cu",
     "embed_norm": "norm.cu",
