@@ -10,7 +10,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 
 from twellctl.errors import TwellError, UsageError
