@@ -1,4 +1,4 @@
-// grad_biases: the gradients of the biases of gate and up, the sums of grad_gate and of grad_up of each
+// grad_biases: the gradients of the biases of gate and up, sums of grad_gate and of grad_up of each
 // neuron, over the lists of neurons (grad_lists.cuh). Adds to what is there if *heavy_count > 0.
 //
 // Launch: blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].

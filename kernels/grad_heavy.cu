@@ -1,5 +1,5 @@
-// grad_heavy: the backward pass of the heavy rows (plan.cu), densely. How many there are is known to
-// the device alone: with none, the kernel ends at once.
+// grad_heavy: the backward pass of the heavy rows (plan.cu), densely. How many there are the device
+// alone knows: with none, the kernel ends at once.
 //
 // A persistent kernel goes through windows of the list of heavy rows, each in two steps:
 //
@@ -14,7 +14,7 @@
 // by blocks that run. So no block waits for one that does not, however few run at a time.
 //
 // Gate and up are multiplied once more than the forward pass did, so that nothing dense is kept; in
-// another order, so that a gate within a rounding of the threshold may fire in one of the two alone.
+// another order, so that a gate within a rounding of the threshold may fire in one of them alone.
 // All products go over one loop: tiles of 128 x 128, 64 of the inner dimension at a time, three
 // stages by cp.async, warps of 64 x 32 by mma.sync. An operand lies along (what is summed over is
 // contiguous) or across; rows of x and grad_y are found through the list.

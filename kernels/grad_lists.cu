@@ -7,16 +7,16 @@
 //                  where the pairs of 8 tokens and a panel of plan.cu lie together; `split` panels
 //                  here are one there
 //
-// A block makes the lists of two fours, of 8 rows, and a panel. A map in shared memory has a bit for
+// A block makes the lists of two fours, 8 rows, and a panel. A map in shared memory has a bit for
 // each (row, other row of the panel), those of a four and a bank class together. The bits below a
 // pair's own are its rank in the class, and the rank is its place: slot_of_class, and places of
 // other classes, in order, for what finds none of its own. Then the slots are written in the order
 // of memory. So nothing depends on the order in which pairs are read.
 //
-// kept, grads: of each pair, by its place in `pairs`, gate | up << 16 and grad_gate | grad_up << 16.
+// kept, grads: of each pair, by its place in `pairs`: gate | up << 16, grad_gate | grad_up << 16.
 //
-// Launch: grid (ceil(rows / 8), panels), blocks of 128 threads. Dynamic shared memory: 64 * W + 32 *
-// W + 6 * kMapSlots bytes, W = ceil(panel_rows / 64) rounded up to even. num_listed, the
+// Launch: grid (ceil(rows / 8), panels), blocks of 128 threads. Dynamic shared memory: 64 * W + 32
+// * W + 6 * kMapSlots bytes, W = ceil(panel_rows / 64) rounded up to even. num_listed, the
 // rounds given away so far, is 0 before; there is room for 8 rounds a list and those of all pairs.
 #include "grad_lists.cuh"
 #include "twell.cuh"
@@ -165,8 +165,9 @@ __device__ __forceinline__ void write_slots(const Shared& shared, const Lists& l
 // The lists of the 8 rows. `pairs.each(see)` shows each pair to `see(row, other, place)`;
 // q: of the first four.
 template <class Pairs>
-__device__ __forceinline__ void list_rows(const Pairs& pairs, int* num_listed, const Lists& lists, int num_fours, int q, int q_step,
-                                          int panel_rows, const unsigned* kept,
+__device__ __forceinline__ void list_rows(const Pairs& pairs, int* num_listed, const Lists& lists,
+                                          int num_fours, int q, int q_step, int panel_rows,
+                                          const unsigned* kept,
                                           const unsigned* grads, unsigned char* memory,
                                           Half* halves, int* first_at) {
     const Shared shared(memory, panel_rows);
@@ -276,7 +277,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         tile_tokens,
         static_cast<unsigned>(tile_tokens) * cap};
     list_rows(
-        of_panel, num_listed, {heads, codes, values, hidden, masks}, (N + FOUR - 1) / FOUR - group * 2,
+        of_panel, num_listed, {heads, codes, values, hidden, masks},
+        (N + FOUR - 1) / FOUR - group * 2,
         group * 2 * num_panels + panel, num_panels, panel_tiles * tile_tokens, kept, grads,
         reinterpret_cast<unsigned char*>(memory), halves, &first_at);
 }

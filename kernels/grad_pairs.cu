@@ -10,7 +10,7 @@
 //
 // All in the order of `pairs` (plan.cu). penalty: a float32 on the device, or null.
 //
-// Launch: grid (tiles, any), blocks of 256 threads. tile_tokens * cap and stride are multiples of 4.
+// Launch: grid (tiles, any), blocks of 256 threads. tile_tokens * cap and stride: multiples of 4.
 #include "twell_lists.cuh"
 #include "twell.cuh"
 

@@ -115,7 +115,8 @@ struct Feed {
     __device__ __forceinline__ void look_up(int four) {
         counts = counts_behind, counts_behind = kNothing;
         firsts = firsts_behind;
-        const unsigned* head = reinterpret_cast<const unsigned*>(offset_by(heads, four, 8 * panels));
+        const int2* at = offset_by(heads, four, 8 * panels);
+        const unsigned* head = reinterpret_cast<const unsigned*>(at);
         load_if(four < num_fours, head, firsts_behind);
         load_if(four < num_fours, head + 1, counts_behind);
     }

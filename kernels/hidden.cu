@@ -11,8 +11,8 @@
 // 2 bytes for each pair that is to fit at once, 16 bytes or more: grid (tiles). partial_stride and
 // tile_tokens * cap are multiples of 4 then.
 //
-// `hidden_kept` does the same, and keeps what the backward pass needs: of each pair gate | up << 16,
-// by its place in `pairs`; and the sum of |h| of each block, float32 [blocks].
+// `hidden_kept` does the same, and keeps what the backward pass needs: of each pair, by its place in
+// `pairs`, gate | up << 16; and the sum of |h| of each block, float32 [blocks].
 #include "twell_lists.cuh"
 #include "round_masks.cuh"
 #include "twell.cuh"
@@ -314,7 +314,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
            int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
            const int* num_rounds, uint4* records, unsigned* masks) {
     extern __shared__ uint4 staged[];
-    fill_rounds({partial, partial_stride, Q, b_up}, {num_rounds, records, links, masks, group_rounds},
+    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    fill_rounds({partial, partial_stride, Q, b_up}, rounds,
                 pair_start, pairs, M, N, tile_tokens, cap, panel_rows, num_panels, staged, Leave{});
 }
 
@@ -325,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                 const unsigned short* b_up, const int* num_rounds, uint4* records, unsigned* masks,
                 unsigned* kept, float* block_sums) {
     extern __shared__ uint4 staged[];
-    fill_rounds({partial, partial_stride, Q, b_up}, {num_rounds, records, links, masks, group_rounds},
+    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    fill_rounds({partial, partial_stride, Q, b_up}, rounds,
                 pair_start, pairs, M, N, tile_tokens, cap, panel_rows, num_panels, staged,
                 Keep{kept, block_sums, 0.f});
 }

@@ -1,4 +1,4 @@
-// tally: the sum of |h| over the heavy rows of a window, of what `heavy_hidden` left there; one sum a
+// tally: the sum of |h| over the heavy rows of a window, of what `heavy_hidden` left; one sum a
 // block, to be added up. (That of the other rows comes from `hidden_kept`.)
 //
 // Launch: any grid of blocks of 256 threads; sums float32 [blocks]. num_columns a multiple of 8,
