@@ -71,7 +71,7 @@ class Scripted:
         self.delay, self.num_layers = delay, num_layers
         self.samplings: list[Sampling] = []
         self.num_running = self.num_generated = 0
-        self.closed = False
+        self.closed, self.failed = False, 0
 
     async def generate(self, prompt, sampling):
         self.samplings.append(sampling)
@@ -106,7 +106,8 @@ class Scripted:
 
     def stats(self) -> EngineStats:
         densities = self.densities(0) if self.num_generated else ()
-        return EngineStats(self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
+        told = (self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
+        return EngineStats(*told, self.failed)
 
     def close(self) -> None:
         self.closed = True

@@ -157,9 +157,12 @@ def test_a_failure_is_raised_where_it_was_asked_for(engine, decoder, monkeypatch
                 raise IndexError("no such\nlayer")
 
             patched.setattr(decoder, "prefill", fail)
-            with pytest.raises(EngineError, match="IndexError: no such layer"):
-                await tokens_of(engine, [1], 5)
+            for failed in (1, 2, 3):
+                with pytest.raises(EngineError, match="IndexError: no such layer"):
+                    await tokens_of(engine, [1], 5)
+                assert engine.stats().failed == failed
         assert await tokens_of(engine, [1], 5) == expected([1], 5)
+        assert engine.stats().failed == 0
 
     asyncio.run(ask())
     settled(engine)

@@ -214,6 +214,15 @@ def test_stopping_lets_running_answers_finish(tokenizer):
     assert (refused[0], refused[1]["error"]["code"]) == (503, "stopping")
 
 
+def test_an_engine_that_only_fails_is_not_healthy(tokenizer):
+    engine = Scripted([5])
+    with serving(tokenizer, engine) as client:
+        for engine.failed, status in ((2, 200), (3, 503), (0, 200)):
+            assert get(client, "/health").status == status
+        engine.failed = 3
+        assert json.loads(get(client, "/health").body) == {"status": "failing"}
+
+
 def while_stopping(client):
     body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
     return get(client, "/health"), post(client, body)

@@ -70,6 +70,7 @@ class DecodeEngine:
             generated_tokens=generated,
             cache_used=1 - pool.free / pool.capacity,
             densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
+            failed=scheduler.failed,
         )
 
     def close(self) -> None:

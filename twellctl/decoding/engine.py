@@ -43,6 +43,7 @@ class EngineStats:
     generated_tokens: int
     cache_used: float  # share of the cache's room that is taken, 0 to 1
     densities: tuple[float, ...]  # mean share that fired, by gated FFN; empty before the first
+    failed: int = 0  # generations since the last token that failed, not for want of memory
 
 
 class EngineError(Exception):

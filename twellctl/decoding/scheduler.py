@@ -45,6 +45,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
+        self.failed = 0  # generations in a row, not for want of memory
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._under_way: tuple[Step, list[Sequence]] | None = None
@@ -180,6 +181,7 @@ class Scheduler:
         token = self._batch.record.token(record, sequence.sampling)
         sequence.tokens.append(token.id)
         self.generated_tokens += 1
+        self.failed = 0
         events.append((sequence, token))
         if token.id in self.eos_tokens or len(sequence.tokens) >= sequence.most_tokens:
             self._end(sequence, events)
@@ -189,6 +191,7 @@ class Scheduler:
     ) -> None:
         if not sequence.gone:
             sequence.gone = self._changed = True
+            self.failed += error is not None and not isinstance(error, OutOfMemory)
             events.append((sequence, error))
 
     def _blame(self, failure: EngineError, events: list[Event]) -> None:

@@ -30,6 +30,7 @@ from twellctl.serving.traffic import Traffic
 from twellctl.text_tokens import Detokenizer, StopStrings
 
 Request = TypeVar("Request")
+FAILING = 3  # generations in a row that the engine failed: it is no longer healthy
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Endpoints:
     async def health(self, http: web.Request) -> web.Response:
         if self._traffic.draining:
             return web.json_response({"status": "draining"}, status=503)
+        if self._model.engine.stats().failed >= FAILING:
+            return web.json_response({"status": "failing"}, status=503)
         return web.json_response({"status": "ok"})
 
     async def metrics(self, http: web.Request) -> web.Response:
