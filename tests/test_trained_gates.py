@@ -125,3 +125,14 @@ def test_judged_plainly_the_result_is_as_reported(relu_llama, tokenizer, text_fi
     loss = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert loss.item() == pytest.approx(done.cross_entropy, rel=1e-4)
     assert torch.stack(fired).double().mean().item() == pytest.approx(done.density, rel=1e-4)
+
+
+def test_without_thresholds_the_result_is_plain_relu(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, train_thresholds=False)
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(True))
+    assert done.thresholds == [0.0, 0.0]
+    other = finetune(relu_llama, tmp_path / "other", small(text_file), progress=Progress(True))
+    assert min(other.thresholds) > 0
+    before, after = weights(relu_llama), weights(tmp_path / "out")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert not torch.equal(before[name], after[name])

@@ -181,7 +181,7 @@ def build_trainer(
     else:
         model.requires_grad_(True)
     for gate in penalty.gates:
-        gate.requires_grad_(True)
+        gate.requires_grad_(recipe.train_thresholds)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-LOGITS_AT_ONCE = 1 << 26  # elements of one tensor of logits; about five such exist, in float32
+LOGITS_AT_ONCE = 1 << 25  # elements of one tensor of logits; some six such exist, in float32
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class HeadLoss:
         self._call = _Call(self, ids[:, 1:].flatten(), teacher, wanted, teacher_weight)
         try:
             loss = (wrapped or self.model)(input_ids=ids, use_cache=False).logits
-            return Losses(loss, *self._call.parts)
+            return Losses(loss / self.scale, *self._call.parts)
         finally:
             self._call = None
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> Tensor:
         """`[B * (L - 1), K]`: what the head reads at the tokens that have a next one."""
-        return self.model(input_ids=ids, use_cache=False).logits
+        return self.model(input_ids=ids, use_cache=False).logits / self.scale
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of the head in `dtype`."""
@@ -134,8 +135,11 @@ class _LossOfStates(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         needs = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
-        given = (states, weight, bias)
-        gradients = [torch.zeros_like(t) if n else None for t, n in zip(given, needs, strict=True)]
+        ctx.dtypes = [t if t is None else t.dtype for t in (states, weight, bias)]
+        gradients = [
+            torch.zeros_like(t, dtype=torch.float32) if needed else None
+            for t, needed in zip((states, weight, bias), needs, strict=True)
+        ]
         scale = call.student.scale / len(states)
         weight, sums, rows = weight.to(dtype), 0, max(1, LOGITS_AT_ONCE // len(weight))
         for start in range(0, len(states), rows):
@@ -156,9 +160,13 @@ class _LossOfStates(torch.autograd.Function):
         return (1 - share) * call.parts[0] + share * call.parts[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
-        gradients = [None if g is None else g * grad.to(g.dtype) for g in ctx.gradients]
-        return *gradients, None, None
+        gradients, ctx.gradients = ctx.gradients, None  # they are scaled in place: no second time
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss are already taken: call `losses` again")
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return *(None if g is None else g.mul_(grad).to(dtype) for g, dtype in pairs), None, None
 
 
 @torch.no_grad()

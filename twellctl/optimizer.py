@@ -81,9 +81,9 @@ def make_optimizer(
     kind: str = "muon",
 ) -> Muon:
     """Of all that is trained in `model`; with kind "adamw" matrices are like the rest."""
-    thresholds = {id(p) for gate in gates for p in gate.parameters()}
+    thresholds = [p for gate in gates for p in gate.parameters() if p.requires_grad]
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    trained = [(n, p) for n, p in trained if id(p) not in thresholds]
+    trained = [(n, p) for n, p in trained if not any(p is t for t in thresholds)]
     inside = [p for n, p in trained if kind == "muon" and _is_inside(n, p)]
     rest = [p for n, p in trained if kind != "muon" or not _is_inside(n, p)]
     rate, decay = arguments.learning_rate, arguments.weight_decay
@@ -92,7 +92,7 @@ def make_optimizer(
         {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim > 1], "lr": rest_rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim < 2], "lr": rest_rate},
-        {"params": [p for gate in gates for p in gate.parameters()], "lr": THRESHOLD_RATE},
+        {"params": thresholds, "lr": THRESHOLD_RATE},
     ]
     return Muon(
         [{"matrices": False} | group for group in groups if group["params"]],

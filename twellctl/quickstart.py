@@ -83,7 +83,7 @@ def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> Qu
             _train_silu(out, seed)
         with _step("convert: SiLU becomes ReLU"):
             convert(out / "silu", out / "relu")
-        with _step("finetune: L1 and the SiLU model as teacher"):
+        with _step("finetune: a price on what fires, the SiLU model as teacher"):
             tuned = _sparsify(out, seed)
         with _step("profile: which neurons fire"):
             measured = profile(

@@ -76,6 +76,11 @@ class Recipe:
         "|relu(gate) * up|, thresholds stay. [default: count; l1 if --l1-schedule is constant]",
         choices=("count", "l1"),
     )
+    train_thresholds: bool = setting(
+        True,
+        "Train a threshold a layer (penalty count). Without, they stay as they are: a converted "
+        "model's are 0, and the result is plain ReLU, which stock classes run.",
+    )
     l1_normalizer: str = setting(
         "sum",
         "sum over neurons, as the paper's code does; or their mean, as its printed formula says "
