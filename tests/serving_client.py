@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from email.message import Message
 
@@ -149,6 +150,13 @@ class Answer:
     status: int
     headers: Message
     body: bytes
+
+
+def eventually(true, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
 
 
 def get(client, path: str, **headers) -> Answer:

@@ -13,7 +13,7 @@ import time
 
 import openai
 import pytest
-from serving_client import PROMPT, Scripted, chat, complete, get, post, running
+from serving_client import PROMPT, Scripted, chat, complete, eventually, get, post, running
 
 from twellctl.decoding.engine import OutOfMemory, QueueFull
 from twellctl.errors import UsageError
@@ -24,13 +24,6 @@ from twellctl.serving.plan import ServedModel
 
 def serving(tokenizer, engine, **settings):
     return running(ServedModel("model", tokenizer, engine), **settings)
-
-
-def eventually(true, seconds=5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true()
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["length told", "chunked"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving_client import PROMPT, chat, complete, get
+from serving_client import PROMPT, chat, complete, eventually, get
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import open_checkpoint
@@ -85,7 +85,7 @@ def test_choices_run_side_by_side_and_count(client):
     ) + sum(choice.finish_reason == "stop" for choice in answer.choices)
     grown = after["twell_generated_tokens_total"] - before["twell_generated_tokens_total"]
     assert grown == answer.usage.completion_tokens
-    assert after["twell_sequences_running"] == 0
+    assert eventually(lambda: figures(client)["twell_sequences_running"] == 0)
     assert 0 < after['twell_density_ratio{layer="0"}'] < 1
 
 
