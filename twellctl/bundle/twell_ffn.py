@@ -55,7 +55,7 @@ from .twell_sequence import (
     launch_gate_pack,
     portable_ffn,
 )
-from .twell_train import define_training, plain_train_ffn
+from .twell_train import define_operators, define_training, plain_train_ffn
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
@@ -387,14 +387,12 @@ def _own_digest() -> str:
 def _define(digest: str) -> torch.library.Library:
     """The operators `twell::gated_ffn_<digest>` and `twell::gate_pack_<digest>`."""
     library = torch.library.Library("twell", "FRAGMENT")
-    for name, schema, run, fake in (
+    define_operators(
+        library,
+        digest,
         ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
         ("gate_pack", _PACK_SCHEMA, _gate_pack, _fake_gate_pack),
-    ):
-        named = f"{name}_{digest}"
-        library.define(named + schema, tags=(torch.Tag.needs_exact_strides,))
-        library.impl(named, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"twell::{named}", fake, lib=library)
+    )
     define_training(library, digest)
     return library
 

@@ -132,19 +132,26 @@ def _relu_t(gate: Tensor, threshold: float) -> Tensor:
     return _KeepAbove.apply(gate, threshold)
 
 
+def define_operators(library: torch.library.Library, digest: str, *operators: tuple) -> None:
+    """Register each (name, schema, function, fake) as `twell::<name>_<digest>`."""
+    for name, schema, run, fake in operators:
+        named = f"{name}_{digest}"
+        library.define(named + schema, tags=(torch.Tag.needs_exact_strides,))
+        library.impl(named, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"twell::{named}", fake, lib=library)
+
+
 def define_training(library: torch.library.Library, digest: str) -> None:
     """The operators `train_ffn_<digest>` and its gradients', `train_ffn_grads_<digest>`.
 
     The number of tokens is at least 1; whether the kernels take the rest was asked before.
     """
-    for name, schema, run, fake in (
+    define_operators(
+        library,
+        digest,
         ("train_ffn", FORWARD_SCHEMA, _train_ffn, _fake_train_ffn),
         ("train_ffn_grads", BACKWARD_SCHEMA, _train_ffn_grads, _fake_train_ffn_grads),
-    ):
-        named = f"{name}_{digest}"
-        library.define(named + schema, tags=(torch.Tag.needs_exact_strides,))
-        library.impl(named, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"twell::{named}", fake, lib=library)
+    )
     grads_op = getattr(torch.ops.twell, f"train_ffn_grads_{digest}").default
 
     def differentiate(ctx, grad_y: Tensor | None, *_) -> tuple:
