@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
+from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe, run_folder
 
 
@@ -149,3 +150,23 @@ def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
     ):
         finetune(relu_llama, tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
+
+
+class SpoilGradient(Progress):
+    """Makes a gradient not finite at the first step."""
+
+    def __init__(self, parameter: str):
+        super().__init__(silent=True)
+        self.parameter = parameter
+
+    def callback(self, trainer, recipe, num_neurons):
+        parameter = trainer.model.get_parameter(self.parameter)
+        parameter.register_hook(lambda grad: grad * float("inf"))
+        return super().callback(trainer, recipe, num_neurons)
+
+
+def test_gradients_that_are_not_finite_are_named(relu_llama, text_file, tmp_path):
+    progress = SpoilGradient("model.layers.1.mlp.up_proj.weight")
+    said = "the gradient of model.layers.1.mlp.up_proj.weight was not finite at step 1"
+    with pytest.raises(TwellError, match=said):
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress)

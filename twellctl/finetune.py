@@ -26,6 +26,7 @@ from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, wr
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
 from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
+from twellctl.layer_routes import LayerRoutes
 from twellctl.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.lora import with_lora
 from twellctl.model import (
@@ -195,6 +196,7 @@ def build_trainer(
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
         states=states,
+        routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
         soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,
         compiled=recipe.compile,
         model=model,

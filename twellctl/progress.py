@@ -31,8 +31,6 @@ class Progress:
         self, recipe: Recipe, num_steps: int, resumed_at: int, has_teacher: bool
     ) -> None:
         """Say what kind of run this is."""
-        if self.silent:
-            return
         if recipe.l1_schedule == "constant":
             l1 = f"l1 held constant at {recipe.l1:g}"
         else:
@@ -44,7 +42,12 @@ class Progress:
         rate = f"learning rate {recipe.learning_rate:.3g}"
         start = f"resumed at step {resumed_at} of " if resumed_at else ""
         steps = f"{start}{num_steps} steps of {recipe.batch_size * recipe.seq_len} tokens"
-        ui.note(f"{l1}; {teacher}; {rate}; {steps}")
+        self.note(f"{l1}; {teacher}; {rate}; {steps}")
+
+    def note(self, text: str) -> None:
+        """Say something in a line of its own."""
+        if not self.silent:
+            ui.note(text)
 
     def callback(self, trainer: Any, recipe: Recipe, num_neurons: int) -> TrainerCallback:
         """The hook into the Trainer that feeds this display."""

@@ -20,8 +20,8 @@ class FfnPenalty:
 
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
     `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
-    used as `TrainedGates` is. The FFNs run over `train_ffn`, densely unless TWELL_ROUTE=twell asks
-    for the kernels.
+    used as `TrainedGates` is. The FFNs run over `train_ffn`, densely unless `LayerRoutes` or
+    TWELL_ROUTE say otherwise.
     """
 
     gates = ()

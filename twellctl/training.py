@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from twellctl.errors import TwellError
 from twellctl.head_loss import HeadLoss
 from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.layer_routes import LayerRoutes
 from twellctl.layer_states import LayerStates
 from twellctl.runs import mark_complete
 from twellctl.sparsity import FfnPenalty
@@ -53,6 +54,7 @@ class SparseTrainer(Trainer):
         teacher: nn.Module | None,
         teacher_weight: float,
         states: LayerStates | None = None,
+        routes: LayerRoutes | None = None,
         soften: float = 0.0,
         compiled: bool = False,
         **kwargs: Any,
@@ -67,9 +69,11 @@ class SparseTrainer(Trainer):
         self.teacher = None if teacher is None else HeadLoss(teacher)
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
         self.states = states
+        self.routes = routes
         self.soften = soften
         self.report: StepReport | None = None
         self._sums: list[Tensor] = []
+        self._checked: tuple[list[str], Tensor] | None = None
 
     def compute_loss(
         self,
@@ -90,6 +94,12 @@ class SparseTrainer(Trainer):
         self._sums.append(torch.cat([parts, densities]))
         return losses.loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:  # clipping would spread what is not finite
+            self._checked = last_not_finite(self.model)
+        return loss
+
     def _width(self) -> float | None:
         """Of the soft gate: from SiLU's 1 down to `SLOPE` while `soften` lasts, then a step."""
         progress = self.state.global_step / self.state.max_steps
@@ -101,14 +111,23 @@ class SparseTrainer(Trainer):
             gate.threshold.data.clamp_(min=0)
         means = torch.stack(self._sums).mean(0)
         self._sums.clear()
-        told = torch.cat([means, means.new_tensor([float(interrupted)])])
-        *means, stop = self.accelerator.reduce(told, reduction="mean").tolist()
+        names, odd = self._checked
+        told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
+        *means, odd, stop = self.accelerator.reduce(told, reduction="mean").tolist()
         self.report = StepReport(*means[:3], density_by_layer=means[3:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
                 f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
                 "start again with a lower --learning-rate and --overwrite"
             )
+        if odd >= 0:
+            raise TwellError(
+                f"the gradient of {names[round(odd)]} was not finite at step "
+                f"{self.state.global_step}: start again with a lower --learning-rate and "
+                "--overwrite"
+            )
+        if self.routes is not None:
+            self.routes.update(self.report.density_by_layer)
         share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
@@ -202,6 +221,19 @@ class SparseTrainer(Trainer):
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
+
+
+def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
+    """(names of parameters with gradients, `[1]`: the number of the last that is not finite or -1).
+
+    Gradients go from the last layer to the first, so it is there that they went wrong.
+    """
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norms = torch._foreach_norm(list(named.values()), 2, torch.float32)
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    bad = ~torch.stack(whole).isfinite()
+    numbers = torch.arange(len(bad), dtype=torch.float32, device=bad.device)
+    return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
 
 
 class SparsityCallback(TrainerCallback):

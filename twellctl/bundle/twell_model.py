@@ -116,6 +116,8 @@ class TwellFFN:
         meter = self.twell_meter
         if meter is None:
             return sparse_ffn(*tensors, **how)
+        if meter.route is not None and torch.is_grad_enabled():
+            how["route"] = meter.route
         weight = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
         y, meter.hidden_sum, meter.fired = train_ffn(*tensors, penalty=weight, **how)
         return y

@@ -60,11 +60,13 @@ class FfnMeter:
     """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
 
     `price` is the penalty's weight for one token, `per_neuron` whether it is divided by neurons
-    too. After a forward pass there are the sum of |h|, how many fired, tokens and neurons.
+    too. `route`, if there is one, is taken where gradients are, in the place of the FFN's own.
+    After a forward pass there are the sum of |h|, how many fired, tokens and neurons.
     """
 
     def __init__(self, *, per_neuron: bool = False):
         self.price, self.per_neuron = 0.0, per_neuron
+        self.route: str | None = None
         self.hidden_sum: Tensor | None = None
         self.fired: Tensor | None = None
         self.num_tokens = self.num_neurons = 0

@@ -1,0 +1,97 @@
+"""Contests on a GPU: apart from the step, whatever it is like, and followed by the kernels."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from twellctl import layer_routes
+from twellctl.bundle import twell_ffn
+from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels, contest
+from twellctl.sparsity import FfnPenalty
+from twellctl.synthetic import EVEN, make_rows, make_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU",
+    ),
+]
+K, N, M, DENSITY = 256, 1024, 4096, 0.01
+
+
+class Body(torch.nn.Module):
+    """Two FFNs, one behind the other."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        config = LlamaConfig(hidden_size=K, intermediate_size=N, hidden_act="relu")
+        self.layers = torch.nn.ModuleList(LlamaMLP(config) for _ in range(2))
+        made = {"dtype": dtype, "generator": torch.Generator("cuda").manual_seed(0)}
+        self.to("cuda", dtype)
+        for layer in self.layers:
+            weights = make_weights(K, N, DENSITY, bias=False, **made)
+            for name, weight in zip(("gate", "up", "down"), weights.split, strict=False):
+                getattr(layer, f"{name}_proj").weight.data.copy_(weight)
+        self.x = make_rows(M, K, DENSITY, EVEN, **made)
+        self.penalty = FfnPenalty(self, [0.0, 0.0])
+        self.penalty.l1 = 0.5
+        self.penalty.begin(M, 1.0)
+
+    def step(self, *, checkpointed: bool, autocast: bool) -> dict[str, torch.Tensor]:
+        """Gradients by name; those of both layers hang on x alone."""
+        self.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            for layer in self.layers:
+                again = functools.partial(checkpoint, layer, use_reentrant=False)
+                y = (again if checkpointed else layer)(self.x)
+                y.float().square().mean().backward()
+        return {name: p.grad.float() for name, p in self.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_go_over_and_gradients_stay(monkeypatch, dtype, checkpointed):
+    how = {"checkpointed": checkpointed, "autocast": dtype == torch.float32}
+    body = Body(dtype)
+    dense = body.step(**how)
+    said = []
+    routes = LayerRoutes(body.penalty.ffns, said.append)
+    monkeypatch.setattr(layer_routes, "FASTER", 1e9)
+    launched = []
+    run = twell_ffn._train_ffn_op
+    monkeypatch.setattr(twell_ffn, "_train_ffn_op", lambda *a: launched.append(1) or run(*a))
+    state = torch.cuda.get_rng_state()
+    routes.update([DENSITY, 0.5])
+    found = body.step(**how)
+    assert [ffn.twell_meter.route for ffn in body.penalty.ffns] == [TWELL, None]
+    assert len(said) == 1
+    assert said[0].startswith("layer 0 is over TwELL, at 1.00% density: ")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert launched
+    for name, wanted in dense.items():
+        assert (found[name] - wanted).norm() <= 0.02 * wanted.norm(), name
+    launched.clear()
+    body.step(**how)
+    assert len(launched) == 1 + checkpointed
+    with torch.no_grad():
+        body.layers[0](body.x)
+    assert len(launched) == 1 + checkpointed
+
+
+def test_contest_leaves_no_gradient():
+    body = Body(torch.bfloat16)
+    times = contest(body.layers[0], body.x)
+    assert set(times) == {DENSE, TWELL}
+    assert all(0 < time < 1000 for time in times.values())
+    assert all(p.grad is None for p in body.parameters())
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    body = Body(torch.float32)
+    with pytest.raises(NoKernels, match="the kernels take bf16, not float32"):
+        contest(body.layers[0], body.x)

@@ -1,0 +1,172 @@
+"""Which FFNs of a model in training run over TwELL: measured layer by layer, as density moves.
+
+All begin densely. Once less than `BELOW` of a layer fires, a contest goes before its next forward
+pass: forward and backward of the layer on the input at hand, dense and over TwELL by turns, apart
+from the step's own graph. TwELL's time grows at most in proportion to what fires, so the times say
+up to which density it holds; above that, and each time that a dense layer has lost another
+`STEP`, there is a new contest. Only a contest waits for the GPU.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from twellctl.bundle.twell_reasons import reasons_said, takes_hopper_kernels
+from twellctl.bundle.twell_route import requested
+
+BELOW = 0.03  # density
+STEP = 1.3  # of densities
+FASTER = 0.97  # the share of dense's time below which TwELL is taken
+SLOWER = 1.02  # the share of it up to which TwELL is kept
+TURNS = 5
+DENSE, TWELL = "dense", "twell"
+
+
+@dataclass
+class _Layer:
+    """One FFN; after a contest the density it was held at, and that up to which TwELL holds."""
+
+    number: int
+    ffn: nn.Module
+    measured_at: float | None = None
+    up_to: float = 0.0
+    asked: RemovableHandle | None = None
+
+    def is_due(self, density: float) -> bool:
+        """Whether the last contest tells nothing of `density`."""
+        if density >= BELOW or self.asked is not None:
+            return False
+        if self.ffn.twell_meter.route == TWELL:
+            return density > self.up_to
+        return self.measured_at is None or density < self.measured_at / STEP
+
+
+class LayerRoutes:
+    """Tells FFNs, which have an `FfnMeter`, their route; `note` is told of each that changes."""
+
+    def __init__(self, ffns: list[nn.Module], note: Callable[[str], None]):
+        self.layers = [_Layer(number, ffn) for number, ffn in enumerate(ffns)]
+        self.note = note
+        self.is_closed = False
+        if said := _why_closed(next(ffns[0].parameters()).device):
+            self._close(said)
+
+    def _close(self, why: str) -> None:
+        """No contest any more."""
+        self.is_closed = True
+        self.note(why)
+
+    def update(self, densities: list[float]) -> None:
+        """After a step, with what fired in each layer."""
+        if self.is_closed:
+            return
+        for layer, density in zip(self.layers, densities, strict=True):
+            meter = layer.ffn.twell_meter
+            if density >= BELOW and meter.route == TWELL:
+                meter.route, layer.measured_at = DENSE, density
+                self.note(f"layer {layer.number} is dense again, at {density:.2%} density")
+            elif layer.is_due(density):
+                layer.asked = self._ask(layer, density)
+
+    def _ask(self, layer: _Layer, density: float) -> RemovableHandle:
+        """Hold a contest before the next forward pass that is trained on."""
+
+        def before(ffn: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if ffn.training and torch.is_grad_enabled():
+                layer.asked.remove()
+                layer.asked = None
+                self._hold(layer, density, args[0])
+
+        return layer.ffn.register_forward_pre_hook(before)
+
+    def _hold(self, layer: _Layer, density: float, x: Tensor) -> None:
+        meter, layer.measured_at = layer.ffn.twell_meter, density
+        was, meter.route = meter.route, DENSE
+        if self.is_closed:
+            return
+        try:
+            times = contest(layer.ffn, x)
+        except torch.OutOfMemoryError:
+            self.note(f"layer {layer.number} is dense: no memory to try TwELL")
+            return
+        except NoKernels as error:
+            self._close(f"FFNs are trained densely: {error}")
+            return
+        finally:
+            meter.route = DENSE
+        if times[TWELL] < FASTER * times[DENSE]:
+            meter.route = TWELL
+            layer.up_to = density * SLOWER * times[DENSE] / times[TWELL]
+        if (meter.route == TWELL) != (was == TWELL):
+            over = "over TwELL" if meter.route == TWELL else "dense again"
+            self.note(
+                f"layer {layer.number} is {over}, at {density:.2%} density: {times[TWELL]:.2f} ms "
+                f"against {times[DENSE]:.2f} dense, forward and backward"
+            )
+
+
+class NoKernels(Exception):
+    """The kernels do not take an FFN; the text says why."""
+
+
+def contest(ffn: nn.Module, x: Tensor) -> dict[str, float]:
+    """Milliseconds of forward and backward of `ffn` on `x`, by route, medians of `TURNS`.
+
+    Parameters and the state of random numbers stay as they are. Raises `NoKernels`.
+    """
+    device = x.device.type
+    given = x.detach().requires_grad_()
+    runs = {route: functools.partial(_both_passes, ffn, given, route) for route in (TWELL, DENSE)}
+    times: dict[str, list] = {route: [] for route in runs}
+    # a checkpoint's hooks are not to see these tensors, and no cast is to be kept
+    apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cast = torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
+    with torch.enable_grad(), apart, cast:
+        with reasons_said() as said:
+            runs[TWELL]()
+        if said:
+            raise NoKernels(said[0].partition(": ")[2])
+        runs[DENSE]()
+        for _ in range(TURNS):
+            for route, run in runs.items():
+                times[route].append(_timed(run))
+    torch.cuda.synchronize(x.device)
+    return {
+        route: statistics.median(start.elapsed_time(end) for start, end in events)
+        for route, events in times.items()
+    }
+
+
+def _both_passes(ffn: nn.Module, x: Tensor, route: str) -> None:
+    """Forward and backward by `route`, by copies of the parameters that share their memory."""
+    parameters = {
+        name: parameter.detach().requires_grad_(parameter.requires_grad)
+        for name, parameter in ffn.named_parameters()
+    }
+    ffn.twell_meter.route = route
+    y = torch.func.functional_call(ffn, parameters, (x,))
+    leaves = [x, *(p for p in parameters.values() if p.requires_grad)]
+    torch.autograd.grad(y, leaves, x.detach().to(y.dtype))
+
+
+def _timed(run: Callable[[], None]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
+def _why_closed(device: torch.device) -> str | None:
+    """None if contests make sense on `device`, else what is to be said."""
+    if (route := requested("auto")) != "auto":
+        return f"TWELL_ROUTE={route} decides how FFNs are trained"
+    if device.type != "cuda" or not takes_hopper_kernels(device.index):
+        return "FFNs are trained densely: no Hopper GPU (compute capability 9.0) for the kernels"
+    return None
