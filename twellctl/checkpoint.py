@@ -48,7 +48,10 @@ class FfnShape:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked model folder. `name` is what the user called it, `path` where it lies."""
+    """A checked model folder. `name` is what the user called it, `path` where it lies.
+
+    Without `shards` the model is a random one, of a config alone (`twellctl.from_scratch`).
+    """
 
     name: str
     path: Path
@@ -60,6 +63,11 @@ class Checkpoint:
     @property
     def activation(self) -> str:
         return self.config["hidden_act"]
+
+    @property
+    def origin(self) -> str:
+        """What a run began from: the folder, of a random model its config's file."""
+        return str(self.path.resolve()) if self.shards else self.twell["source"]
 
     @property
     def is_silu(self) -> bool:
@@ -98,12 +106,14 @@ class Checkpoint:
             )
 
 
-def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = None) -> Checkpoint:
     """Read and check a local folder, or a hub id (downloaded to the hub's cache).
 
     `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
     truncated shard, a quantised, MoE, multimodal or non-gated model, remote code.
     """
+    if isinstance(model, Checkpoint):
+        return model
     name, path = str(model) or ".", Path(model)
     if not path.exists():
         path = _download(name, revision)
@@ -115,11 +125,10 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkp
             f"{name} holds an adapter: merge it into its model first (merge_and_unload)"
         )
     config = read_json(path / "config.json")
-    _refuse_unsupported(name, config)
+    refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
     _refuse_quantised(name, tensors)
-    ffn = _ffn_shape(name, config, tensors)
-    return Checkpoint(name, path, config, tensors, shards, ffn)
+    return Checkpoint(name, path, config, tensors, shards, ffn_shape(name, config, tensors))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -186,7 +195,8 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _refuse_unsupported(name: str, config: dict) -> None:
+def refuse_unsupported(name: str, config: dict) -> None:
+    """`TwellError` for what no command works on: quantised, multimodal, remote code, not causal."""
     quantised = config.get("quantization_config") or config.get("compression_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -230,7 +240,8 @@ def _refuse_quantised(name: str, tensors: dict[str, TensorInfo]) -> None:
         )
 
 
-def _ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnShape:
+def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnShape:
+    """What the gated FFNs look like; `TwellError` if there is not one in each layer, all alike."""
     experts = [key for key in config if _EXPERTS.fullmatch(key) and config[key]]
     if experts or any(".experts." in tensor for tensor in tensors):
         raise TwellError(f"{name} is a mixture of experts: take a dense model")

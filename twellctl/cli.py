@@ -100,13 +100,24 @@ def _takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
 @_takes_recipe
 def finetune(
     *,
-    model: LocalModel,
-    out: Out,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A ReLU model folder; none with --from-scratch."),
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
     more: Annotated[
         list[str] | None, typer.Argument(metavar="FILE", help="More files after --data FILE.")
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
+    ] = None,
+    from_scratch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="In the place of MODEL: train random weights of this config.json, or of the one "
+            "in this folder, with the tokenizer beside it.",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint of OUT.run.")
@@ -126,6 +137,11 @@ def finetune(
     """
     from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
 
+    if from_scratch is not None:
+        more = [*([] if out is None else [str(out)]), *(more or [])]
+        model, out = None, Path(model)
+    elif out is None:
+        raise UsageError("no OUT: name the folder to write")
     if more and ("data" not in flags or "eval_data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
@@ -134,6 +150,10 @@ def finetune(
     if resume and recipe is None and saved.is_file():
         recipe = str(saved)
     settings = resolve_recipe(recipe, flags)
+    if from_scratch is not None:
+        from twellctl.from_scratch import open_config
+
+        model = open_config(from_scratch)
     if dry_run:
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out

@@ -57,7 +57,7 @@ class DryRun:
         return self.num_tokens / self.tokens_per_second
 
 
-def dry_run(model: str | Path, recipe: Recipe) -> DryRun:
+def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would."""
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")

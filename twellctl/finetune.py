@@ -25,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
+from twellctl.from_scratch import check_from_scratch
 from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.layer_routes import LayerRoutes
 from twellctl.layer_states import LayerStates, comparable, ffn_layers
@@ -81,7 +82,7 @@ class Interrupted(TwellError):
 
 
 def finetune(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     out: str | Path,
     recipe: Recipe,
     *,
@@ -91,7 +92,8 @@ def finetune(
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
+    Weights are drawn for what `from_scratch.open_config` returns. Raises `TwellError`;
+    `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
     """
     out, run = Path(out), run_folder(Path(out))
     if not recipe.data:
@@ -132,6 +134,8 @@ def finetune(
 
 def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, kind of penalty."""
+    if not checkpoint.shards:
+        check_from_scratch(recipe)
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
@@ -174,6 +178,7 @@ def build_trainer(
     """All that a run trains with, loaded; `recipe` is one that `for_model` has completed."""
     train, held_out = blocks
     dtype = getattr(torch, recipe.param_dtype)
+    torch.manual_seed(recipe.seed)
     model = load_model(checkpoint, dtype=dtype)
     model.config.use_cache = False
     penalty = _penalty(model, recipe, checkpoint.twell["thresholds"])
@@ -305,7 +310,10 @@ def _save(
     try:
         with staged(result.out, overwrite=overwrite) as stage:
             model.save_pretrained(stage, state_dict=state)
-            copy_side_files(checkpoint, stage)
+            if checkpoint.shards:
+                copy_side_files(checkpoint, stage)
+            else:
+                load_tokenizer(checkpoint).save_pretrained(stage)
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
             write_config(stage, config)

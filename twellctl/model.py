@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -32,8 +33,12 @@ def load_model(
     """The model in eval mode: the dense equation with the checkpoint's thresholds.
 
     `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` and
-    no thresholds (a freshly converted model with the SiLU it had).
+    no thresholds (a freshly converted model with the SiLU it had). Weights of a checkpoint without
+    shards are drawn.
     """
+    device = device or default_device()
+    if not checkpoint.shards:
+        return _random_model(checkpoint, dtype, device)
     extra = {} if activation is None else {"hidden_act": activation}
     try:
         with quiet_transformers():
@@ -56,7 +61,16 @@ def load_model(
         thresholds = checkpoint.twell["thresholds"]
         if any(thresholds):
             set_thresholds(model, thresholds)
-    return model.to(device or default_device()).eval()
+    return model.to(device).eval()
+
+
+def _random_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
+    config = AutoConfig.for_model(**checkpoint.config)
+    with quiet_transformers(), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    return model.to(device).eval()
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -45,7 +45,7 @@ def prepare_run(
 ) -> None:
     """The run folder with all that training reads; one that holds no checkpoint goes on failure."""
     text_files([*recipe.data, *recipe.eval_data])  # before the first is read
-    model = str(checkpoint.path.resolve())
+    model = checkpoint.origin
     if resume:
         _check_resumable(run, recipe, model)
     else:
