@@ -52,9 +52,7 @@ class LayerRoutes:
     def __init__(self, ffns: list[nn.Module], note: Callable[[str], None]):
         self.layers = [_Layer(number, ffn) for number, ffn in enumerate(ffns)]
         self.note = note
-        self.is_closed = False
-        if said := _why_closed(next(ffns[0].parameters()).device):
-            self._close(said)
+        self.is_closed: bool | None = None  # not known before the first step
 
     def _close(self, why: str) -> None:
         """No contest any more."""
@@ -63,6 +61,10 @@ class LayerRoutes:
 
     def update(self, densities: list[float]) -> None:
         """After a step, with what fired in each layer."""
+        if self.is_closed is None:
+            self.is_closed = False
+            if said := _why_closed(next(self.layers[0].ffn.parameters()).device):
+                self._close(said)
         if self.is_closed:
             return
         for layer, density in zip(self.layers, densities, strict=True):
