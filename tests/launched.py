@@ -5,7 +5,7 @@ import re
 import numpy as np
 from torch import Tensor
 
-from twellctl.bundle.twell_launch import ENTRY_FILES, _argument
+from twellctl.bundle.twell_launch import ENTRY_FILES
 from twellctl.resources import resource_dir
 
 
@@ -62,4 +62,4 @@ def kind_of(argument: object) -> str:
         return "map"
     if argument is None or isinstance(argument, Tensor):
         return "pointer"
-    return {np.int32: "int", np.float32: "float", np.int64: "int64"}[type(_argument(argument))]
+    return {int: "int", float: "float", np.int64: "int64"}[type(argument)]

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from twellctl.bundle.twell_launch import ENTRY_FILES, _argument
+from twellctl.bundle.twell_launch import ENTRY_FILES
 from twellctl.decoding.attention import (
     HEAD_DIMS,
     HEADS_A_BLOCK,
@@ -56,11 +56,8 @@ def parameters(entry: str) -> list[str]:
 
 
 def kinds(args: tuple) -> list[str]:
-    names = {"int32": "int", "float32": "float"}
-    return [
-        "pointer" if a is None or isinstance(a, torch.Tensor) else names[_argument(a).dtype.name]
-        for a in args
-    ]
+    names = {int: "int", float: "float"}
+    return ["pointer" if a is None or isinstance(a, torch.Tensor) else names[type(a)] for a in args]
 
 
 def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:

@@ -1,7 +1,8 @@
-"""Launches that overlap: when they do, and CUDA's structs byte for byte as the driver gets them."""
+"""Launches: CUDA's structs byte for byte as the driver gets them, and which launches overlap."""
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from twellctl.bundle import twell_driver, twell_launch
-from twellctl.bundle.twell_driver import clusters_at_once, start_overlapping
+from twellctl.bundle.twell_driver import clusters_at_once, start
 from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 
@@ -72,32 +73,68 @@ def test_the_structs_are_cudas():
     assert (attribute.id.offset, attribute.value.offset) == (0, 8)
 
 
-def test_what_the_driver_gets(driver):
-    made, large = driver("PPiqf"), 2**60 + 8
-    args = (large, 0, np.int32(-5), np.int64(-(2**40)), np.float32(0.25))
-    for grid in ((132,), (7, 8), (7, 8, 9)):
-        start_overlapping(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_driver_gets(driver, overlap):
+    made, x = driver("PPiqf"), torch.zeros(3)
+    early = [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if overlap else []
+    for count, grid in enumerate(((132,), (7, 8), (7, 8, 9))):
+        args = (x[count:], None, -5 - count, np.int64(-(2**40)), 0.25)
+        start(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234, overlap=overlap)
         sizes, stream, attributes, function, found, extra = made.calls[-1]
         assert sizes == [*grid, *(1,) * (3 - len(grid)), 256, 1, 1, 100_000]
         assert stream == 0x7F00_0000_1234
-        assert attributes == [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)]
+        assert attributes == early
         assert function == 2**62
-        assert found == list(args)
+        assert found == [x.data_ptr() + 4 * count, 0, -5 - count, -(2**40), 0.25]
         assert extra is None
+
+
+def test_parameters_of_a_model_are_tensors(driver):
+    made, weight = driver("P"), torch.nn.Parameter(torch.zeros(3))
+    start(1, (1,), 64, (weight,), 0, 0)
+    assert made.calls[0][4] == [weight.data_ptr()]
 
 
 def test_the_default_stream_and_a_refusal(driver):
     made = driver("i", answer=701)
     with pytest.raises(KernelError, match=r"^cuLaunchKernelEx answers 701 for a grid of \(3, 2\)$"):
-        start_overlapping(1, (3, 2), 64, (np.int32(1),), 0, 0)
+        start(1, (3, 2), 64, (1,), 0, 0)
     assert made.calls[0][1] is None or made.calls[0][1] == 0
 
 
 def test_a_tensor_map_goes_by_value(driver):
     made = driver(("128s", "i"))
     words = np.arange(16, dtype=np.uint64)
-    start_overlapping(1, (3,), 64, (words.view(TENSOR_MAP)[0], np.int32(7)), 0, 0)
+    start(1, (3,), 64, (words.view(TENSOR_MAP)[0], 7), 0, 0)
     assert made.calls[0][4] == [words.tobytes(), 7]
+
+
+def test_what_is_no_argument_is_refused(driver):
+    driver("i")
+    with pytest.raises(KeyError):
+        start(1, (3,), 64, ("7",), 0, 0)
+    with pytest.raises(struct.error):
+        start(1, (3,), 64, (2**31,), 0, 0)
+
+
+def test_threads_do_not_meet(driver):
+    """Each has arguments of its own, also while another is in the midst of a launch."""
+    made, inner = driver("i"), []
+    launch = made.launch
+
+    def meanwhile(*call):
+        if not inner:
+            inner.append(threading.Thread(target=start, args=(1, (2,), 64, (8,), 0, 0)))
+            inner[0].start()
+            inner[0].join()
+        return launch(*call)
+
+    made.launch = meanwhile
+    called = ANSWER(lambda *call: made.launch(*call))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twell_driver, "_launch_kernel", lambda: called)
+        start(1, (1,), 64, (7,), 0, 0)
+    assert [(sizes[0], found) for sizes, *_, found, _ in made.calls] == [(2, [8]), (1, [7])]
 
 
 # ---- clusters ----
@@ -126,7 +163,7 @@ def test_a_device_is_asked_once_for_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(twell_launch, "clusters_at_once", lambda *args: asked.append(args) or 30)
     kernels = KernelSet({}, 0)
-    kernels._functions["k"] = Function([])
+    kernels._functions["k"] = Function()
     monkeypatch.setattr(kernels, "_allow_shared", lambda *args: allowed.append(args[2]))
     for smem_bytes in (1000, 2000, 1000):
         assert kernels.clusters_at_once("k", 4, 256, smem_bytes) == 30
@@ -142,12 +179,6 @@ class Function:
 
     ptr = 99
 
-    def __init__(self, calls: list):
-        self.calls = calls
-
-    def __call__(self, grid, block, args, smem_bytes, *, stream):
-        self.calls.append(("in turn", grid, block, args, smem_bytes, stream.ptr))
-
 
 @pytest.mark.parametrize("current", [0, 1], ids=["current device", "another device"])
 @pytest.mark.parametrize(
@@ -155,22 +186,18 @@ class Function:
     [((9, 0), True, True), ((10, 0), True, True), ((9, 0), False, False), ((8, 9), True, False)],
 )
 def test_who_may_start_early(monkeypatch, capability, overlap, started, current):
-    """On GPUs that can, the kernels that are launched so; arguments are the same in either way."""
+    """On GPUs that can, the kernels that are launched so."""
     calls, entered = [], []
     limits = Limits(132, 232448, 60 << 20, capability)
     monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 500 + index, raising=False
     )
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda i: entered.append(i) or nullcontext())
-    monkeypatch.setattr(
-        twell_launch, "start_overlapping", lambda *args: calls.append(("early", *args))
-    )
+    monkeypatch.setattr(twell_launch, "start", lambda *args, **how: calls.append((*args, how)))
     kernels, x = KernelSet({}, 0), torch.zeros(3)
-    kernels._functions["k"], kernels._shared["k"] = Function(calls), 48 * 1024
+    kernels._functions["k"], kernels._shared["k"] = Function(), 48 * 1024
     kernels.launch("k", (4, 2), 256, (x, None, 7, 0.5), 1000, overlap=overlap)
-    args = (x.data_ptr(), 0, np.int32(7), np.float32(0.5))
-    early = ("early", 99, (4, 2), 256, args, 1000, 500)
-    assert calls == [early if started else ("in turn", (4, 2), (256,), args, 1000, 500)]
+    assert calls == [(99, (4, 2), 256, (x, None, 7, 0.5), 1000, 500, {"overlap": started})]
     assert entered == ([] if current == 0 else [0])

@@ -1,15 +1,32 @@
-"""What CuPy does not offer: kernels that start before the one in front has ended; clusters."""
+"""Launches by the driver itself: in microseconds, and what CuPy does not offer.
+
+A kernel may start before the one in front has ended; and a device says how many clusters it runs.
+"""
 
 import ctypes
 import functools
+import itertools
+import struct
+import threading
 from collections.abc import Sequence
+from types import NoneType
 
 import numpy as np
+from torch import Tensor
 
 from .twell_nvrtc import KernelError
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_...
-_C_TYPES = {np.int32: ctypes.c_int32, np.int64: ctypes.c_int64, np.float32: ctypes.c_float}
+# how an argument of each type lies in its place
+_PLACES = {
+    Tensor: "Q",
+    NoneType: "Q",
+    int: "i4x",
+    float: "f4x",
+    np.int64: "q",
+    np.void: "128s",  # a tensor map
+}
+_MOST_BYTES = 4096  # of the arguments of a kernel
 
 
 class _Attribute(ctypes.Structure):
@@ -35,31 +52,73 @@ class _Config(ctypes.Structure):
     ]
 
 
-def start_overlapping(
+_PACK_CONFIG = struct.Struct("@7I P P I").pack_into  # the same, in one go
+
+
+class _Frame(threading.local):
+    """What a launch points to. The driver has read it when a launch returns."""
+
+    def __init__(self):
+        self.config, self.values = _Config(), ctypes.create_string_buffer(_MOST_BYTES)
+        self.early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
+        self.config_at, self.early_at = map(ctypes.addressof, (self.config, self.early))
+        self.pointers: dict[tuple, ctypes.Array] = {}
+
+
+_frame = _Frame()
+
+
+def start(
     function: int,
     grid: Sequence[int],
     block: int,
-    args: Sequence[object],
+    args: tuple[object, ...],
     smem_bytes: int,
     stream: int,
+    *,
+    overlap: bool = False,
 ) -> None:
-    """Launch CUfunction `function` so that it may start before the kernel in front has ended.
+    """Launch CUfunction `function`; with `overlap` it may start before the kernel in front ends.
 
-    Of `args` an int is a pointer, NumPy scalars and tensor maps are what they are. The function's
-    context must be current. Raises `KernelError` if the driver refuses.
+    Of `args` tensors are pointers, None is a null pointer, int and float have 32 bits, np.int64 and
+    tensor maps are what they are. The function's context must be current. Raises `KernelError` if
+    the driver refuses.
     """
-    values = [_value(arg) for arg in args]
-    addresses = [ctypes.addressof(value) for value in values]
-    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
-    config = _config(grid, block, smem_bytes, stream, attribute)
-    status = _launch_kernel()(
-        ctypes.byref(config),
-        ctypes.c_void_p(function),
-        (ctypes.c_void_p * len(addresses))(*addresses),
-        None,
-    )
+    frame, kinds = _frame, tuple(map(type, args))
+    layout, tensors, others = _layout(kinds)
+    values = list(args)
+    for i in tensors:
+        values[i] = values[i].data_ptr()
+    for i in others:
+        values[i] = 0 if values[i] is None else values[i].tobytes()
+    layout.pack_into(frame.values, 0, *values)
+    pointers = frame.pointers.get(kinds)
+    if pointers is None:
+        base = ctypes.addressof(frame.values)
+        places = [base + offset for offset in _offsets(kinds)]
+        pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
+    size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
+    _PACK_CONFIG(frame.config, 0, *size, stream, frame.early_at if overlap else 0, int(overlap))
+    status = _launch_kernel()(frame.config_at, function, ctypes.addressof(pointers), None)
     if status:
         raise KernelError(f"cuLaunchKernelEx answers {status} for a grid of {tuple(grid)}")
+
+
+@functools.cache
+def _layout(kinds: tuple[type, ...]) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
+    """(places of arguments of these types, which of them are tensors, None or tensor maps)."""
+    tensors = (i for i, kind in enumerate(kinds) if issubclass(kind, Tensor))
+    others = (i for i, kind in enumerate(kinds) if kind in (NoneType, np.void))
+    return struct.Struct("=" + "".join(map(_place, kinds))), tuple(tensors), tuple(others)
+
+
+def _offsets(kinds: tuple[type, ...]) -> list[int]:
+    sizes = [struct.calcsize("=" + _place(kind)) for kind in kinds]
+    return [0, *itertools.accumulate(sizes[:-1])]
+
+
+def _place(kind: type) -> str:
+    return _PLACES[Tensor if issubclass(kind, Tensor) else kind]
 
 
 def clusters_at_once(function: int, cluster: int, block: int, smem_bytes: int) -> int:
@@ -90,17 +149,11 @@ def _config(
     )
 
 
-def _value(arg: object) -> ctypes._SimpleCData | ctypes.Array:
-    if isinstance(arg, int):
-        return ctypes.c_void_p(arg)
-    if isinstance(arg, np.void):
-        return (ctypes.c_char * arg.nbytes).from_buffer_copy(arg.tobytes())
-    return _C_TYPES[type(arg)](arg.item())
-
-
 @functools.cache
 def _launch_kernel():
-    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    return function
 
 
 @functools.cache

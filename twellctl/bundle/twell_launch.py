@@ -1,4 +1,4 @@
-"""Kernels of an export, launched by CuPy on torch's tensors and torch's current stream.
+"""Kernels of an export, loaded by CuPy, launched on torch's tensors and torch's current stream.
 
 A source is known by its file name, a kernel by its entry: entry `pack` lies in pack.cu. Modules are
 loaded once for each (sources, device), at first use; nothing else here outlives a call, so threads,
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_driver import clusters_at_once, start_overlapping
+from .twell_driver import clusters_at_once, start
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
 # entries that do not lie in a file of their own name
@@ -112,15 +112,6 @@ def kernels_for(sources: str, index: int) -> "KernelSet":
     return kernels
 
 
-class _Stream:
-    """All that CuPy asks of a stream."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int):
-        self.ptr = ptr
-
-
 class KernelSet:
     """The kernels of one set of sources on one device."""
 
@@ -165,29 +156,26 @@ class KernelSet:
     ) -> None:
         """Launch entry `name` on torch's current stream of this device.
 
-        Of `args` tensors are passed as pointers, None as a null pointer, int and float with 32
-        bits, NumPy scalars (`np.int64`, a tensor map) as they are. `overlap` lets the kernel start
-        before the one in front of it has ended (kernels/dependent.cuh says what it may do then).
+        `args` are as `start` takes them. `overlap` lets the kernel start before the one in front
+        of it has ended (kernels/dependent.cuh says what it may do then).
         """
         function = self._functions.get(name)
         if function is None:
             self.prepare([name])
             function = self._functions[name]
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._index))
-        packed = tuple(map(_argument, args))
-        if torch.cuda.current_device() == self._index:
-            self._start(name, function, grid, block, packed, smem_bytes, stream, overlap)
+        given = name, function, grid, block, tuple(args), smem_bytes, overlap
+        if torch._C._cuda_getDevice() == self._index:
+            self._start(*given)
         else:
             with torch.cuda.device(self._index):
-                self._start(name, function, grid, block, packed, smem_bytes, stream, overlap)
+                self._start(*given)
 
-    def _start(self, name, function, grid, block, args, smem_bytes, stream, overlap) -> None:
+    def _start(self, name, function, grid, block, args, smem_bytes, overlap) -> None:
         if smem_bytes > self._shared[name]:
             self._allow_shared(name, function, smem_bytes)
-        if overlap and device_limits(self._index).capability >= (9, 0):
-            start_overlapping(function.ptr, grid, block, args, smem_bytes, stream.ptr)
-        else:
-            function(grid, (block,), args, smem_bytes, stream=stream)
+        early = overlap and device_limits(self._index).capability >= (9, 0)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        start(function.ptr, grid, block, args, smem_bytes, stream, overlap=early)
 
     def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
         with self._lock:
@@ -229,18 +217,6 @@ def _cupy() -> tuple[type, ModuleType]:
     except Exception as error:
         raise KernelError(what_is_missing() or f"CuPy is not as it was: {error}") from error
     return Module, driver
-
-
-def _argument(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    if value is None:
-        return 0
-    if type(value) is int:
-        return np.int32(value)
-    if type(value) is float:
-        return np.float32(value)
-    return value
 
 
 def tensor_map(tensor: Tensor, box_rows: int, box_columns: int = 64) -> np.void:
