@@ -20,10 +20,10 @@ from twellctl.bench_train_forms import (
     TrainedForm,
     dense_forms,
     passes_reference,
-    training_slots,
     twell_form,
 )
 from twellctl.bench_train_results import TrainBench
+from twellctl.bundle.twell_config import SLOTS
 from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_error
 from twellctl.dense_ffn import fresh_compiler
 from twellctl.errors import UsageError
@@ -116,14 +116,14 @@ def _point(
     weights = make_weights(K, N, density, bias=False, **made)
     x = make_rows(tokens, K, density, settings.spread, **made)
     fired = measure_firing(x, weights)
-    fired["slots"] = training_slots(fired["slots"])
+    fired["slots"] = SLOTS
     problem = Problem(
         x,
         torch.randn(x.shape, **made, device=device),
         rotated_weights(weights, device),
         torch.full((1,), PENALTY, device=device),
     )
-    twell = twell_form(device, fired["slots"], fired["density"])
+    twell = twell_form(device, fired["density"])
     forms = [*dense, twell]
     timed = {form.name: _Timed(form, problem) for form in forms}
     # without kernels it computes all the same: that is said

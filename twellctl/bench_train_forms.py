@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bench_results import DENSE, TWELL
-from twellctl.bundle.twell_config import SLOTS
 from twellctl.bundle.twell_ffn import train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import AddL1Gradient
@@ -57,14 +56,9 @@ def twell_train(
     return y, hidden_sum
 
 
-def training_slots(profiled: int) -> int:
-    """Of a tile, in training: at most the default, as of a model that has become sparse."""
-    return min(profiled, SLOTS)
-
-
-def _numbers(slots: int, density: float) -> dict[str, Any]:
-    """What the operator is told beside tensors."""
-    return {"slots": slots, "density": density, "sources": own_kernels(), "route": ROUTE}
+def _numbers(density: float) -> dict[str, Any]:
+    """What the operator is told beside tensors; slots are the default, as in fine-tuning."""
+    return {"density": density, "sources": own_kernels(), "route": ROUTE}
 
 
 def _penalised(hidden: Tensor, w_down: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,9 +112,9 @@ def dense_forms(device: torch.device) -> list[TrainedForm]:
     return forms
 
 
-def twell_form(device: torch.device, slots: int, density: float) -> TrainedForm:
-    """Over TwELL, with `slots` of `training_slots` and `density` as a profile tells it."""
-    run = functools.partial(twell_train, **_numbers(slots, density))
+def twell_form(device: torch.device, density: float) -> TrainedForm:
+    """Over TwELL, with `density` as a profile tells it."""
+    run = functools.partial(twell_train, **_numbers(density))
     name = twell_name("auto", device)
     return TrainedForm(name, TWELL, run, lambda w: as_loaded(w).split[:3])
 
@@ -168,12 +162,12 @@ def trained_dense(model: nn.Module, penalty: Tensor) -> nn.Module:
 
 
 def trained_over_twell(
-    model: nn.Module, penalty: Tensor, slots: tuple[int, ...], densities: tuple[float, ...]
+    model: nn.Module, penalty: Tensor, densities: tuple[float, ...]
 ) -> nn.Module:
     """The same over TwELL; down projections have weights of their own, laid as the kernels read."""
     twin = shared_copy(model)
-    for layer, most, density in zip(twin.model.layers, slots, densities, strict=True):
+    for layer, density in zip(twin.model.layers, densities, strict=True):
         down = layer.mlp.down_proj
         down.weight = nn.Parameter(by_rows_of_neurons(down.weight.detach()))
-        layer.mlp = TrainedFfn(layer.mlp, twell_train, penalty, **_numbers(most, density))
+        layer.mlp = TrainedFfn(layer.mlp, twell_train, penalty, **_numbers(density))
     return twin

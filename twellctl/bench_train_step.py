@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from twellctl.bench_body import about_layers, last_hidden, without_mask
 from twellctl.bench_device import bench_device, device_facts, model_facts
 from twellctl.bench_results import DENSE, TWELL, Point
-from twellctl.bench_train_forms import trained_dense, trained_over_twell, training_slots
+from twellctl.bench_train_forms import trained_dense, trained_over_twell
 from twellctl.bench_train_results import TrainBench
-from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_config import SLOTS, TILE
 from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_error
 from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.errors import UsageError
@@ -117,7 +117,7 @@ class Subject:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        return tuple(training_slots(layer.slots) for layer in self.measured)
+        return (SLOTS,) * len(self.measured)
 
     @property
     def densities(self) -> tuple[float, ...]:
@@ -219,7 +219,7 @@ def _point(
     ids, device = subject.ids, course.device
     models = {
         DENSE: trained_dense(subject.model, subject.penalty),
-        TWELL: trained_over_twell(subject.model, subject.penalty, subject.slots, subject.densities),
+        TWELL: trained_over_twell(subject.model, subject.penalty, subject.densities),
     }
     kinds: dict[str, str] = {}
     steps: dict[str, Step] = {}

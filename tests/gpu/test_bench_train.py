@@ -60,7 +60,7 @@ def test_the_penalty_is_in_the_gradients():
     wanted = passes_reference(x, weights, grad_y, 0.5)
     penalty = torch.full((1,), 0.5, device=device)
     eager = [form for form in dense_forms(device) if "eager" in form.name]
-    for form in [*eager, twell_form(device, 16, 0.02)]:
+    for form in [*eager, twell_form(device, 0.02)]:
         found = form.forward(x, form.leaves(weights), penalty).backward(grad_y)
         for name in ("grad_x", "grad_gate", "grad_up"):
             assert relative_error(found[name], wanted[name]) < 0.01, (form.name, name)

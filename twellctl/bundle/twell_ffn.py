@@ -93,7 +93,8 @@ def sparse_ffn(
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
+        most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
+        numbers = {"threshold": threshold, "slots": most, "tile": tile, "density": density}
         return _trained(*tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
     if (dtype := _autocast_dtype(x)) is not None:
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
