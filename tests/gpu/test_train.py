@@ -7,7 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from twellctl.bundle import twell_ffn, twell_reasons
 from twellctl.bundle.twell_ffn import register_sources, train_ffn
+from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
+from twellctl.convert import convert
+from twellctl.export import export
 from twellctl.resources import resource_dir
 from twellctl.synthetic import Spread, make_rows, make_weights
 
@@ -210,6 +213,30 @@ def test_compiles_without_a_graph_break(sources):
     found = run(op, tensors, grad_y, torch.bfloat16, penalty=penalty)
     for name in NAMES[:5]:
         assert torch.equal(found[name], whole[name]), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_export_trains(make_model, tmp_path, compiled):
+    """Its gradients are as near to those of float32 as dense bf16's."""
+    sizes = {"hidden_size": 128, "intermediate_size": 520}
+    convert(make_model("llama", **sizes), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    ids = ((torch.arange(340).view(2, 170) * 37) % 512).to("cuda")
+
+    def gradients(route: str, dtype: torch.dtype, *, compiled: bool = False) -> dict[str, Tensor]:
+        model = twell_class("LlamaForCausalLM").from_pretrained(
+            tmp_path / "out", dtype=dtype, twell_route=route
+        )
+        model.to("cuda").requires_grad_(True)
+        call = torch.compile(model, fullgraph=True) if compiled else model
+        call(ids, labels=ids, use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    found = gradients("twell", torch.bfloat16, compiled=compiled)
+    dense = gradients("dense", torch.bfloat16)
+    for name, exact in gradients("dense", torch.float32).items():
+        error, wanted = (relative(some[name], exact.double()) for some in (found, dense))
+        assert error <= 1.3 * wanted, name
 
 
 def test_the_operators_are_sound(sources):
