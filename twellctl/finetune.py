@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
@@ -190,6 +191,7 @@ def build_trainer(
         gate.requires_grad_(recipe.train_thresholds)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
+    model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     taught_by = teacher and teacher.load()
     states = None
@@ -216,6 +218,14 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
     return trainer
+
+
+def _in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
+    device = output.device.type
+    if not torch.is_autocast_enabled(device):
+        return output
+    return output.to(torch.get_autocast_dtype(device))
 
 
 def _penalty(

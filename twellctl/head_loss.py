@@ -101,27 +101,29 @@ class _Call:
         if self.teacher is not None:
             wanted = self.logits(self.teacher, self.wanted[some].to(states.dtype))
         sums = _compiled_sums if self.student.compiled else _sums
-        return sums(logits, wanted, self.targets[some, None], self.teacher_weight)
+        scale = self.student.scale / len(self.targets)
+        return sums(logits, wanted, self.targets[some, None], self.teacher_weight, scale)
 
 
 def _sums(
-    logits: Tensor, wanted: Tensor | None, targets: Tensor, weight: float
+    logits: Tensor, wanted: Tensor | None, targets: Tensor, weight: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(cross-entropy, KL, gradient of the loss `[M, V]`) of M rows, all summed over them.
+    """(cross-entropy, KL) of M rows, summed, and `scale` times the gradient of the loss `[M, V]`.
 
-    `logits` and the teacher's `wanted` are `[M, V]`, `targets` `[M, 1]`.
+    `logits` and the teacher's `wanted` are `[M, V]`, `targets` `[M, 1]`. Compiled, it reads each of
+    them twice and writes the gradient: no gather, no scatter, for which it would write them all.
     """
     log_p = logits.float().log_softmax(-1)
-    cross_entropy = -log_p.gather(-1, targets).sum()
+    right = torch.arange(logits.shape[-1], device=logits.device) == targets
+    cross_entropy = -torch.where(right, log_p, 0).sum()
     kl = torch.zeros_like(cross_entropy)
-    gradient = log_p.exp()
+    gradient = log_p.exp() - (1 - weight) * right
     if wanted is not None:
         log_q = wanted.float().log_softmax(-1)
         q = log_q.exp()
         kl = (q * (log_q - log_p)).sum()
         gradient = gradient - weight * q
-    ones = torch.full_like(targets, weight - 1, dtype=torch.float32)
-    return cross_entropy, kl, gradient.scatter_add(-1, targets, ones)
+    return cross_entropy, kl, (gradient * scale).to(logits.dtype)
 
 
 _compiled_sums = torch.compile(_sums, dynamic=False)
@@ -140,14 +142,12 @@ class _LossOfStates(torch.autograd.Function):
             torch.zeros_like(t, dtype=torch.float32) if needed else None
             for t, needed in zip((states, weight, bias), needs, strict=True)
         ]
-        scale = call.student.scale / len(states)
         weight, sums, rows = weight.to(dtype), 0, max(1, LOGITS_AT_ONCE // len(weight))
         for start in range(0, len(states), rows):
             some = slice(start, start + rows)
             x = states[some].to(dtype)
             cross_entropy, kl, gradient = call.of_some(x, some)
             sums = sums + torch.stack([cross_entropy, kl])
-            gradient = gradient.mul_(scale).to(dtype)
             if needs[0]:
                 gradients[0][some] = gradient @ weight
             if needs[1]:

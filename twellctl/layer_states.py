@@ -21,7 +21,8 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         states, wanted, weight = ctx.saved_tensors
-        return grad + ((states - wanted) * weight).to(grad.dtype), None, None
+        away = (states - wanted).to(grad.dtype)
+        return torch.addcmul(grad, away, weight.to(grad.dtype)), None, None
 
 
 class LayerStates:

@@ -70,7 +70,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     first, third, fifth = NEWTON_SCHULZ
     for _ in range(5):
         gram = x @ x.mT
-        x = first * x + (third * gram + fifth * gram @ gram) @ x
+        odd = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
+        x = torch.baddbmm(x, odd, x, beta=first)
     return x if wide else x.mT
 
 

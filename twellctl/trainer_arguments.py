@@ -61,6 +61,7 @@ def trainer_arguments(
         eval_strategy="steps" if has_eval and recipe.eval_steps else "no",
         eval_steps=recipe.eval_steps or None,
         logging_steps=recipe.logging_steps,
+        logging_nan_inf_filter=False,  # it waits for the device in every step; ours looks once
         report_to=recipe.report_to,
         disable_tqdm=True,
         remove_unused_columns=False,
