@@ -152,7 +152,7 @@ def test_the_saved_recipe_repeats_the_run(tmp_path):
     assert resolve_recipe(tmp_path / "recipe.yaml") == first
     saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     fields = {flag_name(field.name) for field in dataclasses.fields(Recipe)}
-    assert fields - set(saved) == {"learning-rate", "max-tokens", "seq-len"}
+    assert fields - set(saved) == {"compile", "learning-rate", "max-tokens", "seq-len"}
 
 
 def test_what_ships():

@@ -74,7 +74,8 @@ def _takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
             help_text += f" [default: {field.default}]"
         kind = field.type if isinstance(field.type, types.UnionType) else field.type | None
         name = f"--{flag_name(field.name)}"
-        flag = (f"{name}/--no-{flag_name(field.name)}",) if field.type is bool else (name,)
+        is_switch = field.type in (bool, bool | None)
+        flag = (f"{name}/--no-{flag_name(field.name)}",) if is_switch else (name,)
         option = typer.Option(*flag, help=help_text, show_default=False)
         options.append(
             inspect.Parameter(

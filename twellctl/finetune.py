@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,18 +135,26 @@ def finetune(
 
 
 def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    """The recipe with what it leaves open: length of blocks, learning rate, kind of penalty."""
+    """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
     if not checkpoint.shards:
         check_from_scratch(recipe)
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
+    penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
     return dataclasses.replace(
         recipe,
+        compile=_compiles(recipe, penalty) if recipe.compile is None else recipe.compile,
+        penalty=penalty,
         seq_len=recipe.seq_len or min(1024, longest),
         learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
-        penalty=recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count"),
     )
+
+
+def _compiles(recipe: Recipe, penalty: str) -> bool:
+    one_process = os.environ.get("WORLD_SIZE", "1") == "1"
+    plain = penalty == "count" and not recipe.lora_rank
+    return torch.cuda.is_available() and one_process and plain
 
 
 def _check_report_to(name: str) -> None:
@@ -212,9 +221,10 @@ def build_trainer(
         eval_dataset=held_out,
         optimizers=(make_optimizer(model, penalty.gates, arguments, recipe.optimizer), None),
     )
-    if recipe.compile:
-        for layer in [*ffn_layers(model), *(ffn_layers(taught_by) if taught_by else [])]:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
+    if recipe.compile:  # within a checkpoint a compiled layer may not say what fired
+        parts = penalty.ffns if recipe.gradient_checkpointing else ffn_layers(model)
+        for part in [*parts, *(ffn_layers(taught_by) if taught_by else [])]:
+            part.forward = torch.compile(part.forward, dynamic=False)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
     return trainer

@@ -31,6 +31,7 @@ FREE = (
     "report_to",
     "micro_batch_size",
     "gradient_checkpointing",
+    "compile",
 )
 
 
