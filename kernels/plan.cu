@@ -3,7 +3,9 @@
 // A pair is a (token, neuron that fired). `up` wants all pairs of one neuron, `down` all pairs of
 // few tokens: every pair is listed twice, and a link leads from down's list into the one of `up`.
 // Rows that the sparse way does not suit go to heavy_rows instead, and have no pairs: a tile
-// overflowed (count > S) or is not finite (NOT_FINITE in a count), or more than cap neurons fired.
+// overflowed (count > S) or is not finite (NOT_FINITE in a count), or more than `most` neurons
+// fired; and of a group of 8 that has no room for its pairs, 8 * cap, the rows with most of them,
+// earlier ones first, until the rest fits.
 //
 // For down, each (group of 8 tokens, panel of columns), q = group * num_panels + panel:
 //   num_rounds int32 [Q], rounds [Q, group_rounds] of 64 bytes, 16 slots each (twell_lists.cuh)
@@ -73,6 +75,28 @@ __device__ __forceinline__ void list_heavy_rows(const Job& job, int group, int l
     }
 }
 
+// The rows' greatest value, of each row the same in four lanes.
+__device__ __forceinline__ int greatest(int value) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+}
+
+// Whether the lane's row is among those that leave, so that the rest finds room for its pairs;
+// `nnz` is the row's, 0 if it has left already.
+__device__ __forceinline__ bool leaves(int nnz, int room, int lane) {
+    bool gone = false;
+#pragma unroll 1
+    while (true) {
+        int total = nnz;
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+        if (total <= room) return gone;
+        const unsigned largest = __ballot_sync(~0u, nnz == greatest(nnz));
+        if (lane / 4 == (__ffs(largest) - 1) / 4) nnz = 0, gone = true;
+    }
+}
+
 template <bool ONE_PANEL>
 __device__ __forceinline__ void count_group(const Job& job, const Shared& shared, int group,
                                             int lane) {
@@ -82,7 +106,8 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
     int nnz = share + __shfl_xor_sync(~0u, share, 1);
     nnz += __shfl_xor_sync(~0u, nnz, 2);
     const unsigned unfit_lanes = __ballot_sync(~0u, unfit);
-    const bool heavy = (unfit_lanes >> (lane & 28) & 15) != 0 || nnz > job.cap;
+    bool heavy = (unfit_lanes >> (lane & 28) & 15) != 0 || nnz > job.most;
+    heavy |= leaves(heavy ? 0 : nnz, GROUP * job.cap, lane);
     const unsigned heavy_lanes = __ballot_sync(~0u, heavy);
     list_heavy_rows(job, group, lane, heavy);
     if (heavy) share = 0;
@@ -222,11 +247,11 @@ using InCluster = Layout<8, 96>;
 
 template <class Layout>
 __device__ __forceinline__ void plan_tile(const int* counts, const int* entries, int M, int N,
-                                          int S, int cap, int tile_tokens, int panel_rows,
-                                          int num_panels, int group_rounds, int* num_rounds,
-                                          uint4* rounds, uint4* links, int* pair_start,
-                                          unsigned* pairs, int* heavy_rows, int* heavy_count,
-                                          unsigned char* memory) {
+                                          int S, int cap, int most, int tile_tokens,
+                                          int panel_rows, int num_panels, int group_rounds,
+                                          int* num_rounds, uint4* rounds, uint4* links,
+                                          int* pair_start, unsigned* pairs, int* heavy_rows,
+                                          int* heavy_count, unsigned char* memory) {
     constexpr int PARTS = Layout::PARTS;
     const int part = PARTS == 1 ? 0 : cluster_rank(), tile = blockIdx.x / PARTS;
     const int num_groups = (tile_tokens / GROUP + PARTS - 1) / PARTS;
@@ -244,6 +269,7 @@ __device__ __forceinline__ void plan_tile(const int* counts, const int* entries,
                   num_tiles,
                   S,
                   cap,
+                  most,
                   panel_rows,
                   num_panels,
                   group_rounds,
@@ -265,23 +291,24 @@ __device__ __forceinline__ void plan_tile(const int* counts, const int* entries,
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    plan(const int* counts, const int* entries, int M, int N, int S, int cap, int tile_tokens,
-         int panel_rows, int num_panels, int group_rounds, int* num_rounds, uint4* rounds,
-         uint4* links, int* pair_start, unsigned* pairs, int* heavy_rows, int* heavy_count) {
+    plan(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
+         int tile_tokens, int panel_rows, int num_panels, int group_rounds, int* num_rounds,
+         uint4* rounds, uint4* links, int* pair_start, unsigned* pairs, int* heavy_rows,
+         int* heavy_count) {
     extern __shared__ uint4 dynamic_memory[];
-    plan_tile<Alone>(counts, entries, M, N, S, cap, tile_tokens, panel_rows, num_panels,
+    plan_tile<Alone>(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
                      group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows,
                      heavy_count, reinterpret_cast<unsigned char*>(dynamic_memory));
 }
 
 #if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kClusterThreads, 2)
-    plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap,
+    plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
                  int tile_tokens, int panel_rows, int num_panels, int group_rounds,
                  int* num_rounds, uint4* rounds, uint4* links, int* pair_start, unsigned* pairs,
                  int* heavy_rows, int* heavy_count) {
     extern __shared__ uint4 dynamic_memory[];
-    plan_tile<InCluster>(counts, entries, M, N, S, cap, tile_tokens, panel_rows, num_panels,
+    plan_tile<InCluster>(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
                          group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows,
                          heavy_count, reinterpret_cast<unsigned char*>(dynamic_memory));
 }

@@ -121,7 +121,7 @@ struct Job {
     const int* entries;
     int first_token, num_tokens;  // of the part; fewer, or none, in the last tile
     int token_in_tile;            // of the part's first token
-    int num_columns, num_tiles, num_slots, cap;
+    int num_columns, num_tiles, num_slots, cap, most;
     int panel_rows, num_panels, group_rounds;
     unsigned panel_factor;  // column * factor >> 32 is the panel: exact below 65536
     int* num_rounds;

@@ -34,6 +34,7 @@ class Shape:
     cap: int
     tile_tokens: int
     panel_rows: int
+    most: int | None = None  # cap, unless it is said
 
     @property
     def T(self) -> int:
@@ -112,7 +113,14 @@ def packed_gate(
 def heavy_rows(shape: Shape, counts: np.ndarray) -> np.ndarray:
     """Bool [M]: rows that get no pairs."""
     nnz = (counts & (NOT_FINITE - 1)).sum(1)
-    return (counts > shape.S).any(1) | (nnz > shape.cap)
+    most = shape.cap if shape.most is None else shape.most
+    heavy = (counts > shape.S).any(1) | (nnz > most)
+    for first in range(0, shape.M, GROUP):
+        left = np.where(heavy, 0, nnz)[first : first + GROUP]
+        while left.sum() > GROUP * shape.cap:
+            heavy[first + left.argmax()] = True
+            left[left.argmax()] = 0
+    return heavy
 
 
 def light_pairs(
@@ -287,6 +295,9 @@ def cases() -> list[tuple[str, Shape]]:
         ("skewed", Shape(50, 20000, 256, 20000, 24, 2912)),
         ("skewed", Shape(16, 65536, 256, 65536, 8, 6960)),
         ("usual", Shape(1030, 264, 64, 64, 1024, 264)),
+        ("skewed", Shape(333, 2056, 64, 24, 128, 2056, most=2056)),
+        ("skewed", Shape(333, 2056, 64, 24, 128, 520, most=200)),
+        ("all", Shape(30, 520, 256, 264, 16, 520, most=520)),
     ]
 
 

@@ -80,6 +80,7 @@ def test_every_plan_is_sound(name):
         assert plan.down_smem + 1024 <= device.smem_bytes, told
         assert 1 <= plan.down_splits <= max(1, plan.num_groups), told
         assert plan.cap % 8 == 0, told
+        assert plan.most == plan.cap, told
         # buffers
         assert plan.num_pairs < 2**31, told
         assert 4 * plan.num_ranges * plan.num_pairs <= 2 << 30, told

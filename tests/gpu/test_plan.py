@@ -47,7 +47,7 @@ def launch_plan(
         (shape.num_tiles * parts,),
         block,
         (
-            *(counts, entries, M, N, S, cap, tile_tokens, panel_rows),
+            *(counts, entries, M, N, S, cap, shape.most or cap, tile_tokens, panel_rows),
             *(shape.num_panels, shape.group_rounds, *lists.values()),
         ),
         smem_bytes,

@@ -155,6 +155,21 @@ def test_rows_of_as_many_pairs_as_fit_and_one_over(sources, fired):
         assert torch.equal(found[name], wanted[name].bfloat16()), name
 
 
+@pytest.mark.parametrize("fired", [1408, 1409])
+def test_eight_rows_share_their_room(sources, fired):
+    M, K, N = 64, 64, 5632  # 8 * training_cap(5632) is 1408
+    tensors = whole_numbers(M, K, N, 0.0)
+    tensors[0].zero_()
+    tensors[0][5::8, 0] = 1
+    tensors[1].zero_()
+    tensors[1][: 4 * fired : 4, 0] = 1
+    grad_y = torch.randint(-1, 2, (M, K), device="cuda").bfloat16()
+    wanted = run(plain, tensors, grad_y, torch.float64)
+    found = run(over_kernels(sources, slots=256), tensors, grad_y, torch.bfloat16)
+    for name in NAMES[:5]:
+        assert torch.equal(found[name], wanted[name].bfloat16()), name
+
+
 def test_what_is_not_finite_reaches_the_gradients(sources):
     tensors = problem(200, 64, 520, 0.05)
     tensors[0][3, 5] = float("nan")

@@ -58,7 +58,8 @@ class Plan:
     N: int
     K: int
     slots: int
-    cap: int  # pairs a token may have; beyond, its row is heavy
+    cap: int  # pairs a token has room for, on the average over GROUP of them
+    most: int  # pairs a token may have; beyond, its row is heavy
     tile_tokens: int  # of up's tiles
     slabs_per_range: int  # of 64 columns of K
     neuron_ranges: int
@@ -184,7 +185,10 @@ def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
 def make_plan(
     M: int, N: int, K: int, slots: int, cap: int, limits: Limits, *, training: bool = False
 ) -> Plan:
-    """The plan for a chunk of `M` >= 1 tokens; `training`: less memory, panels for grad_sums."""
+    """The plan for a chunk of `M` >= 1 tokens.
+
+    `training`: less memory, panels for grad_sums, and rows are heavy for want of room alone.
+    """
     partial_bytes = _TRAINING_PARTIAL_BYTES if training else _PARTIAL_BYTES
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes, partial_bytes)
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
@@ -194,7 +198,8 @@ def make_plan(
     num_panels = ceil_div(N, panel_rows)
     plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
-    return Plan(M, N, K, slots, cap, *laid, panel_rows, splits, *plan, cluster_smem)
+    most = N if training else cap
+    return Plan(M, N, K, slots, cap, most, *laid, panel_rows, splits, *plan, cluster_smem)
 
 
 def least_plan_smem(N: int, tile_tokens: int, num_panels: int, block: int = 512) -> int:

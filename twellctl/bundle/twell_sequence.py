@@ -202,7 +202,7 @@ def launch_plan(
         (plan.num_tiles * PLAN_CLUSTER if clusters else plan.num_tiles,),
         PLAN_CLUSTER_BLOCK if clusters else plan.plan_block,
         (
-            *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.tile_tokens),
+            *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.most, plan.tile_tokens),
             *(plan.panel_rows, P, plan.group_rounds, lists.num_rounds, lists.rounds, lists.links),
             *(lists.pair_start, lists.pairs, lists.heavy_rows, heavy_count),
         ),
