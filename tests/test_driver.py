@@ -102,6 +102,19 @@ def test_the_default_stream_and_a_refusal(driver):
     assert made.calls[0][1] is None or made.calls[0][1] == 0
 
 
+def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
+    made, asked = driver("i", answer=201), []
+
+    def bind():
+        asked.append(made.calls[:])
+        made.answer = 0
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", bind)
+    start(1, (3, 2), 64, (1,), 0, 0)
+    assert (len(asked), len(made.calls)) == (1, 2)
+    assert made.calls[0] == made.calls[1]
+
+
 def test_a_tensor_map_goes_by_value(driver):
     made = driver(("128s", "i"))
     words = np.arange(16, dtype=np.uint64)

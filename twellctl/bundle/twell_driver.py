@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from types import NoneType
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .twell_nvrtc import KernelError
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_...
 # how an argument of each type lies in its place
 _PLACES = {
@@ -81,8 +83,8 @@ def start(
     """Launch CUfunction `function`; with `overlap` it may start before the kernel in front ends.
 
     Of `args` tensors are pointers, None is a null pointer, int and float have 32 bits, np.int64 and
-    tensor maps are what they are. The function's context must be current. Raises `KernelError` if
-    the driver refuses.
+    tensor maps are what they are. The function's device must be the current one. Raises
+    `KernelError` if the driver refuses.
     """
     frame, kinds = _frame, tuple(map(type, args))
     layout, tensors, others = _layout(kinds)
@@ -99,7 +101,11 @@ def start(
         pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
     size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
     _PACK_CONFIG(frame.config, 0, *size, stream, frame.early_at if overlap else 0, int(overlap))
-    status = _launch_kernel()(frame.config_at, function, ctypes.addressof(pointers), None)
+    given = frame.config_at, function, ctypes.addressof(pointers), None
+    status = _launch_kernel()(*given)
+    if status == _NO_CONTEXT:  # a thread that has not asked CUDA for anything yet, as autograd's
+        torch.cuda.mem_get_info()
+        status = _launch_kernel()(*given)
     if status:
         raise KernelError(f"cuLaunchKernelEx answers {status} for a grid of {tuple(grid)}")
 
