@@ -8,7 +8,7 @@ from torch import nn
 from twellctl import layer_routes
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
-from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels
+from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels, Times
 from twellctl.progress import Progress
 
 
@@ -26,6 +26,8 @@ class Model:
     def __init__(self, monkeypatch, layers=1):
         self.said, self.asked = [], []
         self.times = {DENSE: 2.0, TWELL: 1.0}
+        self.host = {DENSE: 0.1, TWELL: 0.9}
+        self.spare = 9.0
         self.ffns = [Ffn() for _ in range(layers)]
         monkeypatch.setattr(layer_routes, "_why_closed", lambda device: None)
         monkeypatch.setattr(layer_routes, "contest", self.contest)
@@ -35,11 +37,11 @@ class Model:
         self.asked.append(self.ffns.index(ffn))
         if isinstance(self.times, Exception):
             raise self.times
-        return self.times
+        return {route: Times(gpu, self.host[route]) for route, gpu in self.times.items()}
 
     def step(self, *densities) -> list[str]:
         """The routes of a step after one with these densities."""
-        self.routes.update(list(densities))
+        self.routes.update(list(densities), self.spare)
         for ffn in self.ffns:
             ffn(torch.zeros(1, 4))
         return [ffn.twell_meter.route for ffn in self.ffns]
@@ -90,6 +92,17 @@ def test_layers_are_judged_one_by_one(monkeypatch):
     model = Model(monkeypatch, layers=3)
     assert model.step(0.02, 0.5, 0.01) == [TWELL, None, TWELL]
     assert model.asked == [0, 2]
+
+
+def test_the_hosts_time_counts_where_it_is_not_spare(monkeypatch):
+    model = Model(monkeypatch, layers=4)
+    model.host, model.spare = {DENSE: 0.5, TWELL: 2.5}, 5.0
+    assert model.step(0.02, 0.02, 0.02, 0.02) == [TWELL, TWELL, DENSE, DENSE]
+    assert len(model.said) == 2
+    model.spare = 0.0
+    model.times = {DENSE: 3.0, TWELL: 1.0}
+    assert model.step(0.02, 0.02, 0.015, 0.02) == [TWELL, TWELL, TWELL, DENSE]
+    assert "2.50 ms against 3.00 dense" in model.said[2]
 
 
 def test_evaluation_holds_no_contest(monkeypatch):

@@ -5,10 +5,14 @@ pass: forward and backward of the layer on the input at hand, dense and over TwE
 from the step's own graph. TwELL's time grows at most in proportion to what fires, so the times say
 up to which density it holds; above that, and each time that a dense layer has lost another
 `STEP`, there is a new contest. Only a contest waits for the GPU.
+
+The kernels take the host longer than dense products do. Where the host waits for the GPU in the
+end, as in most training, that costs nothing, and the GPU's time decides; else the longer of both.
 """
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +29,19 @@ FASTER = 0.97  # the share of dense's time below which TwELL is taken
 SLOWER = 1.02  # the share of it up to which TwELL is kept
 TURNS = 5
 DENSE, TWELL = "dense", "twell"
+_SLEEP_CLOCKS = 10_000_000  # some 5 ms, in which the host gets ahead of the GPU
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds that one way takes the GPU, and the host to launch it."""
+
+    gpu: float
+    host: float
+
+    def felt(self, hidden: bool) -> float:
+        """What a step feels of it; `hidden`: the host has the time."""
+        return self.gpu if hidden else max(self.gpu, self.host)
 
 
 @dataclass
@@ -53,14 +70,16 @@ class LayerRoutes:
         self.layers = [_Layer(number, ffn) for number, ffn in enumerate(ffns)]
         self.note = note
         self.is_closed: bool | None = None  # not known before the first step
+        self._spare = 0.0
 
     def _close(self, why: str) -> None:
         """No contest any more."""
         self.is_closed = True
         self.note(why)
 
-    def update(self, densities: list[float]) -> None:
-        """After a step, with what fired in each layer."""
+    def update(self, densities: list[float], spare: float) -> None:
+        """After a step: what fired in each layer, and for how many ms a pass waited for the GPU."""
+        self._spare = spare
         if self.is_closed is None:
             self.is_closed = False
             if said := _why_closed(next(self.layers[0].ffn.parameters()).device):
@@ -101,14 +120,17 @@ class LayerRoutes:
             return
         finally:
             meter.route = DENSE
-        if times[TWELL] < FASTER * times[DENSE]:
+        more = max(0.0, times[TWELL].host - times[DENSE].host)
+        felt = {route: both.felt(hidden=more <= self._spare) for route, both in times.items()}
+        if felt[TWELL] < FASTER * felt[DENSE]:
+            self._spare -= more
             meter.route = TWELL
-            layer.up_to = density * SLOWER * times[DENSE] / times[TWELL]
+            layer.up_to = density * SLOWER * felt[DENSE] / felt[TWELL]
         if (meter.route == TWELL) != (was == TWELL):
             over = "over TwELL" if meter.route == TWELL else "dense again"
             self.note(
-                f"layer {layer.number} is {over}, at {density:.2%} density: {times[TWELL]:.2f} ms "
-                f"against {times[DENSE]:.2f} dense, forward and backward"
+                f"layer {layer.number} is {over}, at {density:.2%} density: {felt[TWELL]:.2f} ms "
+                f"against {felt[DENSE]:.2f} dense, forward and backward"
             )
 
 
@@ -116,15 +138,15 @@ class NoKernels(Exception):
     """The kernels do not take an FFN; the text says why."""
 
 
-def contest(ffn: nn.Module, x: Tensor) -> dict[str, float]:
-    """Milliseconds of forward and backward of `ffn` on `x`, by route, medians of `TURNS`.
+def contest(ffn: nn.Module, x: Tensor) -> dict[str, Times]:
+    """What forward and backward of `ffn` on `x` take, by route, medians of `TURNS`.
 
     Parameters and the state of random numbers stay as they are. Raises `NoKernels`.
     """
     device = x.device.type
     given = x.detach().requires_grad_()
     runs = {route: functools.partial(_both_passes, ffn, given, route) for route in (TWELL, DENSE)}
-    times: dict[str, list] = {route: [] for route in runs}
+    samples: dict[str, list[Times]] = {route: [] for route in runs}
     # a checkpoint's hooks are not to see these tensors, and no cast is to be kept
     apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -137,11 +159,10 @@ def contest(ffn: nn.Module, x: Tensor) -> dict[str, float]:
         runs[DENSE]()
         for _ in range(TURNS):
             for route, run in runs.items():
-                times[route].append(_timed(run))
-    torch.cuda.synchronize(x.device)
+                samples[route].append(_timed(run))
     return {
-        route: statistics.median(start.elapsed_time(end) for start, end in events)
-        for route, events in times.items()
+        route: Times(*(statistics.median(getattr(t, name) for t in of) for name in ("gpu", "host")))
+        for route, of in samples.items()
     }
 
 
@@ -157,12 +178,16 @@ def _both_passes(ffn: nn.Module, x: Tensor, route: str) -> None:
     torch.autograd.grad(y, leaves, x.detach().to(y.dtype))
 
 
-def _timed(run: Callable[[], None]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _timed(run: Callable[[], None]) -> Times:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SLEEP_CLOCKS)
     start.record()
+    begin = time.perf_counter()
     run()
+    host = time.perf_counter() - begin
     end.record()
-    return start, end
+    end.synchronize()
+    return Times(start.elapsed_time(end), 1000 * host)
 
 
 def _why_closed(device: torch.device) -> str | None:

@@ -8,6 +8,7 @@ backward pass.
 import math
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,12 @@ class SparseTrainer(Trainer):
         for gate in self.penalty.gates:
             gate.threshold.data.clamp_(min=0)
         means = torch.stack(self._sums).mean(0)
-        self._sums.clear()
         names, odd = self._checked
         told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
+        passes, begin = len(self._sums), time.monotonic()
+        self._sums.clear()
         *means, odd, stop = self.accelerator.reduce(told, reduction="mean").tolist()
+        waited = 1000 * (time.monotonic() - begin)
         self.report = StepReport(*means[:3], density_by_layer=means[3:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
@@ -127,7 +130,7 @@ class SparseTrainer(Trainer):
                 "--overwrite"
             )
         if self.routes is not None:
-            self.routes.update(self.report.density_by_layer)
+            self.routes.update(self.report.density_by_layer, waited / passes)
         share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
