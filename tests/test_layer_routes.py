@@ -6,18 +6,21 @@ from finetune_runs import small
 from torch import nn
 
 from twellctl import layer_routes
+from twellctl.bundle.twell_model import GateThreshold, TwellFFN
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
 from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels, Times
 from twellctl.progress import Progress
 
 
-class Ffn(nn.Linear):
-    """Something with an input and a meter."""
+class Ffn(TwellFFN, nn.Module):
+    """The smallest FFN with a meter."""
 
     def __init__(self):
-        super().__init__(4, 4)
-        self.twell_meter = FfnMeter()
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
+        self.act_fn, self.twell_meter = GateThreshold(0.0), FfnMeter()
+        self.twell_tile, self.twell_slots = 256, 64
 
 
 class Model:

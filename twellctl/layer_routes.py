@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from twellctl.bundle.twell_reasons import reasons_said, takes_hopper_kernels
 from twellctl.bundle.twell_route import requested
@@ -52,11 +51,10 @@ class _Layer:
     ffn: nn.Module
     measured_at: float | None = None
     up_to: float = 0.0
-    asked: RemovableHandle | None = None
 
     def is_due(self, density: float) -> bool:
         """Whether the last contest tells nothing of `density`."""
-        if density >= BELOW or self.asked is not None:
+        if density >= BELOW or self.ffn.twell_meter.ask is not None:
             return False
         if self.ffn.twell_meter.route == TWELL:
             return density > self.up_to
@@ -92,26 +90,16 @@ class LayerRoutes:
                 meter.route, layer.measured_at = DENSE, density
                 self.note(f"layer {layer.number} is dense again, at {density:.2%} density")
             elif layer.is_due(density):
-                layer.asked = self._ask(layer, density)
+                meter.ask = functools.partial(self._hold, layer, density)
 
-    def _ask(self, layer: _Layer, density: float) -> RemovableHandle:
-        """Hold a contest before the next forward pass that is trained on."""
-
-        def before(ffn: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if ffn.training and torch.is_grad_enabled():
-                layer.asked.remove()
-                layer.asked = None
-                self._hold(layer, density, args[0])
-
-        return layer.ffn.register_forward_pre_hook(before)
-
-    def _hold(self, layer: _Layer, density: float, x: Tensor) -> None:
-        meter, layer.measured_at = layer.ffn.twell_meter, density
+    def _hold(self, layer: _Layer, density: float, ffn: nn.Module, x: Tensor) -> None:
+        """The contest that goes before a forward pass."""
+        meter, layer.measured_at = ffn.twell_meter, density
         was, meter.route = meter.route, DENSE
         if self.is_closed:
             return
         try:
-            times = contest(layer.ffn, x)
+            times = contest(ffn, x)
         except torch.OutOfMemoryError:
             self.note(f"layer {layer.number} is dense: no memory to try TwELL")
             return

@@ -12,6 +12,7 @@ Copies that are equal share the state of the first one; others have operators of
 import hashlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,7 @@ from .twell_sequence import (
     portable_ffn,
 )
 from .twell_train import define_operators, define_training, plain_train_ffn
+from .twell_walk import takes_walk, walk_ffn
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,7 @@ def train_ffn(
     sources: str = "",
     route: str = "auto",
     density: float | None = None,
+    plain: Callable[..., tuple[Tensor, Tensor, Tensor]] = plain_train_ffn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
 
@@ -125,13 +128,15 @@ def train_ffn(
     value) times that sum is as good as part of the loss: its gradient is added on the way back. The
     two scalars have no gradient, and there is no second derivative. Weights may be fp32 under
     autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
-    the kernels take what has a known density below 1.8 % and 4096 tokens or more.
+    the kernels take what has a known density below 1.8 % and 4096 tokens or more; `plain` (some
+    form of `plain_train_ffn`) the rest.
     """
     if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
-    return _trained(*tensors, penalty, **numbers, sources=sources, route=route, counted=True)
+    how = {"sources": sources, "route": route, "counted": True, "plain": plain}
+    return _trained(*tensors, penalty, **numbers, **how)
 
 
 def _trained(
@@ -151,6 +156,7 @@ def _trained(
     route: str,
     density: float | None,
     counted: bool,
+    plain: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = plain_train_ffn,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`train_ffn`; `counted`: whether the two scalars are wanted."""
     if not torch.compiler.is_compiling():
@@ -167,7 +173,7 @@ def _trained(
         and takes_training(route_of_training(route), x.numel() // K, density)
         and not why_not_trained(*_for_training(sources, x, weights, biases, tile))
     ):
-        return plain_train_ffn(x, *weights, *biases, penalty, threshold, counted)
+        return plain(x, *weights, *biases, penalty, threshold, counted)
     if isinstance(penalty, float):
         penalty = torch.full((), penalty, dtype=torch.float32, device=x.device)
     x = x.to(_autocast_dtype(x) or x.dtype)
@@ -278,16 +284,16 @@ def _by_route(
     limits = device_limits(rows.device.index)
     kernels = kernels_for(sources, rows.device.index)
     in_place = lies_well(ffn.w_down)
+    known = None if density < 0 else density
 
     def sparse() -> Tensor:
         laid = ffn if in_place else replace(ffn, w_down=_aligned(ffn.w_down))
-        return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper)
+        return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper, known)
 
     runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
     if hopper:
         runs["fused"] = lambda: fused_ffn(kernels, limits, rows, ffn)
     if route == "auto":
-        known = None if density < 0 else density
         kind = Kind(
             torch.cuda.get_device_name(rows.device),
             ffn.K,
@@ -311,10 +317,18 @@ def _by_route(
 
 
 def _sparse_by_tokens(
-    kernels: KernelSet, limits: Limits, rows: Tensor, ffn: FFN, slots: int, hopper: bool
+    kernels: KernelSet,
+    limits: Limits,
+    rows: Tensor,
+    ffn: FFN,
+    slots: int,
+    hopper: bool,
+    density: float | None,
 ) -> Tensor:
     if takes_few(rows.shape[0], ffn.N, limits):
         return few_ffn(kernels, limits, rows, ffn)
+    if hopper and takes_walk(rows.shape[0], ffn.N, ffn.K, density, limits):
+        return walk_ffn(kernels, limits, rows, ffn, slots)
     if hopper:
         return hopper_ffn(kernels, limits, rows, ffn, slots)
     return portable_ffn(kernels, limits, rows, ffn)

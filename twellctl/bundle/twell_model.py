@@ -116,10 +116,14 @@ class TwellFFN:
         meter = self.twell_meter
         if meter is None:
             return sparse_ffn(*tensors, **how)
-        if meter.route is not None and torch.is_grad_enabled():
-            how["route"] = meter.route
-        weight = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
-        y, meter.hidden_sum, meter.fired = train_ffn(*tensors, penalty=weight, **how)
+        if self.training and torch.is_grad_enabled():
+            if meter.ask is not None:
+                ask, meter.ask = meter.ask, None
+                ask(self, x)
+            if meter.route is not None:
+                how["route"] = meter.route
+        how["penalty"] = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
+        y, meter.hidden_sum, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
         return y
 
 

@@ -6,9 +6,11 @@ tokens is a constant of a compiled graph. Weights in fp32, or that do not lie as
 them, are copied in either pass, and no copy is kept between the two.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .twell_config import TILE
 from .twell_format import keep_fired
@@ -60,13 +62,16 @@ class FfnMeter:
     """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
 
     `price` is the penalty's weight for one token, `per_neuron` whether it is divided by neurons
-    too. `route`, if there is one, is taken where gradients are, in the place of the FFN's own.
-    After a forward pass there are the sum of |h|, how many fired, tokens and neurons.
+    too. Where gradients are taken, `route` stands for the FFN's own, if there is one, and `ask` is
+    called once with the FFN and its input. `plain` computes where no kernels do. After a forward
+    pass there are the sum of |h|, how many fired, tokens and neurons.
     """
 
     def __init__(self, *, per_neuron: bool = False):
         self.price, self.per_neuron = 0.0, per_neuron
         self.route: str | None = None
+        self.ask: Callable[[nn.Module, Tensor], None] | None = None
+        self.plain = plain_train_ffn
         self.hidden_sum: Tensor | None = None
         self.fired: Tensor | None = None
         self.num_tokens = self.num_neurons = 0
