@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from twellctl.bundle import twell_launch, twell_nvrtc
+from twellctl.bundle import twell_cache, twell_launch, twell_nvrtc
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin
 
@@ -87,7 +87,7 @@ def test_nothing_is_left_beside_the_cubins(compiler, tmp_path, monkeypatch):
     def full(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(twell_nvrtc.os, "replace", full)
+    monkeypatch.setattr(twell_cache.os, "replace", full)
     load_cubin("one.cu", SOURCES, "sm_80")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -112,9 +112,9 @@ def test_threads_meet_in_the_cache(compiler, tmp_path):
 def test_the_default_folder(monkeypatch):
     monkeypatch.delenv("TWELL_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", "/somewhere")
-    assert str(twell_nvrtc.cache_dir()) == "/somewhere/.cache/twellctl"
+    assert str(twell_cache.cache_dir()) == "/somewhere/.cache/twellctl"
     monkeypatch.setenv("TWELL_CACHE_DIR", "~/else")
-    assert str(twell_nvrtc.cache_dir()) == "/somewhere/else"
+    assert str(twell_cache.cache_dir()) == "/somewhere/else"
 
 
 def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("TWELL_CACHE_DIR")
-    monkeypatch.setattr(twell_nvrtc.Path, "expanduser", expanduser)
+    monkeypatch.setattr(twell_cache.Path, "expanduser", expanduser)
     for _ in range(2):
         assert load_cubin("one.cu", SOURCES, "sm_80").code == b"code of onehead"
     assert len(compiler.compiled) == 2

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import __version__, cli_bench, ui
+from twellctl.bytecode import keep_bytecode
 from twellctl.errors import TwellError, UsageError
 
 app = typer.Typer(
@@ -388,6 +389,7 @@ def doctor(
 def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    keep_bytecode()
     try:
         code = app(standalone_mode=False)
         if code == 130:  # how typer passes on Ctrl-C

@@ -77,7 +77,7 @@ def _load_kernels() -> Finding:
 def find_cache() -> Finding:
     """The folder that keeps compiled kernels and measured choices, and what is in it."""
     try:
-        from twellctl.bundle.twell_nvrtc import cache_dir
+        from twellctl.bundle.twell_cache import cache_dir
     except Exception as error:
         return Finding("cache", "none", f"not looked for: {line(error)}")
     folder = cache_dir()

@@ -14,12 +14,13 @@ import functools
 import hashlib
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from .twell_cache import cache_dir, keep
 
 PACKAGES = {  # what to install beside torch, by its CUDA
     "12": "'cupy-cuda12x>=14,<15' nvidia-cuda-nvrtc-cu12",
@@ -152,14 +153,6 @@ def _line(error: BaseException) -> str:
 # ---- cache ----
 
 
-def cache_dir() -> Path:
-    """The folder of cubins and measured choices: TWELL_CACHE_DIR, else ~/.cache/twellctl."""
-    try:
-        return Path(os.environ.get("TWELL_CACHE_DIR") or "~/.cache/twellctl").expanduser()
-    except RuntimeError:  # a user without a home: nothing is kept
-        return Path(os.devnull)
-
-
 def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
     """`sources[name]` as a cubin for `arch`: from the cache, else compiled, then kept there.
 
@@ -178,20 +171,6 @@ def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
         content = len(log).to_bytes(8, "little") + log + cubin.code
         keep(path, hashlib.sha256(content).digest() + content)
     return cubin
-
-
-def keep(path: Path, content: bytes) -> None:
-    """Write a file of the cache, whole or not at all; without a folder to write to, not at all."""
-    aside = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".aside-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(aside, path)
-    except OSError:
-        if aside is not None and os.path.exists(aside):
-            os.unlink(aside)
 
 
 def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int, int]) -> str:

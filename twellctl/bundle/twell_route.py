@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .twell_nvrtc import cache_dir, keep
+from .twell_cache import cache_dir, keep
 
 ROUTES = ("auto", "twell", "portable", "fused", "dense")
 # what was not measured is taken sparsely below this density, above this number of tokens
