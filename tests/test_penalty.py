@@ -1,5 +1,6 @@
 """The L1 term: value and gradient are plain autograd's, however a step is cut up."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
 from twellctl.data import read_blocks, token_stream, write_tokens
 from twellctl.model import load_model
-from twellctl.sparsity import FfnPenalty
+from twellctl.sparsity import FfnPenalty, compiled_plain
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
 
@@ -147,3 +148,33 @@ def test_ffns_are_as_before_without_the_penalty(relu_llama, eight_blocks):
     penalty.remove()
     assert {type(layer.mlp) for layer in model.model.layers} == {stock}
     torch.testing.assert_close(model(eight_blocks[1]).logits, wanted)
+
+
+def test_compiled_layers_leave_the_ffns_to_themselves(relu_llama, eight_blocks, monkeypatch):
+    """One graph before and one behind serve all of them, whatever the coefficient and the route."""
+    compile_so = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_so)
+    compiled_plain.cache_clear()
+    torch._dynamo.reset()
+    ids, found = eight_blocks[1], {}
+    for compiled in (False, True):
+        model = load_model(open_checkpoint(relu_llama)).requires_grad_(True).train()
+        penalty = FfnPenalty(model, [0.0, 0.0], compiled=compiled)
+        if compiled:
+            for layer in model.model.layers:
+                layer.forward = torch.compile(layer.forward, dynamic=False)
+        torch._dynamo.utils.counters.clear()
+        for l1 in (0.1, 0.2, 0.3):
+            model.zero_grad()
+            penalty.l1 = l1
+            penalty.begin(ids.numel(), 1.0)
+            penalty.ffns[1].twell_meter.route = "dense" if l1 > 0.2 else None
+            loss = model(ids, use_cache=False).logits.square().mean()
+            loss.backward()
+        found[compiled] = {name: p.grad for name, p in model.named_parameters()}
+        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        penalty.remove()
+    compiled_plain.cache_clear()
+    assert frames <= 4  # with graphs of its own for each layer there are more
+    for name, grad in found[False].items():
+        torch.testing.assert_close(found[True][name], grad, msg=name)

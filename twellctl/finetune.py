@@ -144,17 +144,16 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
     return dataclasses.replace(
         recipe,
-        compile=_compiles(recipe, penalty) if recipe.compile is None else recipe.compile,
+        compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
         penalty=penalty,
         seq_len=recipe.seq_len or min(1024, longest),
         learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
     )
 
 
-def _compiles(recipe: Recipe, penalty: str) -> bool:
+def _compiles(recipe: Recipe) -> bool:
     one_process = os.environ.get("WORLD_SIZE", "1") == "1"
-    plain = penalty == "count" and not recipe.lora_rank
-    return torch.cuda.is_available() and one_process and plain
+    return torch.cuda.is_available() and one_process and not recipe.lora_rank
 
 
 def _check_report_to(name: str) -> None:
@@ -241,8 +240,9 @@ def _in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> 
 def _penalty(
     model: PreTrainedModel, recipe: Recipe, thresholds: list[float]
 ) -> TrainedGates | FfnPenalty:
-    kind = TrainedGates if recipe.penalty == "count" else FfnPenalty
-    return kind(model, thresholds, recipe.l1_normalizer)
+    if recipe.penalty == "count":
+        return TrainedGates(model, thresholds, recipe.l1_normalizer)
+    return FfnPenalty(model, thresholds, recipe.l1_normalizer, compiled=bool(recipe.compile))
 
 
 def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | TargetL1:

@@ -155,7 +155,7 @@ class Recipe:
     compile: bool | None = setting(
         None,
         "Compile the layers (of --gradient-checkpointing the FFNs): half a minute at the start, "
-        "then faster. [default: on a GPU, with penalty count, without LoRA, in one process]",
+        "then faster. [default: on a GPU, without LoRA, in one process]",
     )
 
     save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
@@ -313,8 +313,6 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
         wrong.append("max-steps and max-tokens exclude each other: give one")
     if recipe.l1_schedule == "target" and not recipe.l1:
         wrong.append("l1 must be > 0 to be raised, got 0: give more, or l1-schedule constant")
-    if recipe.compile and (recipe.penalty or "count") == "l1":
-        wrong.append("compile does not go with penalty l1: leave one out")
     if recipe.lora_ffn and not recipe.lora_rank:
         wrong.append("lora-ffn needs a lora-rank above 0")
     if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):

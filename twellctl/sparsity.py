@@ -6,13 +6,20 @@ checkpointing, where a sum collected on the side would be lost or counted twice,
 of its own.
 """
 
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_config import new_twell
-from twellctl.bundle.twell_model import gated_ffns, put_over_twell, use_kernels
-from twellctl.bundle.twell_train import FfnMeter
+from twellctl.bundle.twell_model import TwellFFN, gated_ffns, put_over_twell, use_kernels
+from twellctl.bundle.twell_train import FfnMeter, plain_train_ffn
 from twellctl.own_kernels import own_kernels
+
+_uncompiled_forward = torch.compiler.disable(TwellFFN.forward)
 
 
 class FfnPenalty:
@@ -21,12 +28,20 @@ class FfnPenalty:
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
     `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
     used as `TrainedGates` is. The FFNs run over `train_ffn`, densely unless `LayerRoutes` or
-    TWELL_ROUTE say otherwise.
+    TWELL_ROUTE say otherwise. `compiled`: in a compiled layer they are no part of its graph, which
+    their routes would break; what they compute densely is compiled by itself.
     """
 
     gates = ()
 
-    def __init__(self, model: nn.Module, thresholds: list[float], normalizer: str = "sum"):
+    def __init__(
+        self,
+        model: nn.Module,
+        thresholds: list[float],
+        normalizer: str = "sum",
+        *,
+        compiled: bool = False,
+    ):
         self.ffns = gated_ffns(model)
         self.thresholds = self.limits = thresholds
         self.l1 = 0.0
@@ -37,12 +52,16 @@ class FfnPenalty:
         self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
             ffn.twell_meter = meter
+            if compiled:
+                ffn.forward = types.MethodType(_uncompiled_forward, ffn)
+                meter.plain = compiled_plain()
 
     def remove(self) -> None:
         """Give the FFNs back their own forward; `relu_t` stays in the place of the activation."""
         for ffn, stock in zip(self.ffns, self._stock, strict=True):
             ffn.__class__ = stock
             del ffn.twell_meter
+            ffn.__dict__.pop("forward", None)
 
     def begin(self, num_tokens: int, scale: float) -> None:
         """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
@@ -56,3 +75,17 @@ class FfnPenalty:
         rows = positions if self.normalizer == "mean" else tokens
         penalty = torch.stack([m.hidden_sum for m in self._meters]).sum() / (len(self.ffns) * rows)
         return penalty, torch.stack([m.fired for m in self._meters]).float() / positions
+
+
+@functools.cache
+def compiled_plain() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`plain_train_ffn`, compiled."""
+    run = torch.compile(plain_train_ffn, dynamic=False)
+
+    def plain(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, penalty, threshold, counted = given
+        if penalty is not None and not isinstance(penalty, Tensor):  # it changes from step to step
+            penalty = torch.full((1,), penalty, device=x.device)
+        return run(x, *tensors, penalty, threshold, counted)
+
+    return plain

@@ -10,7 +10,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from twellctl import layer_routes
 from twellctl.bundle import twell_ffn
+from twellctl.convert import convert
+from twellctl.finetune import finetune
 from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels, contest
+from twellctl.progress import Progress
+from twellctl.recipe import resolve_recipe
 from twellctl.sparsity import FfnPenalty
 from twellctl.synthetic import EVEN, make_rows, make_weights
 
@@ -95,3 +99,21 @@ def test_what_the_kernels_do_not_take_is_said():
     body = Body(torch.float32)
     with pytest.raises(NoKernels, match="the kernels take bf16, not float32"):
         contest(body.layers[0], body.x)
+
+
+def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(layer_routes, "FASTER", 1e9)
+    monkeypatch.setattr(layer_routes, "BELOW", 1.0)
+    settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
+    convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
+    flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
+    flags |= {"max_steps": 12, "eval_blocks": 4, "save_steps": 0, "learning_rate": 1e-3}
+    flags |= {"penalty": "l1", "l1": 1e-3, "logging_steps": 100}
+    done = {}
+    for name, route, compiled in (("dense", "dense", False), ("twell", "", True)):
+        monkeypatch.setenv("TWELL_ROUTE", route)
+        recipe = resolve_recipe(None, flags | {"compile": compiled})
+        done[name] = finetune(tmp_path / "relu", tmp_path / name, recipe, progress=Progress())
+    said = capfd.readouterr().err
+    assert said.count("is over TwELL") == 10
+    assert done["twell"].cross_entropy == pytest.approx(done["dense"].cross_entropy, rel=2e-3)

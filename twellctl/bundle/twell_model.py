@@ -155,9 +155,14 @@ def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
     ffns = gated_ffns(model)
     densities = twell.get("densities") or [None] * len(ffns)
     for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
-        stock = type(ffn)
-        ffn.__class__ = type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
+        ffn.__class__ = _over_twell(type(ffn))
         ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
+
+
+@functools.cache
+def _over_twell(stock: type) -> type:
+    """One class for all FFNs of a kind: what is compiled for one serves the others."""
+    return type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
 
 
 def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
