@@ -8,12 +8,15 @@
 //   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
 // `heavy_count` null: every row of the window (heavy_hidden then is a fused dense gate and up), and
-// `heavy_rows` null: row i of the list is row i.
+// `heavy_rows` null: row i of the list is row i. `flags` [window], if not null: nothing is done
+// unless one is set, and rows without stay as they are in y. With few tokens that costs less than a
+// list. All may start before the previous kernel has ended (dependent.cuh).
 //
 // Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
 // of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
 // w_gate [N, K] and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
+#include "dependent.cuh"
 #include "product.cuh"
 
 namespace {
@@ -21,6 +24,14 @@ namespace {
 __device__ __forceinline__ int rows_in_window(const int* heavy_count, int window_start,
                                               int window) {
     return heavy_count ? max(0, min(window, *heavy_count - window_start)) : window;
+}
+
+// Whether there is anything to do. All threads of the block.
+__device__ __forceinline__ bool any_flag(const int* flags, int window) {
+    int any = flags == nullptr;
+    if (flags)
+        for (int i = threadIdx.x; i < window; i += blockDim.x) any |= flags[i];
+    return __syncthreads_or(any);
 }
 
 __device__ __forceinline__ float high_half(unsigned pair) {
@@ -125,6 +136,7 @@ struct DownTiles {
     Patch patch;
     const unsigned short* b_down;
     const int* heavy_rows;
+    const int* flags;
     int window_start, num_rows, num_inner;
     unsigned short* y;
 
@@ -143,7 +155,7 @@ struct DownTiles {
             const int column = tile.column + 128 * half;
             patch.write(num_inner - column, [&](int row) -> unsigned short* {
                 const int i = first_row + row;
-                if (i >= num_rows) return nullptr;
+                if (i >= num_rows || (flags && !flags[i])) return nullptr;
                 const long long target =
                     heavy_rows ? heavy_rows[window_start + i] : window_start + i;
                 return y + target * num_inner + column;
@@ -160,6 +172,8 @@ struct DownTiles {
 extern "C" __global__ void __launch_bounds__(256)
     heavy_gather(const unsigned short* x, const int* heavy_rows, const int* heavy_count,
                  int window_start, int window, int num_inner, unsigned short* x_rows) {
+    wait_for_previous();
+    let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
         const long long row = heavy_rows ? heavy_rows[window_start + i] : window_start + i;
@@ -176,11 +190,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
                  const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
                  const unsigned short* b_up, float threshold, const int* heavy_count,
-                 int window_start, int window, int num_columns, int num_inner,
+                 const int* flags, int window_start, int window, int num_columns, int num_inner,
                  unsigned short* hidden) {
     extern __shared__ unsigned char dynamic_memory[];
+    wait_for_previous();
+    let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
-    if (num_rows == 0) return;
+    if (num_rows == 0 || !any_flag(flags, window)) return;
     HiddenTiles tiles{Patch(patches(dynamic_memory)), b_gate, b_up, threshold, num_rows,
                       num_columns, hidden};
     const product::Shape<2> shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
@@ -190,13 +206,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
     heavy_down(const __grid_constant__ TensorMap hidden_map,
                const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
-               const int* heavy_rows, const int* heavy_count, int window_start, int window,
-               int num_columns, int num_inner, unsigned short* y) {
+               const int* heavy_rows, const int* heavy_count, const int* flags,
+               int window_start, int window, int num_columns, int num_inner, unsigned short* y) {
     extern __shared__ unsigned char dynamic_memory[];
+    wait_for_previous();
+    let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
-    if (num_rows == 0) return;
-    DownTiles tiles{Patch(patches(dynamic_memory)), b_down, heavy_rows, window_start, num_rows,
-                    num_inner, y};
+    if (num_rows == 0 || !any_flag(flags, window)) return;
+    DownTiles tiles{Patch(patches(dynamic_memory)), b_down, heavy_rows, flags, window_start,
+                    num_rows, num_inner, y};
     const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
     product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

@@ -11,6 +11,7 @@ from twellctl.bundle.twell_nvrtc import KernelError, Nvrtc, nvrtc_paths
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from twellctl.bundle.twell_training import GRAD_KERNELS
+from twellctl.bundle.twell_walk import WALK_KERNELS
 from twellctl.resources import resource_dir
 
 SOURCES = {
@@ -22,7 +23,7 @@ TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {"gate_pack.cu", "heavy.cu", "few_hidden_hopper.cu"}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
-ENTRIES |= {"few_down", "few_hidden_hopper", "choose"}
+ENTRIES |= {*WALK_KERNELS, "few_down", "few_hidden_hopper", "choose"}
 COMPILED = [
     (name, arch)
     for name in SOURCES

@@ -24,6 +24,7 @@ from twellctl.bundle.twell_ffn import (
 from twellctl.bundle.twell_format import gated_ffn
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS, dense_ffn
+from twellctl.bundle.twell_walk import WALK_KERNELS
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
@@ -238,7 +239,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
         assert why_no_kernels(SOURCES, 0, "auto" if hopper else "portable") is None
     finally:
         twell_reasons._why_never_here.cache_clear()
-    many = HOPPER_KERNELS if hopper else PORTABLE_KERNELS
+    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
     assert set(prepared) == {*many, *few_ffn_kernels(limits)}
@@ -297,14 +298,17 @@ def test_what_is_not_taken(monkeypatch):
     assert "[M, 64], not [10, 32]" in twell_reasons.why_not_ffn(rows[:, :32], ffn, 256)
 
 
-@pytest.mark.parametrize(("M", "taken"), [(1, "few"), (64, "few"), (65, "long"), (200, "long")])
+@pytest.mark.parametrize(
+    ("M", "taken"), [(1, "few"), (64, "few"), (65, "walk"), (4096, "walk"), (4097, "long")]
+)
 @pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, hopper):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
     monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: "kernels")
     calls, long = [], "hopper_ffn" if hopper else "portable_ffn"
-    for name in ("few_ffn", long):
+    names = {"few": "few_ffn", "walk": "walk_ffn" if hopper else long, "long": long}
+    for name in names.values():
 
         def called(kernels, found, rows, ffn, *slots, name=name):
             assert (kernels, found, rows.shape) == ("kernels", limits, (M, 64))
@@ -318,8 +322,8 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, ho
         ffn = FFN(w_gate, w_up, laid.t(), *biases, 0.0)
         twell_ffn._by_route(x, ffn, 8, -1.0, SOURCES, "twell", hopper)
         name, slots, found = calls[-1]
-        assert name == ("few_ffn" if taken == "few" else long)
-        assert slots == ((8,) if name == "hopper_ffn" else ())
+        assert name == names[taken]
+        assert slots == ((8,) if name in ("hopper_ffn", "walk_ffn") else ())
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
         assert torch.equal(found, w_down.t())

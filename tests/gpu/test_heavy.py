@@ -47,6 +47,7 @@ def run_down(
     b_down: Tensor | None = None,
     rows: Tensor | None = None,
     count: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> Tensor:
     """y `[M, K]`, over NaN."""
     (M, N), K = hidden.shape, w_down.shape[1]
@@ -56,7 +57,7 @@ def run_down(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),
         PRODUCT_BLOCK,
-        (*maps, b_down, rows, count, 0, M, N, K, y),
+        (*maps, b_down, rows, count, flags, 0, M, N, K, y),
         HEAVY_SMEM,
     )
     return y

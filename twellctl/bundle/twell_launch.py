@@ -25,6 +25,7 @@ from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 ENTRY_FILES = {
     "gate_pack_short": "gate_pack.cu",
     "plan_cluster": "plan.cu",
+    "walk_gate": "walk.cu",
     "heavy_gather": "heavy.cu",
     "heavy_hidden": "heavy.cu",
     "heavy_down": "heavy.cu",

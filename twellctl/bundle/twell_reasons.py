@@ -18,6 +18,7 @@ from .twell_plan import why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
+from .twell_walk import WALK_KERNELS
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
         kernels = kernels_for(sources, index)
         # all at once: what comes later, and needs others, may be the capture of a graph
         few = few_ffn_kernels(device_limits(index))
-        kernels.prepare((*(HOPPER_KERNELS if hopper else PORTABLE_KERNELS), *few))
+        many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
+        kernels.prepare((*many, *few))
     except LoadError:
         raise
     except KernelError as error:

@@ -78,6 +78,16 @@ class PairLists:
     gate_up: Tensor | None = None  # of each pair gate | up << 16
 
 
+@dataclass(frozen=True)
+class Heavy:
+    """Which rows heavy.cu computes: `count` of the list `rows` from `start` on, flagged, or all."""
+
+    rows: Tensor | None = None
+    count: Tensor | None = None
+    flags: Tensor | None = None
+    start: int = 0
+
+
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
@@ -92,7 +102,7 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
 def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
     """The equation on Hopper with gate and up in one kernel: only their product is stored."""
     hidden = x.new_empty(x.shape[0], ffn.N)
-    _launch_hidden(kernels, limits, x, ffn, None, 0, hidden)
+    _launch_hidden(kernels, limits, x, ffn, Heavy(), hidden)
     return F.linear(hidden, ffn.w_down.t(), ffn.b_down)
 
 
@@ -336,7 +346,6 @@ def heavy_products(
     num_sms = limits.num_sms
     windows = range(0, M, window)
     sums = x.new_empty(len(windows), num_sms, dtype=torch.float32) if training else None
-    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, DOWN_BOX_ROWS)
     for i, start in enumerate(windows):
         kernels.launch(
             "heavy_gather",
@@ -344,18 +353,39 @@ def heavy_products(
             GATHER_BLOCK,
             (x, heavy_rows, heavy_count, start, window, K, x_rows),
         )
-        _launch_hidden(kernels, limits, x_rows, ffn, heavy_count, start, hidden)
-        kernels.launch(
-            "heavy_down",
-            (product_grid(window, K, num_sms),),
-            PRODUCT_BLOCK,
-            (*maps, ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
-            HEAVY_SMEM,
-        )
+        heavy = Heavy(heavy_rows, heavy_count, start=start)
+        launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy)
         if sums is not None:
             args = (hidden, heavy_count, start, window, N, sums[i])
             kernels.launch("tally", (num_sms,), GATHER_BLOCK, args)
     return sums
+
+
+def launch_heavy(
+    kernels: KernelSet,
+    limits: Limits,
+    rows: Tensor,
+    hidden: Tensor,
+    ffn: FFN,
+    y: Tensor,
+    heavy: Heavy,
+    *,
+    overlap: bool = False,
+) -> None:
+    """`heavy` rows of `y` from `rows` `[window, K]`, by way of `hidden` `[window, N]`."""
+    _launch_hidden(kernels, limits, rows, ffn, heavy, hidden, overlap=overlap)
+    (window, N), K = hidden.shape, ffn.K
+    kernels.launch(
+        "heavy_down",
+        (product_grid(window, K, limits.num_sms),),
+        PRODUCT_BLOCK,
+        (
+            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, DOWN_BOX_ROWS)),
+            *(ffn.b_down, heavy.rows, heavy.count, heavy.flags, heavy.start, window, N, K, y),
+        ),
+        HEAVY_SMEM,
+        overlap=overlap,
+    )
 
 
 def _launch_hidden(
@@ -363,11 +393,12 @@ def _launch_hidden(
     limits: Limits,
     rows: Tensor,
     ffn: FFN,
-    heavy_count: Tensor | None,
-    start: int,
+    heavy: Heavy,
     hidden: Tensor,
+    *,
+    overlap: bool = False,
 ) -> None:
-    """gate and up of `rows` in one product, into `hidden`: those below the count, or all."""
+    """gate and up of `rows` in one product, into `hidden`."""
     M, N = hidden.shape
     weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
     kernels.launch(
@@ -376,7 +407,8 @@ def _launch_hidden(
         PRODUCT_BLOCK,
         (
             *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-            *(float(ffn.threshold), heavy_count, start, M, N, ffn.K, hidden),
+            *(float(ffn.threshold), heavy.count, heavy.flags, heavy.start, M, N, ffn.K, hidden),
         ),
         HEAVY_SMEM,
+        overlap=overlap,
     )

@@ -1,0 +1,172 @@
+"""The walk over pairs against plain torch: exact on whole numbers, from no pair to all of them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle import twell_walk
+from twellctl.bundle.twell_format import keep_fired
+from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_walk import plan_walk, walk_ffn
+from twellctl.bundle.twell_weights import FFN
+from twellctl.resources import resource_dir
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU",
+    ),
+]
+SLOTS = 24
+SIZES = [(1, 64, 8), (65, 192, 264), (133, 320, 1000), (300, 2048, 520), (257, 4096, 2056)]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The kernels, where they can be compiled and launched."""
+    if said := what_is_missing():
+        pytest.skip(said)
+    files = {
+        path.name: path.read_bytes()
+        for path in resource_dir("kernels").iterdir()
+        if path.suffix in (".cu", ".cuh")
+    }
+    return kernels_for(register_sources(files), 0)
+
+
+@pytest.fixture(params=["gate", "packed"])
+def form(request, monkeypatch) -> str:
+    """The gate comes out of torch's product, or packed."""
+    if request.param == "packed":
+        monkeypatch.setattr(twell_walk, "GATE_TOKENS", 0)
+    return request.param
+
+
+def whole(*shape: int, most: int = 1) -> Tensor:
+    """Whole numbers of -most to most, bf16."""
+    return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
+
+
+def make_ffn(N: int, K: int, biases: bool, threshold: float = 0.0) -> FFN:
+    rest = [whole(n, most=3) if biases else None for n in (N, N, K)]
+    ffn = FFN(whole(N, K), whole(N, K), whole(N, K), *rest, threshold)
+    ffn.w_gate[:, 0] = 1  # channel 0 of x says how many fire
+    return ffn
+
+
+def wanted(x: Tensor, ffn: FFN) -> Tensor:
+    """The FFN in float64, rounded where the kernels round."""
+
+    def product(weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = x.double() @ weight.double().T
+        return (y if bias is None else y + bias.double()).bfloat16()
+
+    gate = keep_fired(product(ffn.w_gate, ffn.b_gate), ffn.threshold)
+    hidden = (gate.double() * product(ffn.w_up, ffn.b_up).double()).bfloat16()
+    y = hidden.double() @ ffn.w_down.double()
+    return (y if ffn.b_down is None else y + ffn.b_down.double()).bfloat16()
+
+
+def check(kernels, x: Tensor, ffn: FFN) -> Tensor:
+    y = walk_ffn(kernels, device_limits(0), x, ffn, SLOTS)
+    expected = wanted(x, ffn)
+    assert torch.equal(y.isnan(), expected.isnan())
+    wrong = (y.nan_to_num() != expected.nan_to_num()).nonzero()
+    assert not len(wrong), (
+        f"{len(wrong)} differ, in rows {sorted(set(wrong[:, 0].tolist()))[:8]}; the first at "
+        f"{wrong[0].tolist()}: {y[tuple(wrong[0])]} for {expected[tuple(wrong[0])]}"
+    )
+    return y
+
+
+def fired(x: Tensor, ffn: FFN) -> Tensor:
+    """How many fire for each token."""
+    return (x.double() @ ffn.w_gate.double().T > ffn.threshold).sum(-1)
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize(("M", "K", "N"), SIZES)
+def test_whole_numbers_are_exact(kernels, form, M, K, N, biases):
+    torch.manual_seed(M + N)
+    ffn = make_ffn(N, K, biases, threshold=1.0)
+    x = whole(M, K, most=2)
+    x[:, 0] = -int(2 * K**0.5)
+    check(kernels, x, ffn)
+
+
+def test_no_pair_and_all_of_them(kernels, form):
+    torch.manual_seed(0)
+    ffn, x = make_ffn(520, 128, True), whole(200, 128)
+    x[:, 0] = -300
+    check(kernels, x, ffn)
+    x[:, 0] = 300
+    check(kernels, x, ffn)
+    x[::3, 0] = -300
+    check(kernels, x, ffn)
+
+
+def test_full_and_one_over(kernels, form):
+    """A token with as many pairs as the list holds, and one with one more, which goes densely."""
+    torch.manual_seed(0)
+    M, K, N = 130, 2048, 1040
+    cap = plan_walk(M, N, K, device_limits(0)).cap
+    assert cap < N
+    ffn = make_ffn(N, K, False)
+    ffn.w_gate.zero_()
+    ffn.w_gate[torch.randperm(N, device="cuda")[: cap + 1], 1] = 1
+    ffn.w_gate[ffn.w_gate[:, 1].nonzero()[0], 2] = -2
+    x = whole(M, K)
+    x[:, 1], x[:, 2] = 1, 0
+    x[::2, 2] = 1
+    found = fired(x, ffn)
+    assert set(found.tolist()) == {cap, cap + 1}
+    check(kernels, x, ffn)
+
+
+def test_rows_that_are_not_finite(kernels, form):
+    torch.manual_seed(0)
+    ffn, x = make_ffn(264, 192, True, threshold=2.0), whole(90, 192)
+    x[:, 0] = -10
+    x[3, 5], x[40, 7], x[41, 7] = torch.nan, torch.inf, -torch.inf
+    y = check(kernels, x, ffn)
+    assert y.isnan().any(-1).nonzero().flatten().tolist()[0] == 3
+
+
+def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
+    torch.manual_seed(0)
+    M, K, N = 256, 1024, 2048
+    weights = [(torch.randn(N, K, device="cuda") * K**-0.5).bfloat16() for _ in range(3)]
+    weights[0][:, 0] = -2
+    ffn = FFN(*weights, None, None, None, 0.0)
+    x = torch.randn(M, K, device="cuda").bfloat16()
+    x[:, 0] = 1
+    x[17, 0] = -2  # heavy
+    limits = device_limits(0)
+    first = walk_ffn(kernels, limits, x, ffn, SLOTS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = walk_ffn(kernels, limits, x, ffn, SLOTS)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, first)
+    error = (first.double() - wanted(x, ffn).double()).norm() / wanted(x, ffn).double().norm()
+    assert error < 5e-3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_problems(kernels, form, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    torch.manual_seed(seed)
+    M, K, N = draw(1, 700), 64 * draw(1, 70), 8 * draw(1, 300)
+    ffn = make_ffn(N, K, bool(draw(0, 1)), threshold=float(draw(0, 4)))
+    x = whole(M, K, most=2)
+    x[:, 0] = -draw(0, 3) * int(K**0.5)
+    x[draw(0, M - 1), 0] = 250
+    check(kernels, x, ffn)

@@ -1,0 +1,112 @@
+"""The gated FFN for some hundred tokens on Hopper: each token walks through what fired for it.
+
+    up to 1024 tokens:  torch's gate product -> walk_gate -> the rows that it flagged, densely
+    beyond:             gate_pack -> walk -> the heavy rows, densely
+
+Its time goes by pairs (token, neuron that fired). With few of them it is shorter than that of the
+lists of twell_sequence.py. The kernels behind the gate may start before the one in front has ended;
+they read nothing before that. What they do stands in kernels/walk.cu and heavy.cu.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .twell_launch import KernelSet, Limits
+from .twell_plan import ceil_div, heavy_window, hopper_cap, make_plan, round_up
+from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
+from .twell_weights import FFN
+
+WALK_KERNELS = ("walk", "walk_gate")
+GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
+MOST_PAIRS = 110_000  # as found on an H200
+USUAL_DENSITY = 0.01  # where no profile tells it
+_MOST_TOKENS = 4096
+_MOST_THREADS, _MOST_OF_A_WAY = 1024, 512
+_MOST_CAP = 512  # pairs of a token
+
+
+@dataclass(frozen=True)
+class WalkPlan:
+    """Sizes of `walk` and `walk_gate`."""
+
+    threads: int  # of a way
+    ways: int
+    cap: int  # pairs that a token may have; beyond, its row is heavy
+    smem_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def plan_walk(M: int, N: int, K: int, limits: Limits) -> WalkPlan:
+    """For M tokens, N neurons and inputs of K."""
+    chunks = ceil_div(K, 8)
+    threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
+    ways = 1
+    while 2 * ways * threads <= _MOST_THREADS and ways * M <= limits.num_sms:
+        ways *= 2
+    cap = min(hopper_cap(N), _MOST_CAP)
+    size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 else 0)
+    return WalkPlan(threads, ways, cap, size)
+
+
+def takes_walk(M: int, N: int, K: int, density: float | None, limits: Limits) -> bool:
+    """Whether `walk_ffn` takes `M` tokens, and is meant to at this density; None: not known."""
+    pairs = M * N * (USUAL_DENSITY if density is None else density)
+    if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)) or pairs > MOST_PAIRS:
+        return False
+    return plan_walk(M, N, K, limits).smem_bytes <= limits.smem_bytes
+
+
+def walk_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    """`[M, K]` to `[M, K]`, bf16, contiguous, for what `takes_walk`; `slots` as in `hopper_ffn`."""
+    if x.shape[0] <= GATE_TOKENS:
+        return _walk_gate(kernels, limits, x, ffn)
+    return _walk_packed(kernels, limits, x, ffn, slots)
+
+
+def _walk_gate(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    plan = plan_walk(M, N, K, limits)
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    y, flags = torch.empty_like(x), torch.empty(M, dtype=torch.int32, device=x.device)
+    kernels.launch(
+        "walk_gate",
+        (M,),
+        plan.threads * plan.ways,
+        (
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, float(ffn.threshold)),
+            *(N, K, plan.cap, plan.ways, flags, y),
+        ),
+        plan.smem_bytes,
+        overlap=True,
+    )
+    launch_heavy(kernels, limits, x, x.new_empty(M, N), ffn, y, Heavy(flags=flags), overlap=True)
+    return y
+
+
+def _walk_packed(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    plan = plan_walk(M, N, K, limits)
+    laid = make_plan(M, N, K, slots, plan.cap, limits)
+    counts, entries, heavy_count = packed_buffers(laid, x.device)
+    gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
+    launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
+    y, x_rows, heavy_rows = torch.empty_like(x), torch.empty_like(x), counts.new_empty(M)
+    kernels.launch(
+        "walk",
+        (M,),
+        plan.threads * plan.ways,
+        (
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, counts, entries),
+            *(K, laid.num_gate_tiles, slots, plan.cap, plan.ways),
+            *(heavy_rows, heavy_count, x_rows, y),
+        ),
+        plan.smem_bytes,
+        overlap=True,
+    )
+    heavy = Heavy(heavy_rows, heavy_count)
+    launch_heavy(kernels, limits, x_rows, x.new_empty(M, N), ffn, y, heavy, overlap=True)
+    return y
