@@ -75,7 +75,7 @@ def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, u
     recipe = small(text_file, micro_batch_size=1, gradient_checkpointing=True)
     finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
     for name, wanted in weights(uninterrupted.out).items():
-        assert (weights(out)[name] - wanted).norm() < 1e-3 * wanted.norm(), name
+        assert (weights(out)[name] - wanted).norm() < 4e-3 * wanted.norm(), name
 
 
 def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path):

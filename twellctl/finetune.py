@@ -210,6 +210,8 @@ def build_trainer(
         schedule=_schedule(recipe, checkpoint.ffn.intermediate_size, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
+        temperature=recipe.temperature,
+        noise=recipe.noise,
         states=states,
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
         soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,
@@ -315,7 +317,6 @@ def _save(
     overwrite: bool,
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
-    trainer.penalty.remove()
     trainer.head.remove()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
@@ -324,6 +325,8 @@ def _save(
     if recipe.lora_rank:
         model = model.merge_and_unload()
         state = model.state_dict()
+    trainer.penalty.fold(model, state)
+    trainer.penalty.remove()
     state = _as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell | {"thresholds": result.thresholds}

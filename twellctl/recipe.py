@@ -98,6 +98,16 @@ class Recipe:
     teacher_weight: float = setting(
         1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
     )
+    temperature: float = setting(
+        1.0, "What the logits of both models are divided by for the KL.", above=0
+    )
+    noise: float = setting(
+        0.0,
+        "Share of the tokens that are exchanged for others of the batch, for the teacher too: it "
+        "cannot recite then what it knows by heart.",
+        at_least=0,
+        below=1,
+    )
     state_weight: float = setting(
         1.0,
         "Weight of the distance between what each layer gives and what the teacher's gives, where "
@@ -121,7 +131,7 @@ class Recipe:
     )
     optimizer: str = setting(
         "muon",
-        "muon: Muon for the matrices of the layers, AdamW at twice the rate for the rest. adamw: "
+        "muon: Muon for the matrices of the layers, AdamW at half the rate for the rest. adamw: "
         "AdamW for all.",
         choices=("muon", "adamw"),
     )

@@ -56,6 +56,9 @@ class FfnPenalty:
                 ffn.forward = types.MethodType(_uncompiled_forward, ffn)
                 meter.plain = compiled_plain()
 
+    def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Nothing: thresholds are as they were."""
+
     def remove(self) -> None:
         """Give the FFNs back their own forward; `relu_t` stays in the place of the activation."""
         for ffn, stock in zip(self.ffns, self._stock, strict=True):

@@ -1,7 +1,10 @@
-"""Gates with a threshold that is trained, and a price on every neuron that fires.
+"""Gates with thresholds that are trained, and a price on every neuron that fires.
 
-    active = gate * fires        fires = [gate > threshold]        one threshold a layer
+    active = gate * fires        fires = [gate > threshold]        one threshold a neuron
     loss  += price * mean over layers and tokens of the sum over neurons of fires
+
+At the end each neuron's rows are scaled, gate's up and up's down or the other way round, so that
+one threshold a layer does the same: that is what is stored.
 
 A step has no slope, so gradients pass it as if it were `sigmoid((gate - threshold) / SLOPE)`: a
 gate near the threshold feels both what its neuron is worth to the loss and what it costs, and so
@@ -19,23 +22,23 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_model import GateThreshold, activation_name, gated_ffns
 
 SLOPE = 0.1  # width of the sigmoid that stands for the step in the backward pass
+MOST_SCALED = 256.0  # the most that folding scales a row by
 
 
 class TrainedGate(nn.Module):
     """In the place of an FFN's activation; outside of training it is plain `relu_t`."""
 
-    def __init__(self, threshold: float, settings: Tensor):
+    def __init__(self, threshold: float, num_neurons: int, settings: Tensor):
         super().__init__()
         device = settings.device
-        self.threshold = nn.Parameter(torch.tensor(threshold, dtype=torch.float32, device=device))
+        self.threshold = nn.Parameter(torch.full((num_neurons,), threshold, device=device))
         self.settings = settings  # of all layers: (1 while soft else 0, width, price of one neuron)
         self.fired = torch.zeros((), device=device)
 
     @property
     def limit(self) -> Tensor:
-        """The threshold as it is stored and compared with: cut to what bf16 holds."""
-        bits = self.threshold.detach().view(torch.int32)
-        return (bits & ~0xFFFF).view(torch.float32)
+        """The thresholds as gates are compared with them: cut to what bf16 holds."""
+        return _cut(self.threshold.detach())
 
     def forward(self, gate: Tensor) -> Tensor:
         limit = self.limit
@@ -59,13 +62,18 @@ class _Fire(torch.autograd.Function):
         gate, grad = stored.float(), grad.float()
         fires, soft = _fires(gate, threshold, limit, settings)
         slope = soft * (1 - soft) / settings[1] * (grad * gate + settings[2])
-        return (grad * fires + slope).to(stored.dtype), -slope.sum(), None, None
+        of_neurons = -slope.flatten(0, -2).sum(0)
+        return (grad * fires + slope).to(stored.dtype), of_neurons, None, None
 
 
 def _fires(gate, threshold, limit, settings) -> tuple[Tensor, Tensor]:
     """(what multiplies the gate, the sigmoid that stands for it in the backward pass)."""
     soft = torch.sigmoid((gate - threshold) / settings[1])
     return torch.where(settings[0] > 0, soft, (gate > limit).float()), soft
+
+
+def _cut(thresholds: Tensor) -> Tensor:
+    return (thresholds.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
 class TrainedGates:
@@ -83,28 +91,42 @@ class TrainedGates:
         self.l1 = 0.0
         self.width: float | None = None
         settings = torch.zeros(3, device=next(model.parameters()).device)
-        self.gates = [TrainedGate(threshold, settings) for threshold in thresholds]
+        self.gates = [TrainedGate(t, self.num_neurons, settings) for t in thresholds]
         self._settings, self._written, self._num_tokens = settings, None, 0
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             setattr(ffn, activation_name(ffn), gate.train(ffn.training))
 
     @property
-    def thresholds(self) -> list[float]:
-        """One a layer, as they are now."""
-        return [gate.threshold.item() for gate in self.gates]
+    def thresholds(self) -> list[list[float]]:
+        """Of each layer those of its neurons, as they are now."""
+        return [gate.threshold.tolist() for gate in self.gates]
 
     @thresholds.setter
-    def thresholds(self, values: list[float]) -> None:
+    def thresholds(self, values: list[list[float]]) -> None:
         for gate, value in zip(self.gates, values, strict=True):
-            gate.threshold.data.fill_(value)
+            gate.threshold.data.copy_(torch.tensor(value))
 
     @property
     def limits(self) -> list[float]:
-        """The thresholds as bf16 holds them: what gates are compared with, and what is stored."""
-        return [gate.limit.item() for gate in self.gates]
+        """One threshold a layer, the median, as bf16 holds it: what is stored after `fold`."""
+        return [gate.limit.median().item() for gate in self.gates]
+
+    def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Scale rows of `state`, `model`'s, so that `limits` do what a threshold a neuron did.
+
+        `gate > t_n` is `gate * t / t_n > t`, and the hidden value stays what it is if up is scaled
+        by `t_n / t`. A neuron without a threshold gets a very small one. The thresholds leave
+        `state`.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        for ffn, limit in zip(self.ffns, self.limits, strict=True):
+            name = names[id(ffn)]
+            own = _cut(state.pop(f"{name}.{activation_name(ffn)}.threshold"))
+            if limit:
+                _scale_rows(state, name, limit / own.clamp(min=limit / MOST_SCALED))
 
     def remove(self) -> None:
-        """Leave `relu_t` with the thresholds reached in the place of what trained them."""
+        """Leave `relu_t` with one threshold a layer in the place of what trained them."""
         for ffn, limit in zip(self.ffns, self.limits, strict=True):
             setattr(ffn, activation_name(ffn), GateThreshold(limit))
 
@@ -126,3 +148,16 @@ class TrainedGates:
         densities = fired / (self._num_tokens * self.num_neurons)
         penalty = densities.mean() * (1 if self.normalizer == "mean" else self.num_neurons)
         return penalty, densities
+
+
+def _scale_rows(state: dict[str, Tensor], name: str, scale: Tensor) -> None:
+    """Rows of the gate by `scale`, of up by its inverse; weights and, where there are, biases."""
+    for kind in ("weight", "bias"):
+        if f"{name}.gate_up_proj.{kind}" in state:
+            parts = {f"{name}.gate_up_proj.{kind}": torch.cat([scale, 1 / scale])}
+        else:
+            parts = {f"{name}.gate_proj.{kind}": scale, f"{name}.up_proj.{kind}": 1 / scale}
+        for key, by in parts.items():
+            if key in state:
+                by = by.view(-1, *[1] * (state[key].ndim - 1)).to(state[key].device)
+                state[key] = (state[key] * by).to(state[key].dtype)
