@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn
+from twellctl.bundle import twell_ffn, twell_walk
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_ffn import NOT_FINITE, gate_pack, register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
@@ -43,15 +43,17 @@ def sources() -> str:
     return register_sources(FILES)
 
 
-@pytest.fixture(params=["twell", "portable"])
-def route(request) -> str:
-    """The kernels of Hopper, and those of any GPU."""
+@pytest.fixture(params=["twell", "lists", "portable"])
+def route(request, monkeypatch) -> str:
+    """The kernels of Hopper, also without the walk, which takes most of what is tested here."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         pytest.skip(f"the kernels need compute capability 8.0, this is {capability}")
-    if request.param == "twell" and capability != (9, 0):
+    if request.param != "portable" and capability != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {capability}")
-    return request.param
+    if request.param == "lists":
+        monkeypatch.setattr(twell_walk, "MOST_PAIRS", -1)
+    return "portable" if request.param == "portable" else "twell"
 
 
 @pytest.fixture(autouse=True)
