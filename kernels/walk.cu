@@ -81,45 +81,46 @@ struct Packed {
     }
 };
 
-// A row of the gate, in ascending order.
+// A row of the gate. Compared as integers: of finite numbers and a threshold that is not negative,
+// those above it have bits above its bits, the sign included; the others make the row heavy.
 struct Dense {
     const unsigned short* gate;
     float threshold;
     int num_neurons;
 
-    static constexpr int kChunks = 2;  // of 8 neurons, a thread
-
-    __device__ __forceinline__ bool fires(unsigned bits) const {
-        return !(bf16_value(bits) <= threshold);
-    }
+    static constexpr int kChunks = 3;  // of 8 neurons, that a thread has at a time
 
     __device__ __forceinline__ int make_list(int cap, unsigned* list) const {
+        const int low = threshold > 0 ? __float_as_uint(threshold) & 0xffff0000 : 0;
         int num = 0, heavy = 0;
 #pragma unroll 1
         for (int base = 0; base < num_neurons; base += 8 * kChunks * blockDim.x) {
-            const int first = base + 8 * kChunks * threadIdx.x;
-            unsigned words[4 * kChunks], fired = 0;
+            unsigned words[4 * kChunks], fired = 0, odd = 0;
 #pragma unroll
             for (int i = 0; i < kChunks; ++i) {
+                const int first = base + 8 * (i * blockDim.x + threadIdx.x);
                 uint4 eight = make_uint4(0, 0, 0, 0);
-                if (first + 8 * i < num_neurons)
-                    eight = *reinterpret_cast<const uint4*>(gate + first + 8 * i);
+                if (first < num_neurons) eight = *reinterpret_cast<const uint4*>(gate + first);
                 words[4 * i] = eight.x, words[4 * i + 1] = eight.y;
                 words[4 * i + 2] = eight.z, words[4 * i + 3] = eight.w;
             }
 #pragma unroll
-            for (int i = 0; i < 8 * kChunks; ++i) {
-                const unsigned bits = words[i / 2] >> 16 * (i % 2) & 0xffff;
-                heavy |= (bits & 0x7f80) == 0x7f80;
-                fired |= static_cast<unsigned>(first + i < num_neurons && fires(bits)) << i;
+            for (int i = 0; i < 4 * kChunks; ++i) {
+                odd |= (words[i] & 0x7f807f80) + 0x00800080;  // the sign's bit: not finite
+                if (static_cast<int>(words[i] << 16) > low) fired |= 1u << 2 * i;
+                if (static_cast<int>(words[i]) > (low | 0xffff)) fired |= 2u << 2 * i;
             }
+            heavy |= (odd & 0x80008000) != 0;
             int total, to = num + scan_block(__popc(fired), total, heavy);
+            if (fired) {
 #pragma unroll
-            for (int i = 0; i < 8 * kChunks; ++i) {
-                if (!(fired >> i & 1)) continue;
-                const unsigned bits = words[i / 2] >> 16 * (i % 2) & 0xffff;
-                if (to < cap) list[to] = bits << 16 | (first + i);
-                ++to;
+                for (int i = 0; i < 8 * kChunks; ++i) {
+                    if (!(fired >> i & 1)) continue;
+                    const int chunk = i / 8 * blockDim.x + threadIdx.x;
+                    const unsigned bits = words[i / 2] >> 16 * (i % 2) << 16;
+                    if (to < cap) list[to] = bits | (base + 8 * chunk + i % 8);
+                    ++to;
+                }
             }
             num += total;
         }

@@ -78,7 +78,7 @@ def test_launches_fit_the_device(shape):
 
 def test_a_way_has_a_thread_for_eight_columns():
     for K, threads in ((64, 32), (896, 128), (2048, 256), (4096, 512), (5120, 320), (8192, 512)):
-        plan = plan_walk(2048, 5632, K, H200)
+        plan = plan_walk(4096, 5632, K, H200)
         assert (plan.threads, plan.ways) == (threads, 1)
 
 

@@ -22,10 +22,10 @@ from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
-MOST_PAIRS = 110_000  # as found on an H200
+MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
-_MOST_THREADS, _MOST_OF_A_WAY = 1024, 512
+_MOST_THREADS, _MOST_OF_A_WAY, _MOST_WAYS = 1024, 512, 4  # threads: of all at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -44,8 +44,8 @@ def plan_walk(M: int, N: int, K: int, limits: Limits) -> WalkPlan:
     """For M tokens, N neurons and inputs of K."""
     chunks = ceil_div(K, 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
-    ways = 1
-    while 2 * ways * threads <= _MOST_THREADS and ways * M <= limits.num_sms:
+    ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
+    while ways < _MOST_WAYS and 2 * ways * threads * tokens <= _MOST_THREADS:
         ways *= 2
     cap = min(hopper_cap(N), _MOST_CAP)
     size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 else 0)
