@@ -16,7 +16,6 @@ from twellctl.finetune import finetune
 from twellctl.model import load_tokenizer
 from twellctl.progress import Progress
 from twellctl.recipe import recipe_names, resolve_recipe
-from twellctl.training import exchanged
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +148,3 @@ def test_thresholds_hold_while_fine_tuning(relu_llama, text_file, tmp_path):
     assert saved["twell"]["thresholds"] == [0.5, 1.0]
     assert done.density < 0.9 * without.density
     assert done.cross_entropy != without.cross_entropy
-
-
-def test_noise_exchanges_a_share_of_the_tokens_and_no_first_one():
-    ids = torch.arange(64 * 128).view(64, 128)
-    torch.manual_seed(0)
-    found = exchanged(ids, 0.1)
-    assert torch.equal(found[:, 0], ids[:, 0])
-    assert (found != ids).double().mean().item() == pytest.approx(0.1, rel=0.1)
-    assert (found.min() >= 0) & (found.max() < ids.numel())
-    assert exchanged(ids, 0.0) is ids

@@ -210,8 +210,6 @@ def build_trainer(
         schedule=_schedule(recipe, checkpoint.ffn.intermediate_size, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
-        temperature=recipe.temperature,
-        noise=recipe.noise,
         states=states,
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
         soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,

@@ -45,19 +45,16 @@ class HeadLoss:
         ids: Tensor,
         teacher: "HeadLoss | None" = None,
         teacher_weight: float = 0.0,
-        temperature: float = 1.0,
         wrapped: nn.Module | None = None,
     ) -> Losses:
         """Of ids `[B, L]`: `(1 - w) * cross_entropy + w * KL(teacher || student)` and its parts.
 
-        With a temperature T the KL is `T^2` times that of both models' logits over T. `wrapped` is
-        the model as it is called where several processes train it.
+        `wrapped` is the model as it is called where several processes train it.
         """
         if not teacher_weight:
             teacher = None
         wanted = teacher.states(ids) if teacher is not None else None
-        share = teacher_weight, temperature
-        self._call = _Call(self, ids[:, 1:].flatten(), teacher, wanted, share)
+        self._call = _Call(self, ids[:, 1:].flatten(), teacher, wanted, teacher_weight)
         try:
             loss = (wrapped or self.model)(input_ids=ids, use_cache=False).logits
             return Losses(loss / self.scale, *self._call.parts)
@@ -85,10 +82,9 @@ class HeadLoss:
 class _Call:
     """One computation of the loss: what it needs beside the states, and the parts it found."""
 
-    def __init__(self, student, targets, teacher, wanted, share):
+    def __init__(self, student, targets, teacher, wanted, teacher_weight):
         self.student, self.targets = student, targets
-        self.teacher, self.wanted = teacher, wanted
-        self.teacher_weight, self.temperature = share
+        self.teacher, self.wanted, self.teacher_weight = teacher, wanted, teacher_weight
         self.parts: tuple[Tensor, Tensor] | None = None
         self._weights: dict[HeadLoss, tuple[Tensor, Tensor | None]] = {}
 
@@ -106,17 +102,11 @@ class _Call:
             wanted = self.logits(self.teacher, self.wanted[some].to(states.dtype))
         sums = _compiled_sums if self.student.compiled else _sums
         scale = self.student.scale / len(self.targets)
-        share = self.teacher_weight, self.temperature
-        return sums(logits, wanted, self.targets[some, None], *share, scale)
+        return sums(logits, wanted, self.targets[some, None], self.teacher_weight, scale)
 
 
 def _sums(
-    logits: Tensor,
-    wanted: Tensor | None,
-    targets: Tensor,
-    weight: float,
-    temperature: float,
-    scale: float,
+    logits: Tensor, wanted: Tensor | None, targets: Tensor, weight: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(cross-entropy, KL) of M rows, summed, and `scale` times the gradient of the loss `[M, V]`.
 
@@ -127,14 +117,12 @@ def _sums(
     right = torch.arange(logits.shape[-1], device=logits.device) == targets
     cross_entropy = -torch.where(right, log_p, 0).sum()
     kl = torch.zeros_like(cross_entropy)
-    gradient = log_p.exp() - right.float()
+    gradient = log_p.exp() - (1 - weight) * right
     if wanted is not None:
-        log_q = (wanted.float() / temperature).log_softmax(-1)
-        if temperature != 1:
-            log_p = (logits.float() / temperature).log_softmax(-1)
-        p, q = log_p.exp(), log_q.exp()
-        kl = temperature**2 * (q * (log_q - log_p)).sum()
-        gradient = (1 - weight) * gradient + weight * temperature * (p - q)
+        log_q = wanted.float().log_softmax(-1)
+        q = log_q.exp()
+        kl = (q * (log_q - log_p)).sum()
+        gradient = gradient - weight * q
     return cross_entropy, kl, (gradient * scale).to(logits.dtype)
 
 

@@ -4,7 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-RAMP = 0.3  # share of the run over which the goal falls from the first density to the target
+RAMP = 0.15  # share of the run over which the goal falls from the first density to the target
+RAMP_STEPS = 100  # but not in fewer steps,
+MOST_RAMP = 0.3  # nor over more of the run
 PROPORTIONAL = 3.0
 INTEGRAL = 100.0  # a run; both gains were tuned on the model of tests/test_l1_schedule.py
 SMOOTHING = 0.01  # a run: the time over which measured density is averaged
@@ -33,7 +35,7 @@ class ConstantL1:
 class TargetL1:
     """A PI controller on log l1 against log density.
 
-    The goal falls geometrically from the density first seen to `target` over the first `RAMP` of
+    The goal falls geometrically from the density first seen to `target` over the first `ramp` of
     the run and stays there. The integral moves in proportion to the learning rate: a model that
     hardly learns cannot answer. All it does depends on its state and `update`'s arguments alone, so
     a resumed run repeats it exactly.
@@ -55,8 +57,8 @@ class TargetL1:
         weight = min(1.0, 1 / (SMOOTHING * self.num_steps))
         self.log_density += weight * (seen - self.log_density)
         goal = math.log(self.target)
-        if self.log_first > goal and progress < RAMP:
-            goal = self.log_first + (goal - self.log_first) * progress / RAMP
+        if self.log_first > goal and progress < self.ramp:
+            goal = self.log_first + (goal - self.log_first) * progress / self.ramp
         error = max(-MAX_ERROR, min(MAX_ERROR, self.log_density - goal))
         before = math.log(self.l1)
         wanted = self.log_integral + PROPORTIONAL * error
@@ -67,6 +69,11 @@ class TargetL1:
             self.log_integral += INTEGRAL / self.num_steps * learning_rate_share * error
             self.log_integral = min(self.log_integral, math.log(self.ceiling))
         self.l1 = math.exp(min(moved, math.log(self.ceiling)))
+
+    @property
+    def ramp(self) -> float:
+        """Share of the run in which the goal falls."""
+        return min(MOST_RAMP, max(RAMP, RAMP_STEPS / self.num_steps))
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint must hold."""

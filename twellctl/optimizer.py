@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from twellctl.bundle.twell_model import gated_ffns
-
 THRESHOLD_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
-OUTSIDE_RATE = 1.0  # Muon's rate for matrices of layers that are outside of the FFNs
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
@@ -90,14 +87,10 @@ def make_optimizer(
     trained = [(n, p) for n, p in trained if not any(p is t for t in thresholds)]
     inside = [p for n, p in trained if kind == "muon" and _is_inside(n, p)]
     rest = [p for n, p in trained if kind != "muon" or not _is_inside(n, p)]
-    ffns = {id(p) for ffn in gated_ffns(model) for p in ffn.parameters()}
-    outside = [p for p in inside if id(p) not in ffns]
-    inside = [p for p in inside if id(p) in ffns]
     rate, decay = arguments.learning_rate, arguments.weight_decay
     rest_rate = rate * (REST_RATE if kind == "muon" else 1)
     groups = [
         {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
-        {"params": outside, "matrices": True, "lr": OUTSIDE_RATE * rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim > 1], "lr": rest_rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim < 2], "lr": rest_rate},
         {"params": thresholds, "lr": THRESHOLD_RATE},

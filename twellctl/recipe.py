@@ -98,16 +98,6 @@ class Recipe:
     teacher_weight: float = setting(
         1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
     )
-    temperature: float = setting(
-        1.0, "What the logits of both models are divided by for the KL.", above=0
-    )
-    noise: float = setting(
-        0.0,
-        "Share of the tokens that are exchanged for others of the batch, for the teacher too: it "
-        "cannot recite then what it knows by heart.",
-        at_least=0,
-        below=1,
-    )
     state_weight: float = setting(
         1.0,
         "Weight of the distance between what each layer gives and what the teacher's gives, where "
@@ -115,7 +105,7 @@ class Recipe:
         at_least=0,
     )
     soften: float = setting(
-        0.3,
+        0.15,
         "Share of the run over which the SiLU of a freshly converted model hardens into its "
         "thresholded ReLU (penalty count).",
         at_least=0,

@@ -54,8 +54,6 @@ class SparseTrainer(Trainer):
         schedule: ConstantL1 | TargetL1,
         teacher: nn.Module | None,
         teacher_weight: float,
-        temperature: float = 1.0,
-        noise: float = 0.0,
         states: LayerStates | None = None,
         routes: LayerRoutes | None = None,
         soften: float = 0.0,
@@ -71,8 +69,6 @@ class SparseTrainer(Trainer):
         self.head = HeadLoss(self.model, compiled)
         self.teacher = None if teacher is None else HeadLoss(teacher)
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
-        self.temperature = temperature
-        self.noise = noise
         self.states = states
         self.routes = routes
         self.soften = soften
@@ -93,9 +89,7 @@ class SparseTrainer(Trainer):
         self.penalty.begin(ids.numel(), scale)
         if self.states is not None:
             self.states.scale = scale
-        ids = exchanged(ids, self.noise)
-        share = self.teacher_weight, self.temperature
-        losses = self.head.losses(ids, self.teacher, *share, model)
+        losses = self.head.losses(ids, self.teacher, self.teacher_weight, model)
         penalty, densities = self.penalty.measured()
         parts = torch.stack([losses.cross_entropy, losses.teacher_kl, penalty])
         self._sums.append(torch.cat([parts, densities]))
@@ -230,17 +224,6 @@ class SparseTrainer(Trainer):
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
-
-
-def exchanged(ids: Tensor, share: float) -> Tensor:
-    """`ids` `[B, L]`, each but a block's first exchanged, with probability `share`, for another."""
-    if not share:
-        return ids
-    flat = ids.flatten()
-    others = flat[torch.randint(len(flat), ids.shape, device=ids.device)]
-    picked = torch.rand(ids.shape, device=ids.device) < share
-    picked[:, 0] = False
-    return torch.where(picked, others, ids)
 
 
 def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
