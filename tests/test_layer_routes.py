@@ -59,8 +59,10 @@ def test_a_layer_goes_over_when_it_pays_and_back(monkeypatch):
         "layer 0 is over TwELL, at 2.00% density: 1.00 ms against 2.00 dense, forward and backward"
     ]
     assert model.step(0.001) == [TWELL]
-    assert model.step(0.029) == [TWELL]
+    assert model.step(0.0259) == [TWELL]
     assert model.asked == [0]
+    assert model.step(0.0261) == [TWELL]
+    assert model.asked == [0, 0]
     assert model.step(0.031) == [DENSE]
     assert model.said[1:] == ["layer 0 is dense again, at 3.10% density"]
 
@@ -89,6 +91,17 @@ def test_who_lost_tries_again_when_enough_has_gone(monkeypatch):
     assert model.step(0.0153) == [TWELL]
     assert model.asked == [0, 0]
     assert len(model.said) == 1
+
+
+def test_who_lost_by_far_waits_until_it_may_win(monkeypatch):
+    model = Model(monkeypatch)
+    model.times = {DENSE: 1.0, TWELL: 4.0}
+    first_again = 0.02 / 1.3**2
+    for density in (0.02, 0.013, first_again + 1e-5):
+        assert model.step(density) == [DENSE]
+    assert model.asked == [0]
+    model.times = {DENSE: 1.0, TWELL: 0.9}
+    assert model.step(first_again - 1e-5) == [TWELL]
 
 
 def test_layers_are_judged_one_by_one(monkeypatch):

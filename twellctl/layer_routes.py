@@ -2,9 +2,9 @@
 
 All begin densely. Once less than `BELOW` of a layer fires, a contest goes before its next forward
 pass: forward and backward of the layer on the input at hand, dense and over TwELL by turns, apart
-from the step's own graph. TwELL's time grows at most in proportion to what fires, so the times say
-up to which density it holds; above that, and each time that a dense layer has lost another
-`STEP`, there is a new contest. Only a contest waits for the GPU.
+from the step's own graph. Where TwELL wins it holds until density has risen by `STEP`, or by as
+much as it was faster; where it loses it may try again at `1 / STEP` of the density, or, if that
+is too little to win by, at the square of it. Only a contest waits for the GPU.
 
 The kernels take the host longer than dense products do. Where the host waits for the GPU in the
 end, as in most training, that costs nothing, and the GPU's time decides; else the longer of both.
@@ -26,7 +26,7 @@ BELOW = 0.03  # density
 STEP = 1.3  # of densities
 FASTER = 0.97  # the share of dense's time below which TwELL is taken
 SLOWER = 1.02  # the share of it up to which TwELL is kept
-TURNS = 5
+TURNS = 3
 DENSE, TWELL = "dense", "twell"
 _SLEEP_CLOCKS = 10_000_000  # some 5 ms, in which the host gets ahead of the GPU
 
@@ -45,11 +45,11 @@ class Times:
 
 @dataclass
 class _Layer:
-    """One FFN; after a contest the density it was held at, and that up to which TwELL holds."""
+    """One FFN, and where its next contest is: below `again`, or over TwELL above `up_to`."""
 
     number: int
     ffn: nn.Module
-    measured_at: float | None = None
+    again: float = BELOW
     up_to: float = 0.0
 
     def is_due(self, density: float) -> bool:
@@ -58,7 +58,7 @@ class _Layer:
             return False
         if self.ffn.twell_meter.route == TWELL:
             return density > self.up_to
-        return self.measured_at is None or density < self.measured_at / STEP
+        return density < self.again
 
 
 class LayerRoutes:
@@ -87,14 +87,14 @@ class LayerRoutes:
         for layer, density in zip(self.layers, densities, strict=True):
             meter = layer.ffn.twell_meter
             if density >= BELOW and meter.route == TWELL:
-                meter.route, layer.measured_at = DENSE, density
+                meter.route, layer.again = DENSE, BELOW / STEP
                 self.note(f"layer {layer.number} is dense again, at {density:.2%} density")
             elif layer.is_due(density):
                 meter.ask = functools.partial(self._hold, layer, density)
 
     def _hold(self, layer: _Layer, density: float, ffn: nn.Module, x: Tensor) -> None:
         """The contest that goes before a forward pass."""
-        meter, layer.measured_at = ffn.twell_meter, density
+        meter, layer.again = ffn.twell_meter, density / STEP
         was, meter.route = meter.route, DENSE
         if self.is_closed:
             return
@@ -110,10 +110,13 @@ class LayerRoutes:
             meter.route = DENSE
         more = max(0.0, times[TWELL].host - times[DENSE].host)
         felt = {route: both.felt(hidden=more <= self._spare) for route, both in times.items()}
-        if felt[TWELL] < FASTER * felt[DENSE]:
+        ratio = felt[DENSE] / felt[TWELL]
+        layer.up_to = density * min(STEP, SLOWER * ratio)
+        # time goes in proportion to density, if at all; that of heavy rows by more than that
+        layer.again = density / STEP if FASTER * ratio > 1 / STEP else density / STEP**2
+        if FASTER * ratio > 1:
             self._spare -= more
             meter.route = TWELL
-            layer.up_to = density * SLOWER * felt[DENSE] / felt[TWELL]
         if (meter.route == TWELL) != (was == TWELL):
             over = "over TwELL" if meter.route == TWELL else "dense again"
             self.note(
