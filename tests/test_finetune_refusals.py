@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from finetune_runs import small, weights
 from safetensors.torch import save_file
+from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
@@ -170,3 +172,17 @@ def test_gradients_that_are_not_finite_are_named(relu_llama, text_file, tmp_path
     said = "the gradient of model.layers.1.mlp.up_proj.weight was not finite at step 1"
     with pytest.raises(TwellError, match=said):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress)
+
+
+def test_layers_that_cannot_be_compiled(relu_llama, text_file, tmp_path, monkeypatch):
+    def refuses(function, **how):
+        def compiled(*args, **kwargs):
+            raise TorchDynamoException("no C compiler")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    recipe = small(text_file, compile=True)
+    with pytest.raises(TwellError, match=r"compiling failed: .*no C compiler.*--no-compile"):
+        finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert not run_folder(tmp_path / "out").exists()

@@ -20,6 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
@@ -126,6 +127,9 @@ def finetune(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
                 "--param-dtype bfloat16"
             ) from error
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).split())[:300]
+            raise TwellError(f"compiling failed: {reason}; go on with --no-compile") from error
         finally:
             if world.is_main_process:
                 discard_unstarted(run)
