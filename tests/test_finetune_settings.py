@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from finetune_runs import SMALL, small
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
@@ -116,6 +116,32 @@ def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
     done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
     assert sum(ids) * recipe.seq_len == done.num_tokens
     assert done.num_steps % 2 == 0
+
+
+class SeesTwoGpus(TrainingArguments):
+    def __post_init__(self):
+        super().__post_init__()
+        self._n_gpu = 2
+
+
+def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("twellctl.trainer_arguments.TrainingArguments", SeesTwoGpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    notes, sizes = [], []
+
+    class Seen(Progress):
+        def note(self, text):
+            notes.append(text)
+
+        def callback(self, trainer, recipe, num_neurons):
+            sizes.append(trainer.args.train_batch_size)
+            return TrainerCallback()
+
+    finetune(relu_llama, tmp_path / "out", small(text_file, max_steps=1), progress=Seen())
+    assert notes[0] == (
+        "on one of 2 GPUs; on all: torchrun --nproc-per-node 2 -m twellctl finetune ..."
+    )
+    assert sizes == [SMALL["micro_batch_size"]]
 
 
 def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):

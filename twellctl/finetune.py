@@ -205,6 +205,12 @@ def build_trainer(
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
+    num_gpus = torch.cuda.device_count()
+    if arguments.world_size == 1 < num_gpus:
+        progress.note(
+            f"on one of {num_gpus} GPUs; on all: torchrun --nproc-per-node {num_gpus} -m twellctl "
+            "finetune ..."
+        )
     taught_by = teacher and teacher.load()
     states = None
     if taught_by is not None and recipe.state_weight and comparable(model, taught_by):

@@ -40,7 +40,7 @@ def trainer_arguments(
         num_steps = max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
     on_gpu = torch.cuda.is_available()
     warmup = recipe.warmup_steps if recipe.warmup_steps >= 1 else recipe.warmup_steps * num_steps
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(run),
         max_steps=num_steps,
         per_device_train_batch_size=micro,
@@ -68,3 +68,6 @@ def trainer_arguments(
         average_tokens_across_devices=False,
         ddp_find_unused_parameters=False,
     )
+    # else the Trainer cuts each batch over all GPUs that a lone process sees (DataParallel)
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
