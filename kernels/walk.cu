@@ -19,8 +19,8 @@
 //
 // Launch: a block a token, of `ways` times a multiple of 32 threads up to 512, no more than 1024 in
 // all; K and N multiples of 8. Dynamic shared memory, with `warps` those of a way: 4 cap (2 + warps)
-// bytes, cap a multiple of kBatch, and 4 ways K with several ways. It may start before the previous kernel has
-// ended (dependent.cuh).
+// bytes, cap a multiple of kBatch, and 4 ways K with several ways. It may start before the previous
+// kernel has ended (dependent.cuh).
 #include "dependent.cuh"
 #include "eights.cuh"
 #include "twell_lists.cuh"

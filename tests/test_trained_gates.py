@@ -97,14 +97,15 @@ def test_stored_thresholds_are_what_bf16_holds_and_what_was_compared_with(relu_l
     ("family", "changes"),
     [("llama", {"mlp_bias": True}), ("phi3", {}), ("falcon_h1", {"mlp_multipliers": [0.5, 2.0]})],
 )
+@pytest.mark.parametrize("at_0", [5, 60])
 def test_one_threshold_a_layer_does_what_one_a_neuron_did(
-    make_model, tmp_path, ids, family, changes
+    make_model, tmp_path, ids, family, changes, at_0
 ):
     convert(make_model(family, initializer_range=0.1, **changes), tmp_path / "relu")
     model, gates = trained(tmp_path / "relu")
     g = torch.Generator().manual_seed(0)
     gates.thresholds = [torch.rand(96, generator=g).mul(0.3).tolist() for _ in range(2)]
-    gates.gates[0].threshold.data[:5] = 0.0  # as in a run too short to move them
+    gates.gates[0].threshold.data[:at_0] = 0.0  # as in a run too short to move them
     model.eval()
     before, densities = model(ids).logits, [gate.fired.item() for gate in gates.gates]
     state, limits = model.state_dict(), gates.limits

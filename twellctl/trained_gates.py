@@ -76,6 +76,11 @@ def _cut(thresholds: Tensor) -> Tensor:
     return (thresholds.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
+def _median_above_0(limits: Tensor) -> float:
+    above = limits[limits > 0]
+    return above.median().item() if len(above) else 0.0
+
+
 class TrainedGates:
     """Puts a `TrainedGate` into every gated FFN of `model`, and counts what fires.
 
@@ -108,8 +113,11 @@ class TrainedGates:
 
     @property
     def limits(self) -> list[float]:
-        """One threshold a layer, the median, as bf16 holds it: what is stored after `fold`."""
-        return [gate.limit.median().item() for gate in self.gates]
+        """One threshold a layer, as bf16 holds it: what is stored after `fold`.
+
+        The median of its neurons' that are above 0, or 0 if none is.
+        """
+        return [_median_above_0(gate.limit) for gate in self.gates]
 
     def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Scale rows of `state`, `model`'s, so that `limits` do what a threshold a neuron did.

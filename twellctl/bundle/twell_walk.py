@@ -72,17 +72,8 @@ def _walk_gate(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tenso
     plan = plan_walk(M, N, K, limits)
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     y, flags = torch.empty_like(x), torch.empty(M, dtype=torch.int32, device=x.device)
-    kernels.launch(
-        "walk_gate",
-        (M,),
-        plan.threads * plan.ways,
-        (
-            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, float(ffn.threshold)),
-            *(N, K, plan.cap, plan.ways, flags, y),
-        ),
-        plan.smem_bytes,
-        overlap=True,
-    )
+    of_gate = (gate, float(ffn.threshold), N, K, plan.cap, plan.ways)
+    _launch(kernels, "walk_gate", plan, x, ffn, (*of_gate, flags, y))
     launch_heavy(kernels, limits, x, x.new_empty(M, N), ffn, y, Heavy(flags=flags), overlap=True)
     return y
 
@@ -95,18 +86,16 @@ def _walk_packed(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots:
     gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
     launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
     y, x_rows, heavy_rows = torch.empty_like(x), torch.empty_like(x), counts.new_empty(M)
-    kernels.launch(
-        "walk",
-        (M,),
-        plan.threads * plan.ways,
-        (
-            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, counts, entries),
-            *(K, laid.num_gate_tiles, slots, plan.cap, plan.ways),
-            *(heavy_rows, heavy_count, x_rows, y),
-        ),
-        plan.smem_bytes,
-        overlap=True,
-    )
+    of_gate = (counts, entries, K, laid.num_gate_tiles, slots, plan.cap, plan.ways)
+    _launch(kernels, "walk", plan, x, ffn, (*of_gate, heavy_rows, heavy_count, x_rows, y))
     heavy = Heavy(heavy_rows, heavy_count)
     launch_heavy(kernels, limits, x_rows, x.new_empty(M, N), ffn, y, heavy, overlap=True)
     return y
+
+
+def _launch(
+    kernels: KernelSet, name: str, plan: WalkPlan, x: Tensor, ffn: FFN, rest: tuple
+) -> None:
+    args = (x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *rest)
+    block = plan.threads * plan.ways
+    kernels.launch(name, (x.shape[0],), block, args, plan.smem_bytes, overlap=True)
