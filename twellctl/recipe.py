@@ -78,7 +78,7 @@ class Recipe:
     )
     train_thresholds: bool = setting(
         True,
-        "Train a threshold a layer (penalty count). Without, they stay as they are: a converted "
+        "Train thresholds (penalty count). Without, they stay as they are: a converted "
         "model's are 0, and the result is plain ReLU, which stock classes run.",
     )
     l1_normalizer: str = setting(

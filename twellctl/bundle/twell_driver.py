@@ -1,6 +1,6 @@
-"""Launches by the driver itself: in microseconds, and what CuPy does not offer.
+"""What CuPy does not offer: kernels that start before the one in front has ended; clusters.
 
-A kernel may start before the one in front has ended; and a device says how many clusters it runs.
+All kernels are launched here, so that there is one way, whether they overlap or not.
 """
 
 import ctypes
