@@ -1,6 +1,7 @@
 """finetune --dry-run: some real steps, nothing written, and what to do when memory is short."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -58,6 +59,56 @@ def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkey
     found = dry_run(relu_llama, small(text_file, micro_batch_size=4))
     assert tried == [(n, False, "float32") for n in (4, 2, 1)] + [(1, True, "float32")]
     assert as_flags(found.changes) == "--micro-batch-size 1 --gradient-checkpointing"
+
+
+@pytest.mark.parametrize(("micro", "seconds"), [(8, 1), (4, 3), (2, 5), (1, 9)])
+def test_a_step_of_many_parts_has_one_optimizer_step(
+    relu_llama, text_file, monkeypatch, micro, seconds
+):
+    ticks = itertools.count()  # a second from one look at the clock to the next
+    monkeypatch.setattr(module, "_now", lambda: next(ticks))
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=micro))
+    assert found.tokens_per_second == 8 * 32 / seconds
+
+
+def test_the_second_part_has_the_gradients_of_the_first_beside_it(
+    relu_llama, text_file, monkeypatch
+):
+    seen = []
+
+    class Seen(module._Clock):
+        def on_substep_end(self, args, state, control, **kwargs):
+            seen.append(all(p.grad is not None for p in self.trainer.model.parameters()))
+            super().on_substep_end(args, state, control, **kwargs)
+
+    monkeypatch.setattr(module, "_Clock", Seen)
+    dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=2))
+    assert seen == [True] * module.STEPS
+
+
+def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
+    tried, measure = [], module._measure
+
+    def measured(checkpoint, recipe, blocks, folder):
+        tried.append(recipe.param_dtype)
+        return measure(checkpoint, recipe, blocks, folder)
+
+    monkeypatch.setattr(module, "_measure", measured)
+    tensors = weights(relu_llama)
+    inside = [t for name, t in tensors.items() if t.ndim == 2 and ".layers." in name]
+    of_all = sum(t.numel() for t in tensors.values())
+    of_inside = sum(t.numel() for t in inside)
+    numbers = 4 * of_all - of_inside  # weight, gradient, one momentum or two
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        monkeypatch.setattr(module, "_total_bytes", lambda n=numbers * size: n + 2 * of_all)
+        found = dry_run(relu_llama, small(text_file))
+        assert tried == [dtype]
+        assert found.changes.get("param_dtype", "float32") == dtype
+        tried.clear()
+    monkeypatch.setattr(module, "_total_bytes", lambda: of_all)
+    with pytest.raises(TwellError, match=r"even with .*--lora-rank 16: that takes 0.0 GiB"):
+        dry_run(relu_llama, small(text_file))
+    assert tried == []
 
 
 def test_nothing_fits(relu_llama, text_file, monkeypatch):

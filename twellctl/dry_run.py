@@ -1,13 +1,15 @@
 """twellctl finetune --dry-run: what a run would take, measured on a few of its steps.
 
 Nothing is written. The steps are real ones on the first of the run's own text, with the teacher and
-the optimizer; of a step that accumulates, one part. What does not fit is tried again in less memory
-until something does, and that is said.
+the optimizer; of a step that accumulates, two parts, the second of which has the gradients of the
+first beside it. What does not fit is tried again in less memory until something does, and that is
+said; where weights, gradients and optimizer alone are too much, nothing is loaded for it.
 """
 
 import dataclasses
 import gc
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -28,11 +30,13 @@ from twellctl.finetune import build_trainer, for_model
 from twellctl.model import load_tokenizer, quiet_transformers
 from twellctl.progress import Progress
 from twellctl.recipe import Recipe, flag_name
+from twellctl.shards import TensorInfo
 from twellctl.teacher import choose_teacher
 from twellctl.training import SparseTrainer
 
 STEPS = 5
 PROBED_TOKENS = 2048
+FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,12 @@ def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
     PartialState(cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
+        total, least = _total_bytes(), 0
         for changes in _in_less_memory(recipe):
             changed = dataclasses.replace(recipe, **changes)
+            least = _least_bytes(checkpoint, changed)
+            if total is not None and least > total:
+                continue
             try:
                 measured = _measure(checkpoint, changed, blocks, Path(folder))
                 break
@@ -77,14 +85,16 @@ def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
                 pass  # the error holds the tensors of its frames
             _free()
         else:
-            raise TwellError("out of GPU memory with one block at a time, LoRA and bfloat16 too")
+            raise TwellError(
+                f"out of GPU memory even with {as_flags(changes)}: that takes {least / 2**30:.1f} "
+                f"GiB before the first block; take a GPU of more memory, or a smaller model"
+            )
     _free()
     num_steps = _num_steps(recipe, per_byte)
-    on_gpu = torch.cuda.is_available()
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
-        total_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+        total_bytes=total,
         speedup=_speedup(checkpoint, 1 - recipe.target_sparsity),
         changes=changes,
         **measured,
@@ -102,13 +112,13 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
             num_bytes += len(text.encode())
             yield text
 
-    limit = STEPS * recipe.micro_batch_size * recipe.seq_len
-    write_tokens(token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size")), path, limit)
+    count = 2 * STEPS * recipe.micro_batch_size
+    stream = token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size"))
+    write_tokens(stream, path, count * recipe.seq_len)
     blocks = np.array(read_blocks(path, recipe.seq_len))
     if not len(blocks):
         raise TwellError(f"the text makes no block of {recipe.seq_len} tokens: give more text")
-    wanted = (STEPS * recipe.micro_batch_size, recipe.seq_len)
-    return np.resize(blocks, wanted), path.stat().st_size / 4 / num_bytes
+    return np.resize(blocks, (count, recipe.seq_len)), path.stat().st_size / 4 / num_bytes
 
 
 def _num_steps(recipe: Recipe, tokens_per_byte: float) -> int:
@@ -140,37 +150,88 @@ def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
             yield so_far
 
 
+def _total_bytes() -> int | None:
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def _least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
+    """What weights, gradients, optimizer and teacher take, however small the batch is."""
+    size, total = getattr(torch, recipe.param_dtype).itemsize, 0
+    for tensor in _weights(checkpoint):
+        num, copies = math.prod(tensor.shape), 1
+        in_layer = len(tensor.shape) == 2 and ".layers." in tensor.name
+        in_ffn = tensor.name.rpartition(".")[0].rpartition(".")[2] in FFN_WEIGHTS
+        if not recipe.lora_rank or (in_ffn and not recipe.lora_ffn):
+            copies = 3 if in_layer and recipe.optimizer == "muon" else 4
+        total += num * copies * size
+    teacher = choose_teacher(checkpoint, recipe)
+    taught_by = _weights(teacher.checkpoint) if teacher else []
+    return total + sum(2 * math.prod(tensor.shape) for tensor in taught_by)  # bfloat16
+
+
+def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
+    """The tensors of a checkpoint, a tied head's once."""
+    tied = checkpoint.config.get("tie_word_embeddings")
+    named = checkpoint.tensors.items()
+    return [tensor for name, tensor in named if not (tied and name == "lm_head.weight")]
+
+
 def _measure(checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path) -> dict:
     micro = min(recipe.micro_batch_size, recipe.batch_size)
-    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": micro, "save_steps": 0}
+    parts = recipe.batch_size // micro
+    probed = min(2, parts)
+    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": probed * micro, "save_steps": 0}
     short |= {"eval_steps": 0, "report_to": "none", "micro_batch_size": micro}
-    part = dataclasses.replace(recipe, **short)
+    probe = dataclasses.replace(recipe, **short)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     teacher = choose_teacher(checkpoint, recipe)
-    data = (Blocks(blocks), None)
-    trainer = build_trainer(checkpoint, teacher, part, folder, data, Progress(silent=True))
+    data = (Blocks(blocks[: STEPS * probed * micro]), None)
+    trainer = build_trainer(checkpoint, teacher, probe, folder, data, Progress(silent=True))
     clock = _Clock(trainer)
     trainer.callback_handler.callbacks.insert(0, clock)
     trainer.train()
-    seconds = statistics.median(b - a for a, b in itertools.pairwise(clock.times))
+    seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        "tokens_per_second": micro * recipe.seq_len / seconds,
+        "tokens_per_second": recipe.batch_size * recipe.seq_len / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }
 
 
 class _Clock(TrainerCallback):
-    """When steps ended; it ends them as a run does."""
+    """When steps ended, and their last parts began and ended; it ends steps as a run does."""
 
     def __init__(self, trainer: SparseTrainer):
-        self.trainer, self.times = trainer, []
+        self.trainer, self.ends, self.parts = trainer, [], []
+        self._part_began: float | None = None
+
+    def step_seconds(self) -> float:
+        """Of a step with its one or two parts, the first step left out."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self.ends))
+
+    def part_seconds(self) -> float:
+        """Of the second part, forward and backward; 0 where a step has one part."""
+        return statistics.median(self.parts[1:] or [0.0])
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._part_began = _now()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self._part_began is not None:
+            self.parts.append(_now() - self._part_began)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.finish_step(False)  # reads what the step found, so it waits for the device
-        self.times.append(time.monotonic())
+        self.ends.append(_now())
         control.should_save = False
+
+
+def _now() -> float:
+    """Seconds, with nothing left to do on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic()
 
 
 def _speedup(checkpoint: Checkpoint, density: float) -> float | None:
