@@ -194,11 +194,11 @@ def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    twell_reasons._why_never_here.cache_clear()
+    twell_reasons._why_never_loaded.cache_clear()
     try:
         assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
     finally:
-        twell_reasons._why_never_here.cache_clear()
+        twell_reasons._why_never_loaded.cache_clear()
     assert not list(tmp_path.iterdir())
 
 
@@ -215,12 +215,12 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
                 raise failure
 
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: Kernels())
-    twell_reasons._why_never_here.cache_clear()
+    twell_reasons._why_never_loaded.cache_clear()
     try:
         assert why_no_kernels("a", 0) == "out of memory"
         assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
     finally:
-        twell_reasons._why_never_here.cache_clear()
+        twell_reasons._why_never_loaded.cache_clear()
     assert failures == [None]
 
 
@@ -234,11 +234,11 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
-    twell_reasons._why_never_here.cache_clear()
+    twell_reasons._why_never_loaded.cache_clear()
     try:
         assert why_no_kernels(SOURCES, 0, "auto" if hopper else "portable") is None
     finally:
-        twell_reasons._why_never_here.cache_clear()
+        twell_reasons._why_never_loaded.cache_clear()
     many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448

@@ -24,7 +24,7 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_name, gated_ffns
-from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
+from twellctl.bundle.twell_reasons import why_not_loaded
 from twellctl.bundle.twell_weights import FFN
 from twellctl.contest import MUST_RUN
 from twellctl.own_kernels import own_kernels
@@ -78,17 +78,9 @@ def why_no_few(M: int, N: int, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "the kernels need an NVIDIA GPU"
     limits = device_limits(device.index)
-    if limits.capability < (8, 0):
-        return "the kernels need compute capability 8.0 or newer"
     if not (takes_few(M, N, limits) and takes_few_dense(M, limits)):
         return f"the kernels for {M} tokens need more shared memory than this GPU has"
-    if said := what_is_missing():
-        return said
-    try:
-        kernels_for(own_kernels(), device.index).prepare(few_kernels(M, limits))
-    except KernelError as error:
-        return str(error)
-    return None
+    return why_not_loaded(own_kernels(), device.index, few_kernels(M, limits))
 
 
 def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, Form]]:

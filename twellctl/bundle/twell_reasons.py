@@ -12,7 +12,7 @@ from torch import Tensor
 from .twell_config import TILE, storable_threshold
 from .twell_few import few_ffn_kernels
 from .twell_grad_plan import training_tokens
-from .twell_launch import KernelError, LoadError, device_limits, kernels_for
+from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import why_unfit
 from .twell_route import requested
@@ -69,25 +69,33 @@ def why_no_kernels(sources: str, index: int, route: str = "auto") -> str | None:
 
 def why_not_here(sources: str, index: int, hopper: bool) -> str | None:
     """None if the kernels are compiled and loaded on a device, else why they are not."""
+    return why_not_loaded(sources, index, _entries(device_limits(index), hopper))
+
+
+@functools.cache
+def _entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
+    """All at once: what comes later, and needs others, may be the capture of a graph."""
+    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
+    return (*many, *few_ffn_kernels(limits))
+
+
+def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
+    """None if `entries` are compiled and loaded on CUDA device `index`, else why they are not."""
     try:
-        return _why_never_here(sources, index, hopper)
+        return _why_never_loaded(sources, index, entries)
     except LoadError as error:
         return str(error)
 
 
 @functools.cache
-def _why_never_here(sources: str, index: int, hopper: bool) -> str | None:
+def _why_never_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
     """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
     if torch.version.cuda is None or device_limits(index).capability < (8, 0):
         return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
     if said := what_is_missing():
         return said
     try:
-        kernels = kernels_for(sources, index)
-        # all at once: what comes later, and needs others, may be the capture of a graph
-        few = few_ffn_kernels(device_limits(index))
-        many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
-        kernels.prepare((*many, *few))
+        kernels_for(sources, index).prepare(entries)
     except LoadError:
         raise
     except KernelError as error:
@@ -166,26 +174,8 @@ def _why_training_does_not_take(
         )
     if said := why_unfit(K, N, tile, device_limits(index).smem_bytes):
         return f"the kernels take {said}"
-    return why_not_here(sources, index, True) or _why_no_training(sources, index)
-
-
-def _why_no_training(sources: str, index: int) -> str | None:
-    try:
-        return _why_never_training(sources, index)
-    except LoadError as error:
-        return str(error)
-
-
-@functools.cache
-def _why_never_training(sources: str, index: int) -> str | None:
-    """The same, once and for all; a `LoadError`, which may pass, goes through and is not kept."""
-    try:
-        kernels_for(sources, index).prepare(GRAD_KERNELS)
-    except LoadError:
-        raise
-    except KernelError as error:
-        return str(error)
-    return None
+    said = why_not_here(sources, index, True)
+    return said or why_not_loaded(sources, index, GRAD_KERNELS)
 
 
 @torch.compiler.assume_constant_result
