@@ -96,6 +96,7 @@ def test_densities_are_counted_at_the_activation(tiny, prompts, family):
         assert 0.2 < known.mean() < 0.8
     total = sum(torch.tensor(token.densities) for _, token in found)
     assert scheduler.fired.tolist() == pytest.approx(total.tolist())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_log_probabilities_are_the_models_own(tiny, prompts):

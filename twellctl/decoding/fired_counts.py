@@ -1,17 +1,18 @@
 """How many of each layer's neurons fired for the last token of each row: hooks, no host read."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_model import activation_name, gated_ffns
 
 
 class FiredCounts:
-    """Hooks on the activations of a model's gated FFNs, which look at forwards in `counted` only.
+    """Counts at the activations of a model's gated FFNs, in forwards inside `counted`.
 
     Where a layer has several FFNs (experts) none is metered. One that runs over TwELL's kernels
     never shows its activation: the gates of the last tokens are computed a second time.
@@ -20,25 +21,17 @@ class FiredCounts:
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
         ffns = gated_ffns(model)
-        if len(ffns) > num_hidden_layers:
-            ffns = []
-        self.neurons = [1] * len(ffns)
-        self._num_rows = 0  # of the forward that is made now; 0: it is not ours
-        self._counts: list[Tensor | None] = [None] * len(ffns)
-        for i, ffn in enumerate(ffns):
-            if getattr(ffn, "twell_sources", ""):
-                ffn.register_forward_pre_hook(self._hook_before(i))
-            else:
-                getattr(ffn, activation_name(ffn)).register_forward_hook(self._hook(i))
+        self._ffns = ffns if len(ffns) <= num_hidden_layers else []
+        self.neurons = [1] * len(self._ffns)
+        self._counts: list[Tensor | None] = [None] * len(self._ffns)
 
     @contextlib.contextmanager
     def counted(self, num_rows: int) -> Iterator[None]:
         """A forward of so many rows is made inside."""
-        self._num_rows = num_rows
-        try:
+        with contextlib.ExitStack() as hooks:
+            for i, ffn in enumerate(self._ffns):
+                hooks.callback(self._hook(i, ffn, num_rows).remove)
             yield
-        finally:
-            self._num_rows = 0
 
     def of_last_tokens(self, num_rows: int, device: torch.device) -> Tensor:
         """int32 `[L, num_rows]`, of the forward counted last."""
@@ -50,21 +43,21 @@ class FiredCounts:
         self._counts[i] = fired.sum(-1, dtype=torch.int32)
         self.neurons[i] = fired.shape[-1]
 
-    def _hook(self, i: int) -> Callable:
-        def hook(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
-            if self._num_rows:
-                last = active.reshape(self._num_rows, -1, active.shape[-1])[:, -1]
-                self._count(i, last != 0)
+    def _hook(self, i: int, ffn: nn.Module, num_rows: int) -> RemovableHandle:
+        activation = getattr(ffn, activation_name(ffn))
 
-        return hook
+        def last(tokens: Tensor) -> Tensor:
+            return tokens.reshape(num_rows, -1, tokens.shape[-1])[:, -1]
 
-    def _hook_before(self, i: int) -> Callable:
-        def hook(ffn: nn.Module, inputs: tuple[Tensor]) -> None:
-            if self._num_rows:
-                x = inputs[0].reshape(self._num_rows, -1, inputs[0].shape[-1])[:, -1]
-                fused = hasattr(ffn, "gate_up_proj")
-                gate = ffn.gate_up_proj(x).chunk(2, -1)[0] if fused else ffn.gate_proj(x)
-                threshold = getattr(ffn, activation_name(ffn)).threshold
-                self._count(i, fires(gate, threshold))
+        def look_at_activation(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
+            self._count(i, last(active) != 0)
 
-        return hook
+        def compute_gates(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            x = last(inputs[0])
+            fused = hasattr(ffn, "gate_up_proj")
+            gate = ffn.gate_up_proj(x).chunk(2, -1)[0] if fused else ffn.gate_proj(x)
+            self._count(i, fires(gate, activation.threshold))
+
+        if getattr(ffn, "twell_sources", ""):
+            return ffn.register_forward_pre_hook(compute_gates)
+        return activation.register_forward_hook(look_at_activation)
