@@ -1,20 +1,24 @@
 """finetune told nonsense: one line, and nothing left behind."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from finetune_runs import small, weights
+from finetune_runs import SMALL, small, weights
 from safetensors.torch import save_file
 from torch._dynamo.exc import TorchDynamoException
+from transformers import TrainerCallback
 
+from twellctl import ui
 from twellctl.convert import convert
 from twellctl.errors import TwellError
-from twellctl.finetune import finetune
+from twellctl.finetune import FineTuned, finetune
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe, run_folder
+from twellctl.runs import checkpoint_state
 
 
 def bad_text(tmp_path: Path, case: str) -> Path:
@@ -152,6 +156,71 @@ def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
     ):
         finetune(relu_llama, tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
+
+
+class SpoilWeights(Progress):
+    """Makes the model useless when step 5 begins."""
+
+    def callback(self, trainer, recipe, num_neurons):
+        class Hook(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 4:
+                    trainer.model.get_input_embeddings().weight.data.normal_(0, 100)
+                    trainer.model.get_output_embeddings().weight.data.normal_(0, 100)
+
+        return Hook()
+
+
+@pytest.mark.parametrize(("save_steps", "good"), [(1, 4), (2, 4), (3, 3), (4, 4)])
+def test_a_lost_run_leaves_the_last_good_checkpoint(
+    relu_llama, text_file, tmp_path, save_steps, good
+):
+    out = tmp_path / "out"
+    recipe = small(text_file, max_steps=40, soften=0.0, eval_steps=2, save_steps=save_steps)
+    with pytest.raises(TwellError, match=r"since step 6.*before: \S+$") as lost:
+        finetune(relu_llama, out, recipe, progress=SpoilWeights(silent=True))
+    kept = run_folder(out) / f"checkpoint-{good}"
+    assert str(lost.value).endswith(f": {kept}")
+    assert checkpoint_state(kept)["schedule"]
+    assert not out.exists()
+
+
+def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, tmp_path):
+    settings = {**SMALL, "max_steps": 2, "target_sparsity": 0.99, "data": text_file}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    code, stdout, stderr = cli("finetune", relu_llama, tmp_path / "out", *flags)
+    assert code == 0
+    assert (tmp_path / "out" / "config.json").exists()
+    assert "the target of 1.00% density was not met in this budget" in " ".join(stderr)
+    reached = json.loads((tmp_path / "out" / "twell_finetune.json").read_text())["density"]
+    assert f"density {reached:.2%} after 256 tokens" in stdout
+
+
+@pytest.mark.parametrize(
+    ("density", "said"),
+    [
+        (0.111, "was not met"),
+        (0.109, ""),
+        (0.1, ""),
+        (0.091, ""),
+        (0.089, "sparser than the 10.00%"),
+    ],
+)
+def test_a_miss_is_not_silent(capsys, density, said):
+    losses = dict.fromkeys(("teacher_cross_entropy", "first_cross_entropy", "cross_entropy"), 1.0)
+    sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0, "thresholds": [0.0]}
+    ui.finetuned(
+        FineTuned(
+            Path("out"),
+            density=density,
+            density_by_layer=[0.1],
+            target_density=0.1,
+            **sizes,
+            **losses,
+        )
+    )
+    stderr = " ".join(capsys.readouterr().err.split())
+    assert (said in stderr) if said else not stderr
 
 
 class SpoilGradient(Progress):

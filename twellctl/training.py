@@ -22,7 +22,7 @@ from twellctl.head_loss import HeadLoss
 from twellctl.l1_schedule import ConstantL1, TargetL1
 from twellctl.layer_routes import LayerRoutes
 from twellctl.layer_states import LayerStates
-from twellctl.runs import mark_complete
+from twellctl.runs import last_checkpoint, mark_complete
 from twellctl.sparsity import FfnPenalty
 from twellctl.trained_gates import SLOPE, TrainedGates
 
@@ -138,9 +138,7 @@ class SparseTrainer(Trainer):
 
     def _stop_if_lost(self) -> None:
         """Raise if evaluation after evaluation is worse than before the first step."""
-        all_of_them = [
-            (e["step"], e["eval_loss"]) for e in self.state.log_history if "eval_loss" in e
-        ]
+        all_of_them = self._evaluations()
         hard = [e for e in all_of_them if e[0] > self.soften * self.state.max_steps]
         last, first = hard[-LOST:], all_of_them[0][1]
         if len(last) < LOST or any(loss <= first for _, loss in last):
@@ -153,6 +151,22 @@ class SparseTrainer(Trainer):
             "--learning-rate or --target-sparsity; checkpoints from before: "
             + (", ".join(sorted(map(str, good))) or "none")
         )
+
+    def _evaluations(self) -> list[tuple[int, float]]:
+        """(step, held-out loss) of all so far."""
+        return [(e["step"], e["eval_loss"]) for e in self.state.log_history if "eval_loss" in e]
+
+    def keep_good_checkpoint(self) -> None:
+        """Of the two checkpoints that are kept, one is the newest that was seen to be good.
+
+        Good is what an evaluation since, or at it, found no worse than before the first step.
+        """
+        evaluations, newest = self._evaluations(), last_checkpoint(Path(self.args.output_dir))
+        if not evaluations or newest is None:
+            return
+        (_, first), (step, last) = evaluations[0], evaluations[-1]
+        if last <= first and int(newest.name.split("-")[1]) <= step:
+            self.state.best_model_checkpoint = str(newest)  # the Trainer never deletes that one
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
@@ -189,6 +203,7 @@ class SparseTrainer(Trainer):
         metrics = self._mean_of(eval_loss=losses, eval_density=densities)
         self.log(metrics)
         self._stop_if_lost()
+        self.keep_good_checkpoint()
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -264,6 +279,7 @@ class SparsityCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             mark_complete(folder, self.trainer.sparsity_state())
+            self.trainer.keep_good_checkpoint()
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""

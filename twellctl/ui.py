@@ -82,10 +82,16 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`)."""
-    if result.target_density is not None and result.density > 1.1 * result.target_density:
+    wanted = result.target_density
+    if wanted is not None and result.density > 1.1 * wanted:
         note(
-            f"the target of {result.target_density:.2%} density was not met in this budget: train "
-            "longer, or be content with less"
+            f"the target of {wanted:.2%} density was not met in this budget: train longer, or be "
+            "content with less"
+        )
+    if wanted is not None and result.density < 0.9 * wanted:
+        note(
+            f"sparser than the {wanted:.2%} asked for, which costs loss: the price had not settled "
+            "when the run ended; train longer"
         )
     losses = {
         "teacher": result.teacher_cross_entropy,
