@@ -348,11 +348,24 @@ def _save(
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
             write_config(stage, config)
-            save_recipe(recipe, stage / RECIPE_FILE)
+            save_recipe(recipe, stage / RECIPE_FILE, _what_it_did(trainer, recipe, result))
             report = dataclasses.asdict(result) | {"out": result.out.name}
             (stage / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
+
+
+def _what_it_did(trainer: SparseTrainer, recipe: Recipe, result: FineTuned) -> str:
+    """How the coefficient went, in a line."""
+    ended = f"{result.density:.2%} of the neurons fire after {result.num_steps} steps"
+    if recipe.l1_schedule == "constant":
+        return f"{ended}, l1 held at {recipe.l1:g}"
+    logged = [(e["l1"], e["step"]) for e in trainer.state.log_history if "l1" in e]
+    most, step = max(logged, default=(result.l1, result.num_steps))
+    way = (
+        f"began at {recipe.l1:g}, was at most {most:.3g} (step {step}) and ended at {result.l1:.3g}"
+    )
+    return f"{ended}; the goal was {result.target_density:.2%}; l1 {way}"
 
 
 def _as_stored(state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -198,15 +198,16 @@ def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | Non
     return Recipe(**values)
 
 
-def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write all settings, defaults included, so that the file alone repeats the run."""
+def save_recipe(recipe: Recipe, path: Path, did: str = "") -> None:
+    """Write all settings, defaults included, so that the file alone repeats the run.
+
+    `did`, a line of what the run did, comes first, as a comment.
+    """
     import yaml
 
     content = {flag_name(key): value for key, value in dataclasses.asdict(recipe).items()}
-    path.write_text(
-        yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False),
-        encoding="utf-8",
-    )
+    settings = yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False)
+    path.write_text((f"# {did}\n" if did else "") + settings, encoding="utf-8")
 
 
 def recipe_names() -> list[str]:
