@@ -11,6 +11,7 @@ end, as in most training, that costs nothing, and the GPU's time decides; else t
 """
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class _Layer:
 
     number: int
     ffn: nn.Module
-    again: float = BELOW
+    again: float = math.inf
     up_to: float = 0.0
 
     def is_due(self, density: float) -> bool:

@@ -46,7 +46,8 @@ def test_one_ffn_in_all_forms(cli):
             assert 0 < max(errors) < 0.01, name
     sparse, full = (point["candidates"] for point in found["points"][:2])
     assert sparse["twell"]["kept_mib"] < sparse["dense compile"]["kept_mib"] / 4
-    assert sparse["twell"]["peak_mib"] <= full["twell"]["peak_mib"]
+    # the allocator gives up to 1 MiB more than a tensor asks for
+    assert sparse["twell"]["peak_mib"] <= full["twell"]["peak_mib"] + 1
     assert full["twell"]["peak_mib"] < full["dense compile"]["peak_mib"]
     assert found["sentences"][0].endswith(" less memory at 2 % density")
 
