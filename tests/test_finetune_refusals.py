@@ -1,9 +1,11 @@
 """finetune told nonsense: one line, and nothing left behind."""
 
+import contextlib
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from transformers import TrainerCallback
 from twellctl import ui
 from twellctl.convert import convert
 from twellctl.errors import TwellError
-from twellctl.finetune import FineTuned, finetune
+from twellctl.finetune import LEEWAY, FineTuned, finetune
+from twellctl.l1_schedule import TargetL1
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe, run_folder
 from twellctl.runs import checkpoint_state
+from twellctl.training import SparseTrainer
 
 
 def bad_text(tmp_path: Path, case: str) -> Path:
@@ -150,39 +154,84 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
 
 def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
     settings = {"learning_rate": 3.0, "optimizer": "adamw", "soften": 0.0, "eval_steps": 2}
-    recipe = small(text_file, max_steps=40, max_grad_norm=1e9, **settings)
-    with pytest.raises(
-        TwellError, match=r"above the \d\.\d+ that .* since step 2: .*before: none$"
-    ):
+    settings |= {"max_grad_norm": 1e9, "lr_scheduler": "constant"}
+    recipe = small(text_file, max_steps=40, **settings)
+    said = r"above the \d\.\d+ that the ReLU model began with, since step \d+, .*checkpoint: none$"
+    with pytest.raises(TwellError, match=said):
         finetune(relu_llama, tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
 
 
 class SpoilWeights(Progress):
-    """Makes the model useless when step 5 begins."""
+    """Makes the model useless when step 15 begins."""
 
     def callback(self, trainer, recipe, num_neurons):
         class Hook(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 4:
+                if state.global_step == 14:
                     trainer.model.get_input_embeddings().weight.data.normal_(0, 100)
                     trainer.model.get_output_embeddings().weight.data.normal_(0, 100)
 
         return Hook()
 
 
-@pytest.mark.parametrize(("save_steps", "good"), [(1, 4), (2, 4), (3, 3), (4, 4)])
+@pytest.mark.parametrize(("save_steps", "good"), [(1, 14), (2, 14), (3, 12), (15, None)])
 def test_a_lost_run_leaves_the_last_good_checkpoint(
     relu_llama, text_file, tmp_path, save_steps, good
 ):
     out = tmp_path / "out"
-    recipe = small(text_file, max_steps=40, soften=0.0, eval_steps=2, save_steps=save_steps)
-    with pytest.raises(TwellError, match=r"since step 6.*before: \S+$") as lost:
+    settings = {"eval_steps": 2, "learning_rate": 1e-9, "save_steps": save_steps}
+    recipe = small(text_file, max_steps=40, l1_schedule="constant", soften=0.0, **settings)
+    with pytest.raises(TwellError, match=r"since step 16, .*checkpoint: \S+$") as lost:
         finetune(relu_llama, out, recipe, progress=SpoilWeights(silent=True))
     kept = run_folder(out) / f"checkpoint-{good}"
-    assert str(lost.value).endswith(f": {kept}")
-    assert checkpoint_state(kept)["schedule"]
+    assert str(lost.value).endswith(f": {kept}" if good else ": none")
+    assert good is None or checkpoint_state(kept)["report"]
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "leeway", "is_lost"),
+    [
+        ([2.0, 2.5, 2.5, 2.5], 0.0, True),
+        ([2.0, 2.5, 2.6, 2.46], 0.0, True),  # as good as nothing made up
+        ([2.0, 2.5, 2.6, 2.44], 0.0, False),
+        ([2.0, 2.5, 2.5, 1.9], 0.0, False),
+        ([2.0, 2.5, 2.5], 0.0, False),
+        ([2.0, 2.4, 2.4, 2.4], 0.5, False),  # it began as a good ReLU model
+        ([2.0, 2.6, 2.6, 2.6], 0.5, True),
+    ],
+)
+@pytest.mark.parametrize("soften", [0.0, 0.35])
+def test_when_a_run_is_lost(losses, leeway, is_lost, soften):
+    """Evaluations every 10 steps of 100. The goal falls for 30; `soften` may last longer."""
+    late = [0] + [10 * n for n in range(4, 4 + len(losses) - 1)]
+    for steps, ends in ((late, is_lost), ([0, 10, 20, 30][: len(losses)], False)):
+        history = [{"step": s, "eval_loss": e} for s, e in zip(steps, losses, strict=True)]
+        state = SimpleNamespace(
+            log_history=[*history, {"step": 1, "loss": 9.0}],
+            max_steps=100,
+            best_model_checkpoint=None,
+        )
+        trainer = SparseTrainer.__new__(SparseTrainer)
+        trainer.state, trainer.leeway, trainer.soften = state, leeway, soften
+        trainer.schedule = TargetL1(1e-3, 0.05, 100)
+        with pytest.raises(TwellError) if ends else contextlib.nullcontext():
+            trainer._stop_if_lost()
+
+
+def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_path):
+    leeways = []
+
+    class Seen(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            leeways.append(trainer.leeway)
+            return TrainerCallback()
+
+    recipe = small(text_file, max_steps=1)
+    finetune(relu_llama, tmp_path / "once", recipe, progress=Seen(silent=True))
+    finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Seen(silent=True))
+    assert leeways == [0.0, LEEWAY]
 
 
 def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, tmp_path):

@@ -58,6 +58,7 @@ from twellctl.trainer_arguments import micro_batch, trainer_arguments
 from twellctl.training import SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
+LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -223,6 +224,7 @@ def build_trainer(
         states=states,
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
         soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,
+        leeway=0.0 if is_fresh(checkpoint) else LEEWAY,
         compiled=recipe.compile,
         model=model,
         args=arguments,

@@ -26,7 +26,8 @@ from twellctl.runs import last_checkpoint, mark_complete
 from twellctl.sparsity import FfnPenalty
 from twellctl.trained_gates import SLOPE, TrainedGates
 
-LOST = 3  # so many evaluations in a row above the first end a run
+LOST = 3  # so many evaluations in a row above the first end a run,
+RECOVERS = 0.1  # unless they make up this share of what they are above it
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,11 @@ class SparseTrainer(Trainer):
         states: LayerStates | None = None,
         routes: LayerRoutes | None = None,
         soften: float = 0.0,
+        leeway: float = 0.0,
         compiled: bool = False,
         **kwargs: Any,
     ):
+        """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`)."""
         super().__init__(**kwargs)
         self.model_accepts_loss_kwargs = (
             False  # our loss is a mean: Trainer divides by accumulation
@@ -72,6 +75,7 @@ class SparseTrainer(Trainer):
         self.states = states
         self.routes = routes
         self.soften = soften
+        self.leeway = leeway
         self.report: StepReport | None = None
         self._sums: list[Tensor] = []
         self._checked: tuple[list[str], Tensor] | None = None
@@ -137,20 +141,29 @@ class SparseTrainer(Trainer):
         return stop > 0
 
     def _stop_if_lost(self) -> None:
-        """Raise if evaluation after evaluation is worse than before the first step."""
-        all_of_them = self._evaluations()
-        hard = [e for e in all_of_them if e[0] > self.soften * self.state.max_steps]
-        last, first = hard[-LOST:], all_of_them[0][1]
-        if len(last) < LOST or any(loss <= first for _, loss in last):
+        """Raise if evaluation after evaluation is far from what the run began with, for good.
+
+        None counts while the goal still falls, nor a run that is making up what it has lost.
+        """
+        rising = max(self.soften, self.schedule.ramp) * self.state.max_steps
+        last = [e for e in self._evaluations() if e[0] > rising][-LOST:]
+        if len(last) < LOST or any(loss <= self._worst for _, loss in last):
             return
-        saved = Path(self.args.output_dir).glob("checkpoint-*")
-        good = [f for f in saved if int(f.name.split("-")[1]) < last[0][0]]
+        (step, before), (_, now) = last[0], last[-1]
+        if before - now >= RECOVERS * (before - self._worst):
+            return
+        more = f" and the {self.leeway:g} more that are allowed" if self.leeway else ""
         raise TwellError(
-            f"the held-out loss is {last[-1][1]:.4f}, above the {first:.4f} that the ReLU model "
-            f"began with, since step {last[0][0]}: start again with --overwrite and a lower "
-            "--learning-rate or --target-sparsity; checkpoints from before: "
-            + (", ".join(sorted(map(str, good))) or "none")
+            f"the held-out loss is {now:.4f}, above the {self._evaluations()[0][1]:.4f} that the "
+            f"ReLU model began with{more}, since step {step}, and does not come down: start again "
+            "with --overwrite and a lower --learning-rate or --target-sparsity; the last good "
+            f"checkpoint: {self.state.best_model_checkpoint or 'none'}"
         )
+
+    @property
+    def _worst(self) -> float:
+        """The held-out loss above which a run may be lost."""
+        return self._evaluations()[0][1] + self.leeway
 
     def _evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out loss) of all so far."""
@@ -159,13 +172,13 @@ class SparseTrainer(Trainer):
     def keep_good_checkpoint(self) -> None:
         """Of the two checkpoints that are kept, one is the newest that was seen to be good.
 
-        Good is what an evaluation since, or at it, found no worse than before the first step.
+        Good is what an evaluation since, or at it, did not find as bad as in a lost run.
         """
         evaluations, newest = self._evaluations(), last_checkpoint(Path(self.args.output_dir))
         if not evaluations or newest is None:
             return
-        (_, first), (step, last) = evaluations[0], evaluations[-1]
-        if last <= first and int(newest.name.split("-")[1]) <= step:
+        step, last = evaluations[-1]
+        if last <= self._worst and int(newest.name.split("-")[1]) <= step:
             self.state.best_model_checkpoint = str(newest)  # the Trainer never deletes that one
 
     def sparsity_state(self) -> dict[str, Any]:
