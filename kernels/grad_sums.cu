@@ -19,10 +19,10 @@
 // panels of half as many rows: its values and codes serve two mmas.
 //
 // A block goes through its fours once for each panel. Between panels their sums go through float32
-// [rows, K], each written and read by the same thread; those of grad_x, of which there are more,
-// through [chunk, K], chunk after chunk, every other one through the panels from the last to the
-// first. With heavy_count the first panel adds to what is there if *heavy_count > 0: grad_heavy was
-// there before.
+// [rows, K], each written and read by the same thread, of which each has its own together; those of
+// grad_x, of which there are more, through [chunk, K], chunk after chunk, every other one through
+// the panels from the last to the first. With heavy_count the first panel adds to what is there if
+// *heavy_count > 0: grad_heavy was there before.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the fours); K a multiple of
 // 16, panel_rows of 8, chunk of 4; matrices contiguous, at multiples of 16 bytes. Dynamic shared
@@ -233,7 +233,7 @@ struct Target {
     unsigned short* out[2];
     int num_rows, K, first_column;
     int first_row;  // of what lies in `sums`
-    bool add, last;
+    bool add, kept, last;  // add: to rows of sums; kept: to what the panel before left
 
     __device__ __forceinline__ bool as_bf16() const { return last && out[0]; }
 
@@ -242,10 +242,28 @@ struct Target {
         return sums[matrix] + static_cast<long long>(row - first_row) * K + first_column + quad;
     }
 
+    // Between panels a four's sums lie in its own 16 columns of its rows, but as lanes have them:
+    // of each lane those of grad_gate_up together, four of 128, else two of 64.
+    template <Sums KIND>
+    __device__ __forceinline__ float* kept_at(int four_row, int lane) const {
+        constexpr int NUM = KIND == Sums::Both ? 4 : 2, CHUNKS = 16 / NUM;
+        const int row = four_row - first_row + lane / CHUNKS % FOUR;
+        float* matrix = KIND == Sums::Both && lane >= 16 ? sums[1] : sums[0];
+        return matrix + static_cast<long long>(row) * K + first_column + lane % CHUNKS * NUM;
+    }
+
     // What was there before of a lane's sums, in their order in `finish`.
     template <Sums KIND>
-    __device__ __forceinline__ void load(float (&before)[4], bool wanted, int row,
-                                         int quad) const {
+    __device__ __forceinline__ void load(float (&before)[4], bool wanted, const float* kept_at,
+                                         int four_row, int lane) const {
+        if (kept) {
+            if constexpr (KIND == Sums::Both)
+                load_four_if(wanted, kept_at, before);
+            else
+                load_pair_if(wanted, kept_at, before[0], before[2]);
+            return;
+        }
+        const int quad = lane >> 2, row = four_row + (lane & 3);
         wanted = wanted && add && row < num_rows;
         const float* at = sum_at(0, row, quad);
         before[0] = load_or_zero(wanted, at);
@@ -258,7 +276,17 @@ struct Target {
     }
 
     template <Sums KIND>
-    __device__ __forceinline__ void store(const float (&out)[4], int row, int quad) const {
+    __device__ __forceinline__ void store(const float (&out)[4], float* kept_at, int four_row,
+                                          int lane) const {
+        __syncwarp();  // what other lanes have loaded is written over
+        if (!last) {
+            if constexpr (KIND == Sums::Both)
+                *reinterpret_cast<float4*>(kept_at) = make_float4(out[0], out[1], out[2], out[3]);
+            else
+                *reinterpret_cast<float2*>(kept_at) = make_float2(out[0], out[2]);
+            return;
+        }
+        const int quad = lane >> 2, row = four_row + (lane & 3);
         if (row >= num_rows) return;
         float* at = sum_at(0, row, quad);
         at[0] = out[0], at[8] = out[2];
@@ -273,9 +301,9 @@ struct Target {
 // column quad + 8; of grad_x out[0] and out[2].
 template <Sums KIND>
 __device__ __forceinline__ void finish(const Target& target, int first_row, float (&out)[4],
-                                       int quad, int t) {
+                                       float* kept_at, int quad, int t) {
     if (!target.as_bf16()) {
-        target.store<KIND>(out, first_row + t, quad);
+        target.store<KIND>(out, kept_at, first_row, quad * 4 + t);
         return;
     }
     // after the transposition: the row and its columns 2t, 2t + 1
@@ -341,6 +369,8 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     const unsigned copies_at = stages + kStageBytes + lane * 16;
 
     int first_row = first_four * FOUR;
+    float* kept_at = opaque(target.kept_at<KIND>(first_row, lane));
+    const long long kept_step = static_cast<long long>(stride) * FOUR * target.K;
     Accumulators<KIND> sums = {};
     unsigned at = 0;  // of the stage, in bytes
     while (behind.left != static_cast<int>(kNothing)) {
@@ -350,7 +380,7 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
         const Step step = behind;
         behind = feed.bring(copies_at - at);
         float out[4] = {};
-        target.load<KIND>(out, step.left <= kStep, first_row + t, quad);
+        target.load<KIND>(out, step.left <= kStep, kept_at, first_row, lane);
         add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.masks,
                        lane_planes);
         at = kStageBytes - at;
@@ -368,12 +398,13 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
                     out[2 * set] += both[0][i] + both[1][i];
                 both[0][i] = both[1][i] = 0;
             }
-        finish<KIND>(target, first_row, out, quad, t);
+        finish<KIND>(target, first_row, out, kept_at, quad, t);
         first_row += stride * FOUR;
+        kept_at += kept_step;
     }
 }
 
-// All panels, chunk by chunk. Target.add: whether there are sums before.
+// All panels, chunk by chunk.
 template <Sums KIND>
 __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* rows0,
                                            const unsigned short* rows1, const Lists& lists,
@@ -381,20 +412,19 @@ __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* 
                                            int panel_rows, int num_panels) {
     constexpr unsigned kStageBytes = kWarps * kStages * Values<KIND>::kStageBytes;
     if (dynamic_smem_bytes() < panel_rows * 32u * kSets<KIND> + kStageBytes) __trap();
-    const bool add = target.add;
     int loaded = -1;
 #pragma unroll 1
     for (int first = 0; first < target.num_rows; first += chunk) {
         const bool back = first / chunk & 1;
-        target.add = add, target.first_row = first;
+        target.first_row = first;
 #pragma unroll 1
         for (int i = 0; i < num_panels; ++i) {
             const int panel = back ? num_panels - 1 - i : i;
-            target.last = i == num_panels - 1;
+            target.kept = i > 0, target.last = i == num_panels - 1;
             sum_panel<KIND>(planes, rows0, rows1, lists, target,
                             min(first + chunk, target.num_rows), num_others, panel, panel_rows,
                             num_panels, panel != loaded);
-            loaded = panel, target.add = true;
+            loaded = panel;
             __syncthreads();  // no warp reads the planes any more
         }
     }
@@ -410,7 +440,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums_gate, sums_up},
                         {out_gate, out_up},
-                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false};
+                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false,
+                        false};
     sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, N, M,
                            panel_rows, num_panels);
 }
@@ -423,7 +454,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
-                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false};
+                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false,
+                        false};
     sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, N, M,
                           panel_rows, num_panels);
 }
@@ -435,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ uint4 planes[];
     const Target target{{sums, nullptr},
                         {out, nullptr},
-                        M, K, static_cast<int>(blockIdx.x) * 16, 0, false, false};
+                        M, K, static_cast<int>(blockIdx.x) * 16, 0, false, false, false};
     sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, chunk,
                              N, panel_rows, num_panels);
 }

@@ -146,6 +146,21 @@ __device__ __forceinline__ float load_or_zero(bool wanted, const float* from) {
     return value;
 }
 
+// Numbers that lie together, or what was there.
+__device__ __forceinline__ void load_pair_if(bool wanted, const float* from, float& a, float& b) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.f32 {%0, %1}, [%2];}"
+        : "+f"(a), "+f"(b)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)));
+}
+
+__device__ __forceinline__ void load_four_if(bool wanted, const float* from, float (&v)[4]) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
+        : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+        : "l"(from), "r"(static_cast<unsigned>(wanted)));
+}
+
 // As `load_if`, of 16 bytes in shared memory.
 __device__ __forceinline__ void load_shared_if(bool wanted, unsigned smem_from, uint4& v) {
     asm volatile(

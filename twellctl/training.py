@@ -8,7 +8,6 @@ backward pass.
 import math
 import signal
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +116,8 @@ class SparseTrainer(Trainer):
         means = torch.stack(self._sums).mean(0)
         names, odd = self._checked
         told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
-        passes, begin = len(self._sums), time.monotonic()
         self._sums.clear()
         *means, odd, stop = self.accelerator.reduce(told, reduction="mean").tolist()
-        waited = 1000 * (time.monotonic() - begin)
         self.report = StepReport(*means[:3], density_by_layer=means[3:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
@@ -134,7 +131,7 @@ class SparseTrainer(Trainer):
                 "--overwrite"
             )
         if self.routes is not None:
-            self.routes.update(self.report.density_by_layer, waited / passes)
+            self.routes.update(self.report.density_by_layer)
         share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)

@@ -30,7 +30,7 @@ def _has_kernels():
 
 
 def test_one_ffn_in_all_forms(cli):
-    words = ("--hidden-size", "1024", "--intermediate-size", "2048", "--rounds", "2", "--json")
+    words = ("--hidden-size", "1024", "--intermediate-size", "4096", "--rounds", "2", "--json")
     words += ("--tokens", "8192", "--tokens", "1000", "--density", "0.02", "--density", "1")
     code, out, err = cli("bench", "train", *words)
     assert code == 0, err[-1]

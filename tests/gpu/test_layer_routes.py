@@ -1,4 +1,4 @@
-"""Contests on a GPU: apart from the step, whatever it is like, and followed by the kernels."""
+"""Contests on a GPU: within the steps, whatever they are like, and followed by the kernels."""
 
 import functools
 
@@ -12,7 +12,8 @@ from twellctl import layer_routes
 from twellctl.bundle import twell_ffn
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, NoKernels, contest
+from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, Passes
+from twellctl.own_kernels import own_kernels
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe
 from twellctl.sparsity import FfnPenalty
@@ -52,9 +53,23 @@ class Body(torch.nn.Module):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             for layer in self.layers:
                 again = functools.partial(checkpoint, layer, use_reentrant=False)
-                y = (again if checkpointed else layer)(self.x)
+                y = (again if checkpointed else layer)(self.x.detach().requires_grad_())
                 y.float().square().mean().backward()
         return {name: p.grad.float() for name, p in self.named_parameters()}
+
+
+def settle(body, routes, densities, **how) -> dict[str, torch.Tensor]:
+    """Steps until no contest is held; the gradients of the one after."""
+    routes.update(densities)
+    if routes._loading is not None:
+        routes._loading.join()
+    for _ in range(20):
+        routes.update(densities)
+        gradients = body.step(**how)
+        torch.cuda.synchronize()
+        if not any(layer.contest for layer in routes.layers):
+            return gradients
+    raise AssertionError("a contest does not end")
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -66,16 +81,14 @@ def test_layers_go_over_and_gradients_stay(monkeypatch, dtype, checkpointed):
     said = []
     routes = LayerRoutes(body.penalty.ffns, said.append)
     monkeypatch.setattr(layer_routes, "FASTER", 1e9)
+    monkeypatch.setattr(layer_routes, "LOST", 1e9)
     launched = []
     run = twell_ffn._train_ffn_op
     monkeypatch.setattr(twell_ffn, "_train_ffn_op", lambda *a: launched.append(1) or run(*a))
-    state = torch.cuda.get_rng_state()
-    routes.update([DENSITY, 0.5], 100.0)
-    found = body.step(**how)
+    found = settle(body, routes, [DENSITY, 0.5], **how)
     assert [ffn.twell_meter.route for ffn in body.penalty.ffns] == [TWELL, None]
     assert len(said) == 1
     assert said[0].startswith("layer 0 is over TwELL, at 1.00% density: ")
-    assert torch.equal(torch.cuda.get_rng_state(), state)
     assert launched
     for name, wanted in dense.items():
         assert (found[name] - wanted).norm() <= 0.02 * wanted.norm(), name
@@ -87,23 +100,35 @@ def test_layers_go_over_and_gradients_stay(monkeypatch, dtype, checkpointed):
     assert len(launched) == 1 + checkpointed
 
 
-def test_contest_leaves_no_gradient():
-    body = Body(torch.bfloat16)
-    times = contest(body.layers[0], body.x)
-    assert set(times) == {DENSE, TWELL}
-    assert all(0 < t.gpu < 1000 and 0 < t.host < 1000 for t in times.values())
-    assert all(p.grad is None for p in body.parameters())
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_passes_are_timed_forward_and_backward(checkpointed):
+    body, passes = Body(torch.bfloat16), Passes()
+    body.penalty.ffns[0].twell_meter.watch = passes.watch
+    for _ in range(3):
+        body.step(checkpointed=checkpointed, autocast=False)
+    with torch.no_grad():
+        body.layers[0](body.x)
+    times = passes.milliseconds()
+    assert len(times) == 3
+    assert all(0 < t < 1000 for t in times)
 
 
 def test_what_the_kernels_do_not_take_is_said():
-    body = Body(torch.float32)
-    with pytest.raises(NoKernels, match="the kernels take bf16, not float32"):
-        contest(body.layers[0], body.x)
+    body, said = Body(torch.float32), []
+    routes = LayerRoutes(body.penalty.ffns, said.append)
+    settle(body, routes, [DENSITY, 0.5], checkpointed=False, autocast=False)
+    assert said == ["FFNs are trained densely: the kernels take bf16, not float32"]
+    assert [ffn.twell_meter.route for ffn in body.penalty.ffns] == [DENSE, None]
 
 
 def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(layer_routes, "FASTER", 1e9)
+    monkeypatch.setattr(layer_routes, "LOST", 1e9)
+    monkeypatch.setattr(layer_routes, "SHARE", 1e9)
     monkeypatch.setattr(layer_routes, "BELOW", 1.0)
+    layer_routes._load(
+        own_kernels(), torch.cuda.current_device()
+    )  # or it lasts longer than the run
     settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
     convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}

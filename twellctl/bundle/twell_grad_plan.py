@@ -126,7 +126,7 @@ def training_tokens(N: int, K: int, slots: int, limits: Limits) -> int:
 
 def training_cap(N: int) -> int:
     """Pairs beyond which a row is cheaper densely, forward and backward."""
-    return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 32)), GROUP))
+    return min(round_up(N, GROUP), round_up(max(128, ceil_div(N, 32)), GROUP))
 
 
 def heavy_grad_window(M: int, N: int) -> int:

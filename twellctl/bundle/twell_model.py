@@ -116,14 +116,16 @@ class TwellFFN:
         meter = self.twell_meter
         if meter is None:
             return sparse_ffn(*tensors, **how)
+        end = None
         if self.training and torch.is_grad_enabled():
-            if meter.ask is not None:
-                ask, meter.ask = meter.ask, None
-                ask(self, x)
             if meter.route is not None:
                 how["route"] = meter.route
+            if meter.watch is not None:
+                end = meter.watch(x)
         how["penalty"] = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
         y, meter.hidden_sum, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
+        if end is not None:
+            end(y)
         return y
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .twell_config import TILE
 from .twell_format import keep_fired
@@ -62,15 +62,15 @@ class FfnMeter:
     """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
 
     `price` is the penalty's weight for one token, `per_neuron` whether it is divided by neurons
-    too. Where gradients are taken, `route` stands for the FFN's own, if there is one, and `ask` is
-    called once with the FFN and its input. `plain` computes where no kernels do. After a forward
-    pass there are the sum of |h|, how many fired, tokens and neurons.
+    too. Where gradients are taken, `route` stands for the FFN's own, if there is one, and `watch`
+    is called with the input; what it returns, with y. `plain` computes where no kernels do. After a
+    forward pass there are the sum of |h|, how many fired, tokens and neurons.
     """
 
     def __init__(self, *, per_neuron: bool = False):
         self.price, self.per_neuron = 0.0, per_neuron
         self.route: str | None = None
-        self.ask: Callable[[nn.Module, Tensor], None] | None = None
+        self.watch: Callable[[Tensor], Callable[[Tensor], None]] | None = None
         self.plain = plain_train_ffn
         self.hidden_sum: Tensor | None = None
         self.fired: Tensor | None = None
@@ -109,8 +109,9 @@ def plain_train_ffn(
     hidden = gate * F.linear(x, w_up, b_up)
     hidden_sum = fired = None
     if counted:
-        hidden_sum = hidden.detach().abs().sum(dtype=torch.float32)
-        fired = (gate.detach() != 0).sum()
+        # by rows first: a compiler takes these sums where it makes what is summed
+        hidden_sum = hidden.detach().abs().sum(-1, dtype=torch.float32).sum()
+        fired = (gate.detach() != 0).sum(-1).sum()
     if penalty is not None:
         hidden = AddL1Gradient.apply(hidden, penalty)
     return F.linear(hidden, w_down, b_down), hidden_sum, fired
