@@ -13,6 +13,7 @@ from twellctl.data import read_texts, token_stream
 from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.model import load_tokenizer
+from twellctl.training import SparseTrainer
 
 
 def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
@@ -47,18 +48,60 @@ def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
 
 
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):
-    tried, measure = [], module._measure
+    tried, built = [], []
+    build, compute_loss = module.build_trainer, SparseTrainer.compute_loss
 
-    def short_of_memory(checkpoint, recipe, blocks, folder):
-        tried.append((recipe.micro_batch_size, recipe.gradient_checkpointing, recipe.param_dtype))
-        if not recipe.gradient_checkpointing:
+    def building(checkpoint, teacher, recipe, *rest):
+        built.append(recipe.gradient_checkpointing)
+        return build(checkpoint, teacher, recipe, *rest)
+
+    def short_of_memory(trainer, model, inputs, *rest, **kwargs):
+        size = len(inputs["input_ids"])
+        if (size, built[-1]) not in tried:
+            tried.append((size, built[-1]))
+        if size > 1 and model.get_input_embeddings().weight.grad is None:
+            return compute_loss(trainer, model, inputs, *rest, **kwargs)  # the second part fails
+        if not built[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(checkpoint, recipe, blocks, folder)
+        return compute_loss(trainer, model, inputs, *rest, **kwargs)
 
-    monkeypatch.setattr(module, "_measure", short_of_memory)
-    found = dry_run(relu_llama, small(text_file, micro_batch_size=4))
-    assert tried == [(n, False, "float32") for n in (4, 2, 1)] + [(1, True, "float32")]
+    monkeypatch.setattr(module, "build_trainer", building)
+    monkeypatch.setattr(SparseTrainer, "compute_loss", short_of_memory)
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=4))
+    assert tried == [(4, False), (2, False), (1, False), (1, True)]
+    assert built == [False, True]  # one model for all sizes
     assert as_flags(found.changes) == "--micro-batch-size 1 --gradient-checkpointing"
+    assert found.tokens_per_second > 0
+
+
+def test_a_trainer_that_failed_measures_as_a_new_one(relu_llama, text_file, monkeypatch):
+    sizes, compute_loss = [], SparseTrainer.compute_loss
+
+    def short_of_memory(trainer, model, inputs, *rest, **kwargs):
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute_loss(trainer, model, inputs, *rest, **kwargs)
+
+    monkeypatch.setattr(SparseTrainer, "compute_loss", short_of_memory)
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8))
+    assert found.changes == {"micro_batch_size": 2}
+    assert sizes == [8, 4] + [2] * 2 * module.STEPS
+
+
+def test_a_model_that_cannot_be_loaded_is_not_loaded_again(relu_llama, text_file, monkeypatch):
+    built, build = [], module.build_trainer
+
+    def building(checkpoint, teacher, recipe, *rest):
+        built.append(recipe.param_dtype)
+        if recipe.param_dtype == "float32":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(checkpoint, teacher, recipe, *rest)
+
+    monkeypatch.setattr(module, "build_trainer", building)
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=4))
+    assert built == ["float32", "float32", "bfloat16"]  # without and with checkpoints
+    assert found.changes["param_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(("micro", "seconds"), [(8, 1), (4, 3), (2, 5), (1, 9)])
@@ -89,9 +132,9 @@ def test_the_second_part_has_the_gradients_of_the_first_beside_it(
 def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     tried, measure = [], module._measure
 
-    def measured(checkpoint, recipe, blocks, folder):
+    def measured(trainer, recipe, blocks):
         tried.append(recipe.param_dtype)
-        return measure(checkpoint, recipe, blocks, folder)
+        return measure(trainer, recipe, blocks)
 
     monkeypatch.setattr(module, "_measure", measured)
     tensors = weights(relu_llama)

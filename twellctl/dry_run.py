@@ -72,29 +72,13 @@ def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
     PartialState(cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
-        total, least = _total_bytes(), 0
-        for changes in _in_less_memory(recipe):
-            changed = dataclasses.replace(recipe, **changes)
-            least = _least_bytes(checkpoint, changed)
-            if total is not None and least > total:
-                continue
-            try:
-                measured = _measure(checkpoint, changed, blocks, Path(folder))
-                break
-            except torch.OutOfMemoryError:
-                pass  # the error holds the tensors of its frames
-            _free()
-        else:
-            raise TwellError(
-                f"out of GPU memory even with {as_flags(changes)}: that takes {least / 2**30:.1f} "
-                f"GiB before the first block; take a GPU of more memory, or a smaller model"
-            )
+        changes, measured = _measure_what_fits(checkpoint, recipe, blocks, Path(folder))
     _free()
     num_steps = _num_steps(recipe, per_byte)
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
-        total_bytes=total,
+        total_bytes=_total_bytes(),
         speedup=_speedup(checkpoint, 1 - recipe.target_sparsity),
         changes=changes,
         **measured,
@@ -176,19 +160,59 @@ def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
     return [tensor for name, tensor in named if not (tied and name == "lm_head.weight")]
 
 
-def _measure(checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path) -> dict:
+def _measure_what_fits(
+    checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
+) -> tuple[dict[str, object], dict[str, object]]:
+    """(the changes without which it does not fit, what `_measure` found with them).
+
+    A model is loaded once for all sizes of its batch, a large one takes half a minute.
+    """
+    total, trainer, loaded, least = _total_bytes(), None, None, 0
+    for changes in _in_less_memory(recipe):
+        changed = dataclasses.replace(recipe, **changes)
+        least = _least_bytes(checkpoint, changed)
+        if total is not None and least > total:
+            continue
+        how = dataclasses.replace(changed, micro_batch_size=1)
+        if how == loaded and trainer is None:
+            continue  # not even its model fitted
+        try:
+            if how != loaded:
+                trainer, loaded = None, how
+                _free()
+                trainer = _build(checkpoint, changed, blocks, folder)
+            return changes, _measure(trainer, changed, blocks)
+        except torch.OutOfMemoryError:
+            pass  # the error holds the tensors of its frames
+        if trainer is not None:
+            trainer.drop_parts()
+        _free()
+    raise TwellError(
+        f"out of GPU memory even with {as_flags(changes)}: that takes {least / 2**30:.1f} GiB "
+        "before the first block; take a GPU of more memory, or a smaller model"
+    )
+
+
+def _build(
+    checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
+) -> SparseTrainer:
+    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": recipe.micro_batch_size}
+    short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
+    probe = dataclasses.replace(recipe, **short)
+    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)
+    return build_trainer(checkpoint, teacher, probe, folder, data, Progress(silent=True))
+
+
+def _measure(trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray) -> dict[str, object]:
+    """Of some steps of a trainer that may have taken steps of other sizes before."""
     micro = min(recipe.micro_batch_size, recipe.batch_size)
     parts = recipe.batch_size // micro
     probed = min(2, parts)
-    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": probed * micro, "save_steps": 0}
-    short |= {"eval_steps": 0, "report_to": "none", "micro_batch_size": micro}
-    probe = dataclasses.replace(recipe, **short)
+    trainer.take_batches(Blocks(blocks[: STEPS * probed * micro]), micro, probed)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    teacher = choose_teacher(checkpoint, recipe)
-    data = (Blocks(blocks[: STEPS * probed * micro]), None)
-    trainer = build_trainer(checkpoint, teacher, probe, folder, data, Progress(silent=True))
     clock = _Clock(trainer)
+    trainer.remove_callback(_Clock)
     trainer.callback_handler.callbacks.insert(0, clock)
     trainer.train()
     seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
@@ -136,6 +137,17 @@ class SparseTrainer(Trainer):
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
+
+    def take_batches(self, dataset: Dataset, num_blocks: int, num_parts: int) -> None:
+        """Train on others: parts of `num_blocks`, and so many of them a step."""
+        self.train_dataset = dataset
+        self.args.per_device_train_batch_size = self._train_batch_size = num_blocks
+        self.args.gradient_accumulation_steps = num_parts
+
+    def drop_parts(self) -> None:
+        """Forget the parts of a step that did not come to its end."""
+        self._sums.clear()
+        self.model.zero_grad()
 
     def _stop_if_lost(self) -> None:
         """Raise if evaluation after evaluation is far from what the run began with, for good.
