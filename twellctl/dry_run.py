@@ -272,6 +272,7 @@ def _speedup(checkpoint: Checkpoint, density: float) -> float | None:
 
 
 def _free() -> None:
+    torch._dynamo.reset()  # code compiled for too many sizes is not compiled for one more
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
