@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from twellctl import bench_model as module
-from twellctl.bench_body import MASKLESS, last_hidden, without_mask
+from twellctl.bench_body import last_hidden
 from twellctl.bench_model import ModelSettings, bench_model
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.model import load_model
+from twellctl.model import MASKLESS, load_model, without_mask
 from twellctl.profile import profile
 from twellctl.synthetic import make_body
 from twellctl.twell_side import TwellNumbers, twell_twin

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, masking_utils
 
 from twellctl.convert import convert
+from twellctl.data import Blocks
 from twellctl.finetune import Interrupted, finetune
+from twellctl.model import MASKLESS
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe, run_folder
 
@@ -141,3 +144,21 @@ def test_weights_stored_without_the_models_prefix_are_all_saved(make_model, text
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert before.keys() == after.keys()
     assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
+
+
+def test_a_batch_is_read_as_its_items_are():
+    blocks = Blocks(np.arange(40, dtype=np.int32).reshape(10, 4), np.array([7, 2, 5]))
+    items = [block["input_ids"] for block in blocks.__getitems__([2, 0])]
+    assert [item.tolist() for item in items] == [[20, 21, 22, 23], [28, 29, 30, 31]]
+    assert torch.equal(blocks[2]["input_ids"], items[0])
+    assert items[0].dtype == torch.int64
+
+
+def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_path, monkeypatch):
+    def asked(position_ids):
+        raise AssertionError("the host would wait for the GPU")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked)
+    recipe = small(text_file, max_steps=2)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    assert MASKLESS not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The body of a model as benches run it: without a mask, and what fires in its layers."""
+"""The body of a model as benches run it, and what fires in its layers."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,24 +8,10 @@ from torch import Tensor, nn
 from twellctl.firing import Union
 from twellctl.profiled import LayerProfile
 
-MASKLESS = "twell_bench_causal"  # how SDPA without a mask is registered with transformers
-
 
 def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:
     """`[B, S]` to `[B, S, K]`."""
     return body(input_ids=ids, use_cache=False).last_hidden_state
-
-
-def without_mask(body: nn.Module, seq_len: int) -> None:
-    """Let `body` attend by SDPA's `is_causal`, unless a sliding window needs its mask."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    window = getattr(body.config, "sliding_window", None)
-    if body.config._attn_implementation == "sdpa" and (window is None or seq_len <= window):
-        # transformers makes a mask only for the names of attention that it knows
-        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
-        body.set_attn_implementation(MASKLESS)
 
 
 def about_layers(

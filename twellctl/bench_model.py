@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench_body import about_layers, last_hidden, without_mask
+from twellctl.bench_body import about_layers, last_hidden
 from twellctl.bench_device import bench_device, device_facts, model_facts
 from twellctl.bench_results import DENSE, TWELL, Bench, Point
 from twellctl.bundle.twell_config import TILE
@@ -27,7 +27,7 @@ from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import Union, count_layers
-from twellctl.model import load_model, load_tokenizer
+from twellctl.model import load_model, load_tokenizer, without_mask
 from twellctl.profiled import LayerProfile
 from twellctl.synthetic import EVEN, check_llama, check_union, make_body
 from twellctl.twell_side import (

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench_body import about_layers, last_hidden, without_mask
+from twellctl.bench_body import about_layers, last_hidden
 from twellctl.bench_device import bench_device, device_facts, model_facts
 from twellctl.bench_results import DENSE, TWELL, Point
 from twellctl.bench_train_forms import trained_dense, trained_over_twell
@@ -27,7 +27,7 @@ from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.errors import UsageError
 from twellctl.firing import Union, count_layers
 from twellctl.head_loss import HeadLoss
-from twellctl.model import checkpoint_activations
+from twellctl.model import checkpoint_activations, without_mask
 from twellctl.peak_memory import step_memory
 from twellctl.profiled import LayerProfile
 from twellctl.synthetic import EVEN, check_llama, check_union, make_body, with_head

@@ -38,6 +38,7 @@ from twellctl.model import (
     load_model,
     load_tokenizer,
     quiet_transformers,
+    without_mask,
 )
 from twellctl.optimizer import make_optimizer
 from twellctl.outputs import check_output, staged
@@ -194,6 +195,7 @@ def build_trainer(
     dtype = getattr(torch, recipe.param_dtype)
     torch.manual_seed(recipe.seed)
     model = load_model(checkpoint, dtype=dtype)
+    without_mask(model, recipe.seq_len)
     model.config.use_cache = False
     penalty = _penalty(model, recipe, checkpoint.twell["thresholds"])
     if recipe.lora_rank:
@@ -213,6 +215,8 @@ def build_trainer(
             "finetune ..."
         )
     taught_by = teacher and teacher.load()
+    if taught_by is not None:
+        without_mask(taught_by, recipe.seq_len)
     states = None
     if taught_by is not None and recipe.state_weight and comparable(model, taught_by):
         states = LayerStates(model, taught_by, recipe.state_weight)

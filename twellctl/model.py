@@ -5,17 +5,21 @@ from collections.abc import Iterator
 
 import torch
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
 from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
+
+MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
 
 
 def default_device() -> torch.device:
@@ -71,6 +75,20 @@ def _random_model(
     with quiet_transformers(), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     return model.to(device).eval()
+
+
+def without_mask(model: PreTrainedModel, seq_len: int) -> None:
+    """Let `model` attend by SDPA's `is_causal` to whole blocks of up to `seq_len` tokens.
+
+    Else transformers reads the positions back from the GPU in each forward pass, to see whether a
+    mask is needed, and the host waits. Where a shorter window needs one all stays as it is.
+    """
+    sizes = [getattr(model.config, n, None) for n in ("sliding_window", "attention_chunk_size")]
+    window = min((size for size in sizes if size), default=seq_len)
+    if model.config._attn_implementation == "sdpa" and seq_len <= window:
+        # transformers makes a mask only for the names of attention that it knows
+        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+        model.set_attn_implementation(MASKLESS)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
