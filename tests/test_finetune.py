@@ -148,10 +148,10 @@ def test_weights_stored_without_the_models_prefix_are_all_saved(make_model, text
 
 def test_a_batch_is_read_as_its_items_are():
     blocks = Blocks(np.arange(40, dtype=np.int32).reshape(10, 4), np.array([7, 2, 5]))
-    items = [block["input_ids"] for block in blocks.__getitems__([2, 0])]
-    assert [item.tolist() for item in items] == [[20, 21, 22, 23], [28, 29, 30, 31]]
-    assert torch.equal(blocks[2]["input_ids"], items[0])
-    assert items[0].dtype == torch.int64
+    batch = blocks.__getitems__([2, 0])["input_ids"]
+    assert batch.tolist() == [[20, 21, 22, 23], [28, 29, 30, 31]]
+    assert torch.equal(blocks[2]["input_ids"], batch[0])
+    assert batch.dtype == torch.int64
 
 
 def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_path, monkeypatch):

@@ -34,12 +34,15 @@ class Blocks(Dataset):
         return len(self.picked)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.__getitems__([index])[0]
+        return {name: blocks[0] for name, blocks in self.__getitems__([index]).items()}
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        """The items of a batch, read at once: between two steps the GPU waits for them."""
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """A batch, `{"input_ids": int64 [len(indices), seq_len]}`, by numpy alone, in one piece.
+
+        The GPU waits for it between two steps, and torch would wake its threads to put it together.
+        """
         picked = np.asarray(self.blocks)[self.picked[indices]]
-        return [{"input_ids": block} for block in torch.from_numpy(picked.astype(np.int64))]
+        return {"input_ids": torch.from_numpy(picked.astype(np.int64))}
 
 
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:

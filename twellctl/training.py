@@ -63,7 +63,7 @@ class SparseTrainer(Trainer):
         **kwargs: Any,
     ):
         """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`)."""
-        super().__init__(**kwargs)
+        super().__init__(data_collator=_as_it_is, **kwargs)
         self.model_accepts_loss_kwargs = (
             False  # our loss is a mean: Trainer divides by accumulation
         )
@@ -261,6 +261,11 @@ class SparseTrainer(Trainer):
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
+
+
+def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `Blocks` gives is a batch already."""
+    return batch
 
 
 def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
