@@ -46,6 +46,7 @@ def trainer_arguments(
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         dataloader_drop_last=True,
+        dataloader_pin_memory=False,  # a batch is small, and one more copy of it is one more wait
         learning_rate=recipe.learning_rate,
         lr_scheduler_type=recipe.lr_scheduler.replace("constant", "constant_with_warmup"),
         warmup_steps=round(warmup),
