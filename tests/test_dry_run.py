@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -84,8 +85,10 @@ def test_a_trainer_that_failed_measures_as_a_new_one(relu_llama, text_file, monk
         return compute_loss(trainer, model, inputs, *rest, **kwargs)
 
     monkeypatch.setattr(SparseTrainer, "compute_loss", short_of_memory)
-    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8))
+    told = []
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8), told.append)
     assert found.changes == {"micro_batch_size": 2}
+    assert told == ["out of GPU memory as asked", "out of GPU memory with --micro-batch-size 4"]
     assert sizes == [8, 4] + [2] * 2 * module.STEPS
 
 
@@ -152,6 +155,22 @@ def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     with pytest.raises(TwellError, match=r"even with .*--lora-rank 16: that takes 0.0 GiB"):
         dry_run(relu_llama, small(text_file))
     assert tried == []
+
+
+def test_the_compilers_advice_is_not_shown(relu_llama, text_file, monkeypatch, recwarn):
+    compute_loss = SparseTrainer.compute_loss
+
+    def advised(*args, **kwargs):
+        where = ("lowering.py", 1, "torch._inductor.lowering")
+        warnings.warn_explicit("Online softmax is disabled", UserWarning, *where)
+        warnings.warn_explicit("mind this", UserWarning, "x.py", 1, "theirs")
+        return compute_loss(*args, **kwargs)
+
+    monkeypatch.setattr(SparseTrainer, "compute_loss", advised)
+    dry_run(relu_llama, small(text_file))
+    said = {str(warning.message) for warning in recwarn}
+    assert "mind this" in said
+    assert "Online softmax is disabled" not in said
 
 
 def test_nothing_fits(relu_llama, text_file, monkeypatch):

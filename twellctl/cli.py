@@ -160,7 +160,7 @@ def finetune(
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
-        tried = try_out(model, settings)
+        tried = try_out(model, settings, ui.note)
         ui.dry_run(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run

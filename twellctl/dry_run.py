@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.data import Blocks, read_blocks, read_texts, text_files, token_stream, write_tokens
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import build_trainer, for_model
-from twellctl.model import load_tokenizer, quiet_transformers
+from twellctl.model import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.progress import Progress
 from twellctl.recipe import Recipe, flag_name
 from twellctl.shards import TensorInfo
@@ -61,8 +61,13 @@ class DryRun:
         return self.num_tokens / self.tokens_per_second
 
 
-def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
-    """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would."""
+def dry_run(
+    model: str | Path | Checkpoint, recipe: Recipe, note: Callable[[str], None] = lambda text: None
+) -> DryRun:
+    """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
+
+    `note` is told what does not fit, as it is found.
+    """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
     text_files([*recipe.data, *recipe.eval_data])
@@ -70,9 +75,9 @@ def dry_run(model: str | Path | Checkpoint, recipe: Recipe) -> DryRun:
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
     PartialState(cpu=not torch.cuda.is_available())
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
-        changes, measured = _measure_what_fits(checkpoint, recipe, blocks, Path(folder))
+        changes, measured = _measure_what_fits(checkpoint, recipe, blocks, Path(folder), note)
     _free()
     num_steps = _num_steps(recipe, per_byte)
     return DryRun(
@@ -161,7 +166,11 @@ def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
 
 
 def _measure_what_fits(
-    checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    blocks: np.ndarray,
+    folder: Path,
+    note: Callable[[str], None],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """(the changes without which it does not fit, what `_measure` found with them).
 
@@ -184,6 +193,7 @@ def _measure_what_fits(
             return changes, _measure(trainer, changed, blocks)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
+        note(f"out of GPU memory {f'with {as_flags(changes)}' if changes else 'as asked'}")
         if trainer is not None:
             trainer.drop_parts()
         _free()

@@ -37,6 +37,7 @@ from twellctl.model import (
     checkpoint_activations,
     load_model,
     load_tokenizer,
+    quiet_compiler,
     quiet_transformers,
     without_mask,
 )
@@ -119,7 +120,7 @@ def finetune(
         _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = run_blocks(run, recipe)
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
-    with quiet_transformers():
+    with quiet_transformers(), quiet_compiler():
         try:
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)

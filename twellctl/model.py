@@ -1,6 +1,7 @@
 """Checkpoints become torch models here, always through the stock transformers class."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -108,6 +109,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         raise TwellError(
             f"{checkpoint.name}: its tokenizer could not be loaded: {reason}"
         ) from error
+
+
+@contextlib.contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """No advice from torch's compiler to those who write the code that it compiles."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor\.")
+        yield
 
 
 @contextlib.contextmanager
