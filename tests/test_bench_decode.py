@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from twellctl import bench_decode as module
-from twellctl import bench_decode_runs as runs
-from twellctl.bench_decode import DecodeSettings, bench_decode
-from twellctl.bench_decode_forms import (
+from twellctl.bench import decode as module
+from twellctl.bench import decode_runs as runs
+from twellctl.bench.decode import DecodeSettings, bench_decode
+from twellctl.bench.decode_forms import (
     copy_bandwidth,
     few_weights,
     ffn_bytes,
@@ -17,9 +17,10 @@ from twellctl.bench_decode_forms import (
     torch_ffn,
     weights_of,
 )
-from twellctl.bench_decode_judge import judge
-from twellctl.bench_decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
-from twellctl.bench_results import DENSE, TWELL
+from twellctl.bench.decode_judge import judge
+from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.synthetic import make_body, with_head
 from twellctl.bundle.twell_model import gated_ffns, set_thresholds
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -27,7 +28,6 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.firing import FiredMeter
 from twellctl.profile import profile
-from twellctl.synthetic import make_body, with_head
 
 TINY = {
     "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "layers": 2, "hidden_size": 256,
@@ -45,7 +45,7 @@ def _one_thread():
 def _less(monkeypatch):
     """Fewer tokens are counted, and less is copied."""
     monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench_decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
 
 
 class BothForms(HFDecoder):

@@ -5,12 +5,8 @@ import json
 import pytest
 import torch
 
-from twellctl.bench_ffn import FfnSettings, bench_ffn
-from twellctl.bundle import twell_ffn
-from twellctl.bundle.twell_route import ROUTES, Choice, Kind, density_bucket
-from twellctl.errors import TwellError, UsageError
-from twellctl.firing import Union, UnionCount
-from twellctl.synthetic import (
+from twellctl.bench.ffn import FfnSettings, bench_ffn
+from twellctl.bench.synthetic import (
     FfnWeights,
     Spread,
     check_union,
@@ -18,7 +14,11 @@ from twellctl.synthetic import (
     make_weights,
     measure_firing,
 )
-from twellctl.twell_side import routes_taken
+from twellctl.bench.twell_side import routes_taken
+from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_route import ROUTES, Choice, Kind, density_bucket
+from twellctl.errors import TwellError, UsageError
+from twellctl.firing import Union, UnionCount
 
 TINY = ("--device", "cpu", "--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
 
@@ -177,7 +177,7 @@ def test_slots_are_those_of_a_profile_unless_given():
 
 def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
     monkeypatch.setattr(
-        "twellctl.bench_ffn.ffn_over_twell", lambda *numbers: lambda x, w: torch.zeros_like(x)
+        "twellctl.bench.ffn.ffn_over_twell", lambda *numbers: lambda x, w: torch.zeros_like(x)
     )
     code, out, err = cli("bench", "ffn", *TINY, "--tokens", "16", "--density", "0.02")
     assert code == 1

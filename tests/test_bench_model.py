@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from twellctl import bench_model as module
-from twellctl.bench_body import last_hidden
-from twellctl.bench_model import ModelSettings, bench_model
+from twellctl.bench import model as module
+from twellctl.bench.body import last_hidden
+from twellctl.bench.model import ModelSettings, bench_model
+from twellctl.bench.synthetic import make_body
+from twellctl.bench.twell_side import TwellNumbers, twell_twin
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.model import MASKLESS, load_model, without_mask
 from twellctl.profile import profile
-from twellctl.synthetic import make_body
-from twellctl.twell_side import TwellNumbers, twell_twin
 
 TINY = {
     "tokens": (256, 16), "seq_len": 256, "layers": 2, "hidden_size": 512, "heads": 4,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from twellctl.bench_results import DENSE, TWELL, Bench, Candidate, Outcome, Point, sentence
+from twellctl.bench.results import DENSE, TWELL, Bench, Candidate, Outcome, Point, sentence
 
 
 def point(tokens: int, joules: dict | None = None, skipped: dict | None = None, **ms: float):

@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 
-from twellctl import bench_train_forms as forms
-from twellctl import bench_train_step as step_module
-from twellctl.bench_results import DENSE, TWELL, Candidate, Outcome, Point
-from twellctl.bench_train_ffn import TrainFfnSettings, bench_train_ffn
-from twellctl.bench_train_results import TrainBench, train_sentence
-from twellctl.bench_train_step import TrainStepSettings, bench_train_step
-from twellctl.contest import relative_error
+from twellctl.bench import train_forms as forms
+from twellctl.bench import train_step as step_module
+from twellctl.bench.contest import relative_error
+from twellctl.bench.peak_memory import MIB, passes_memory, step_memory
+from twellctl.bench.results import DENSE, TWELL, Candidate, Outcome, Point
+from twellctl.bench.synthetic import EVEN, make_body, make_rows, make_weights, with_head
+from twellctl.bench.train_ffn import TrainFfnSettings, bench_train_ffn
+from twellctl.bench.train_results import TrainBench, train_sentence
+from twellctl.bench.train_step import TrainStepSettings, bench_train_step
 from twellctl.errors import TwellError, UsageError
-from twellctl.peak_memory import MIB, passes_memory, step_memory
-from twellctl.synthetic import EVEN, make_body, make_rows, make_weights, with_head
 
 TINY = ("--device", "cpu", "--hidden-size", "256", "--intermediate-size", "512", "--rounds", "1")
 MODEL = {

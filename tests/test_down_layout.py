@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from twellctl.bench.synthetic import FfnWeights
+from twellctl.bench.twell_side import TwellNumbers, as_loaded, twell_twin
 from twellctl.bundle import twell_model
 from twellctl.bundle.twell_model import gated_ffns, lay_down_by_rows, twell_class
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.synthetic import FfnWeights
-from twellctl.twell_side import TwellNumbers, as_loaded, twell_twin
 
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}

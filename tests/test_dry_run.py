@@ -14,7 +14,7 @@ from twellctl.data import read_texts, token_stream
 from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.model import load_tokenizer
-from twellctl.training import SparseTrainer
+from twellctl.training.trainer import SparseTrainer
 
 
 def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):

@@ -18,11 +18,11 @@ from twellctl import ui
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import LEEWAY, FineTuned, finetune
-from twellctl.l1_schedule import TargetL1
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe, run_folder
 from twellctl.runs import checkpoint_state
-from twellctl.training import SparseTrainer
+from twellctl.training.l1_schedule import TargetL1
+from twellctl.training.trainer import SparseTrainer
 
 
 def bad_text(tmp_path: Path, case: str) -> Path:

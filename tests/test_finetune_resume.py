@@ -17,7 +17,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.progress import Progress
 from twellctl.recipe import run_folder
 from twellctl.runs import last_checkpoint, mark_complete
-from twellctl.training import SparsityCallback
+from twellctl.training.trainer import SparsityCallback
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path
 
 
 def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, monkeypatch):
-    import twellctl.training as training
+    import twellctl.training.trainer as training
 
     def full_at_six(folder, state):
         if folder.name == "checkpoint-6":

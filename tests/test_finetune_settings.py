@@ -125,7 +125,7 @@ class SeesTwoGpus(TrainingArguments):
 
 
 def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("twellctl.trainer_arguments.TrainingArguments", SeesTwoGpus)
+    monkeypatch.setattr("twellctl.training.arguments.TrainingArguments", SeesTwoGpus)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     notes, sizes = [], []
 

@@ -13,7 +13,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.from_scratch import open_config
 from twellctl.model import load_model
-from twellctl.teacher import choose_teacher
+from twellctl.training.teacher import choose_teacher
 
 SHORT = {"max_steps": 4, "eval_steps": 0}
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from twellctl.l1_schedule import ConstantL1, TargetL1
+from twellctl.training.l1_schedule import ConstantL1, TargetL1
 
 
 def simulate(schedule, num_steps, *, lag, elasticity, stop_at=None):

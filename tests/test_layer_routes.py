@@ -5,13 +5,13 @@ import torch
 from finetune_runs import small
 from torch import nn
 
-from twellctl import layer_routes
 from twellctl.bundle.twell_model import GateThreshold, TwellFFN
 from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
-from twellctl.layer_routes import DENSE, TWELL, LayerRoutes
 from twellctl.progress import Progress
+from twellctl.training import layer_routes
+from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes
 
 
 class Ffn(TwellFFN, nn.Module):

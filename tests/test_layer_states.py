@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from twellctl.layer_states import LayerStates, comparable, ffn_layers
+from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 
 
 def _append(which, module, args, output):

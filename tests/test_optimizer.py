@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from twellctl import optimizer
-from twellctl.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal
+from twellctl.training import optimizer
+from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal
 
 ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95)
 

@@ -16,7 +16,7 @@ from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
 from twellctl.data import read_blocks, token_stream, write_tokens
 from twellctl.model import load_model
-from twellctl.sparsity import FfnPenalty, compiled_plain
+from twellctl.training.sparsity import FfnPenalty, compiled_plain
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
 

@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from twellctl import energy, timing
-from twellctl.bench_results import DENSE, TWELL
-from twellctl.contest import Contender, hold, open_course, relative_errors
-from twellctl.energy import joules_per_call, open_counter
+from twellctl.bench import energy, timing
+from twellctl.bench.contest import Contender, hold, open_course, relative_errors
+from twellctl.bench.energy import joules_per_call, open_counter
+from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.timing import Timer, by_turns
 from twellctl.errors import TwellError
-from twellctl.timing import Timer, by_turns
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from twellctl.finetune import finetune
 from twellctl.model import load_model
 from twellctl.progress import Progress
 from twellctl.runs import REPORT_FILE
-from twellctl.trained_gates import SLOPE, TrainedGates
+from twellctl.training.trained_gates import SLOPE, TrainedGates
 
 TOKENS = 24
 

@@ -90,8 +90,8 @@ def ffn(
     """
     if spread != "heavy" and (heavy_rows is not None or heavy_density is not None):
         raise UsageError("heavy-rows and heavy-density are of --spread heavy: give that, too")
-    from twellctl.bench_ffn import FfnSettings, bench_ffn
-    from twellctl.synthetic import Spread
+    from twellctl.bench.ffn import FfnSettings, bench_ffn
+    from twellctl.bench.synthetic import Spread
 
     heavy = {"heavy_rows": heavy_rows, "heavy_density": heavy_density}
     given = {
@@ -168,7 +168,7 @@ def model(
     """
     if batch is not None and tokens:
         raise UsageError("batch is in place of --tokens: give one of them")
-    from twellctl.bench_model import ModelSettings, bench_model
+    from twellctl.bench.model import ModelSettings, bench_model
 
     given = {
         "data": tuple(data or ()),
@@ -262,12 +262,12 @@ def decode(
     if ffn:
         if model is not None or data:
             raise UsageError("--ffn measures an FFN made here: leave out MODEL and --data")
-        from twellctl.bench_decode_ffn import DecodeFfnSettings, bench_decode_ffn
+        from twellctl.bench.decode_ffn import DecodeFfnSettings, bench_decode_ffn
 
         found = _measured(bench_decode_ffn, DecodeFfnSettings(rounds=rounds, **given))
         _show(found, json, ui_bench_decode.ffn_decoded)
         return
-    from twellctl.bench_decode import DecodeSettings, bench_decode
+    from twellctl.bench.decode import DecodeSettings, bench_decode
 
     settings = DecodeSettings(
         model=model,
@@ -369,14 +369,14 @@ def train(
     if model:
         if density and len(density) > 1:
             raise UsageError(f"density is given once with --model, got {len(density)}")
-        from twellctl.bench_train_step import TrainStepSettings, bench_train_step
+        from twellctl.bench.train_step import TrainStepSettings, bench_train_step
 
         given |= {"density": density[0]} if density else {}
         found = _measured(bench_train_step, TrainStepSettings(**given))
         _show(found, json, ui_bench_train.trained)
         return
-    from twellctl.bench_train_ffn import TrainFfnSettings, bench_train_ffn
-    from twellctl.synthetic import Spread
+    from twellctl.bench.synthetic import Spread
+    from twellctl.bench.train_ffn import TrainFfnSettings, bench_train_ffn
 
     given |= {"spread": Spread(spread)} if spread else {}
     given |= {"densities": tuple(density)} if density else {}

@@ -22,7 +22,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from twellctl.bench_ffn import FfnSettings, bench_ffn
+from twellctl.bench.ffn import FfnSettings, bench_ffn
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.data import Blocks, read_blocks, read_texts, text_files, token_stream, write_tokens
 from twellctl.errors import TwellError, UsageError
@@ -31,8 +31,8 @@ from twellctl.model import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.progress import Progress
 from twellctl.recipe import Recipe, flag_name
 from twellctl.shards import TensorInfo
-from twellctl.teacher import choose_teacher
-from twellctl.training import SparseTrainer
+from twellctl.training.teacher import choose_teacher
+from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
 PROBED_TOKENS = 2048

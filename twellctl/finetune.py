@@ -29,10 +29,6 @@ from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, wr
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError
 from twellctl.from_scratch import check_from_scratch
-from twellctl.l1_schedule import MAX_L1, ConstantL1, TargetL1
-from twellctl.layer_routes import LayerRoutes
-from twellctl.layer_states import LayerStates, comparable, ffn_layers
-from twellctl.lora import with_lora
 from twellctl.model import (
     checkpoint_activations,
     load_model,
@@ -41,7 +37,6 @@ from twellctl.model import (
     quiet_transformers,
     without_mask,
 )
-from twellctl.optimizer import make_optimizer
 from twellctl.outputs import check_output, staged
 from twellctl.progress import Progress
 from twellctl.recipe import RECIPE_FILE, Recipe, run_folder, save_recipe
@@ -53,11 +48,16 @@ from twellctl.runs import (
     prepare_run,
     run_blocks,
 )
-from twellctl.sparsity import FfnPenalty
-from twellctl.teacher import Teacher, choose_teacher, is_fresh
-from twellctl.trained_gates import TrainedGates
-from twellctl.trainer_arguments import micro_batch, trainer_arguments
-from twellctl.training import SparseTrainer, SparsityCallback
+from twellctl.training.arguments import micro_batch, trainer_arguments
+from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
+from twellctl.training.layer_routes import LayerRoutes
+from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
+from twellctl.training.lora import with_lora
+from twellctl.training.optimizer import make_optimizer
+from twellctl.training.sparsity import FfnPenalty
+from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
+from twellctl.training.trained_gates import TrainedGates
+from twellctl.training.trainer import SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from twellctl import bench_model as bench_model_module
+from twellctl.bench import model as bench_model_module
+from twellctl.bench.energy import open_counter
+from twellctl.bench.synthetic import make_weights, rotated_weights
+from twellctl.bench.timing import GRAPHS, PLAIN, Timer
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.energy import open_counter
 from twellctl.errors import TwellError
-from twellctl.synthetic import make_weights, rotated_weights
-from twellctl.timing import GRAPHS, PLAIN, Timer
 
 pytestmark = [
     pytest.mark.gpu,

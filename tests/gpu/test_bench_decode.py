@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from twellctl.bench.timing import GRAPHS
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.timing import GRAPHS
 
 pytestmark = [
     pytest.mark.gpu,

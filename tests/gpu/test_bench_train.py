@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from twellctl import bench_train_step
-from twellctl.bench_train_forms import dense_forms, passes_reference, twell_form
+from twellctl.bench import train_step as bench_train_step
+from twellctl.bench.contest import relative_error
+from twellctl.bench.peak_memory import MIB, passes_memory, step_memory
+from twellctl.bench.synthetic import EVEN, make_rows, make_weights
+from twellctl.bench.timing import PLAIN
+from twellctl.bench.train_forms import dense_forms, passes_reference, twell_form
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.contest import relative_error
-from twellctl.peak_memory import MIB, passes_memory, step_memory
-from twellctl.synthetic import EVEN, make_rows, make_weights
-from twellctl.timing import PLAIN
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from twellctl.convert import convert
 from twellctl.finetune import finetune
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe
-from twellctl.trainer_arguments import trainer_arguments
+from twellctl.training.arguments import trainer_arguments
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,16 +8,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from twellctl import layer_routes
+from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bundle import twell_ffn
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.layer_routes import DENSE, TWELL, LayerRoutes, Passes
 from twellctl.own_kernels import own_kernels
 from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe
-from twellctl.sparsity import FfnPenalty
-from twellctl.synthetic import EVEN, make_rows, make_weights
+from twellctl.training import layer_routes
+from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes
+from twellctl.training.sparsity import FfnPenalty
 
 pytestmark = [
     pytest.mark.gpu,

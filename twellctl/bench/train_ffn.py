@@ -1,6 +1,6 @@
 """twellctl bench train: forward and backward of one gated FFN with the L1 penalty, dense and TwELL.
 
-Inputs are synthetic (`twellctl.synthetic`). Plain calls, as training makes them, go through copies
+Inputs are synthetic (`synthetic`). Plain calls, as training makes them, go through copies
 of the weights in turn. A call computes y, the sum of |hidden| and, by a random gradient of y, those
 of x and of all weights; y and each gradient are compared with float64. Memory is what a call takes
 on top of x, the weights and y's gradient.
@@ -13,22 +13,19 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from twellctl.bench_device import bench_device, device_facts
-from twellctl.bench_results import Point
-from twellctl.bench_train_forms import (
-    ForwardPass,
-    TrainedForm,
-    dense_forms,
-    passes_reference,
-    twell_form,
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    check_course,
+    hold,
+    open_course,
+    relative_error,
 )
-from twellctl.bench_train_results import TrainBench
-from twellctl.bundle.twell_config import SLOTS
-from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_error
-from twellctl.dense_ffn import fresh_compiler
-from twellctl.errors import UsageError
-from twellctl.peak_memory import passes_memory
-from twellctl.synthetic import (
+from twellctl.bench.dense_ffn import fresh_compiler
+from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.peak_memory import passes_memory
+from twellctl.bench.results import Point
+from twellctl.bench.synthetic import (
     EVEN,
     FfnWeights,
     Spread,
@@ -39,8 +36,18 @@ from twellctl.synthetic import (
     measure_firing,
     rotated_weights,
 )
-from twellctl.timing import Timer
-from twellctl.twell_side import require_kernels
+from twellctl.bench.timing import Timer
+from twellctl.bench.train_forms import (
+    ForwardPass,
+    TrainedForm,
+    dense_forms,
+    passes_reference,
+    twell_form,
+)
+from twellctl.bench.train_results import TrainBench
+from twellctl.bench.twell_side import require_kernels
+from twellctl.bundle.twell_config import SLOTS
+from twellctl.errors import UsageError
 
 DTYPE = torch.bfloat16
 PENALTY = 0.125  # beside gradients of hidden of about 1: what goes wrong with it is seen

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.synthetic import FfnWeights
+from twellctl.bench.synthetic import FfnWeights
 
 MODES = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from twellctl.bench.timing import Timer
 from twellctl.errors import TwellError
-from twellctl.timing import Timer
 
 WARM_SECONDS = 0.3
 PASSES = 2  # over all candidates, the second one backwards

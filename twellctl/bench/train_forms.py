@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bench_results import DENSE, TWELL
+from twellctl.bench.dense_ffn import compiled, dense_modes
+from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.synthetic import FfnWeights
+from twellctl.bench.twell_side import as_loaded, shared_copy, twell_name
 from twellctl.bundle.twell_ffn import train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import AddL1Gradient
-from twellctl.dense_ffn import compiled, dense_modes
 from twellctl.own_kernels import own_kernels
-from twellctl.synthetic import FfnWeights
-from twellctl.twell_side import as_loaded, shared_copy, twell_name
 
 Form = Callable[..., tuple[Tensor, Tensor]]
 ROUTE = "twell"  # whatever the density: what is asked is what the kernels are worth there

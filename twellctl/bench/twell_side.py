@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellctl.bench.synthetic import FfnWeights
+from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_model import (
     by_rows_of_neurons,
@@ -21,8 +23,6 @@ from twellctl.bundle.twell_model import (
 )
 from twellctl.errors import TwellError, UsageError
 from twellctl.own_kernels import own_kernels
-from twellctl.synthetic import FfnWeights
-from twellctl.timing import GRAPHS_BELOW
 
 
 def check_routes(routes: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """twellctl bench ffn: one gated FFN over TwELL against all that torch has for the dense one.
 
-The inputs are synthetic (`twellctl.synthetic`). The weights lie in memory several times, and the
+The inputs are synthetic (`synthetic`). The weights lie in memory several times, and the
 calls go through the copies in turn, so that a call finds none of its weights in the L2 cache, as in
 a model, whose other layers came in between. The rows are the same for each call: in a model, too,
 the norm has just written them.
@@ -13,13 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.bench_device import bench_device, device_facts
-from twellctl.bench_results import DENSE, TWELL, Bench, Point
-from twellctl.bundle.twell_config import TILE
-from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
-from twellctl.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
-from twellctl.errors import UsageError
-from twellctl.synthetic import (
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    check_course,
+    hold,
+    open_course,
+    relative_errors,
+)
+from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
+from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.synthetic import (
     EVEN,
     FfnWeights,
     Spread,
@@ -30,7 +35,7 @@ from twellctl.synthetic import (
     measure_firing,
     rotated_weights,
 )
-from twellctl.twell_side import (
+from twellctl.bench.twell_side import (
     as_loaded,
     check_routes,
     ffn_over_twell,
@@ -38,6 +43,8 @@ from twellctl.twell_side import (
     routes_taken,
     twell_name,
 )
+from twellctl.bundle.twell_config import TILE
+from twellctl.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512

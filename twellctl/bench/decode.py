@@ -1,7 +1,7 @@
 """twellctl bench decode: token by token, a whole model dense and over TwELL in the same engine.
 
 Besides them transformers' own generate. The model is one of the user's with prompts from real text,
-or a random ReLU Llama made here (`twellctl.synthetic`). Each form continues the same prompts
+or a random ReLU Llama made here (`synthetic`). Each form continues the same prompts
 greedily, and what counts is the median of the last steps, sampling included. The floor of a form is
 what must be read in a step, at the speed at which this device copies.
 """
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bench_decode_forms import (
+from twellctl.bench.decode_forms import (
     copy_bandwidth,
     few_forms,
     step_bytes,
     weights_of,
     why_no_few,
 )
-from twellctl.bench_decode_judge import Judged, judge
-from twellctl.bench_decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
-from twellctl.bench_decode_runs import ModelForm, OpenForm, forms_of
-from twellctl.bench_device import bench_device, device_facts, model_facts
-from twellctl.bench_results import DENSE, TWELL
+from twellctl.bench.decode_judge import Judged, judge
+from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
+from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body, with_head
+from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_model import gated_ffns
@@ -36,8 +38,6 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.firing import count_layers
 from twellctl.machine import line
 from twellctl.model import load_model, load_tokenizer
-from twellctl.synthetic import EVEN, check_llama, check_union, make_body, with_head
-from twellctl.timing import Timer, by_turns
 
 CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 32768

@@ -1,6 +1,6 @@
 """twellctl bench decode --ffn: one gated FFN for few tokens, dense and over TwELL.
 
-Inputs are synthetic (`twellctl.synthetic`). Calls go through copies of the weights in turn, a dozen
+Inputs are synthetic (`synthetic`). Calls go through copies of the weights in turn, a dozen
 at least, so that none lie in the L2 cache, as in a model; on a GPU a CUDA graph of a call for each
 copy is replayed. Beside each time stands its floor: the bytes that must be read, at the speed at
 which this device copies.
@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bench_decode_forms import (
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    check_course,
+    hold,
+    open_course,
+    relative_errors,
+)
+from twellctl.bench.decode_forms import (
     FewWeights,
     copy_bandwidth,
     few_forms,
@@ -22,14 +30,10 @@ from twellctl.bench_decode_forms import (
     ffn_bytes,
     why_no_few,
 )
-from twellctl.bench_device import bench_device, device_facts
-from twellctl.bench_results import DENSE, TWELL, Bench, Point
-from twellctl.bundle.twell_few import FEW_TOKENS
-from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
-from twellctl.dense_ffn import reference
-from twellctl.errors import UsageError
-from twellctl.firing import Union, UnionCount
-from twellctl.synthetic import (
+from twellctl.bench.dense_ffn import reference
+from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.synthetic import (
     EVEN,
     FfnWeights,
     check_sizes,
@@ -38,6 +42,9 @@ from twellctl.synthetic import (
     make_weights,
     rotated_weights,
 )
+from twellctl.bundle.twell_few import FEW_TOKENS
+from twellctl.errors import UsageError
+from twellctl.firing import Union, UnionCount
 
 COPIES = 12  # at least, where the memory allows
 COUNTED_ROWS = 8192

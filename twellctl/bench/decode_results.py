@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from twellctl.bench_results import SCHEMA_VERSION, TWELL
+from twellctl.bench.results import SCHEMA_VERSION, TWELL
 
 ALLOWED_SHORTFALL = 0.25  # standard deviations of the logits; rounding in bf16 stays far below
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from twellctl.bench_results import DENSE, TWELL
+from twellctl.bench.dense_ffn import fresh_compiler
+from twellctl.bench.results import DENSE, TWELL
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.timed import timed_run
-from twellctl.dense_ffn import fresh_compiler
 from twellctl.model import quiet_transformers
 
 GENERATE, STATIC, ENGINE_DENSE, ENGINE_TWELL = "generate", "generate static", "dense", "twell"

@@ -18,13 +18,13 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
-from twellctl.head_loss import HeadLoss
-from twellctl.l1_schedule import ConstantL1, TargetL1
-from twellctl.layer_routes import LayerRoutes
-from twellctl.layer_states import LayerStates
 from twellctl.runs import last_checkpoint, mark_complete
-from twellctl.sparsity import FfnPenalty
-from twellctl.trained_gates import SLOPE, TrainedGates
+from twellctl.training.head_loss import HeadLoss
+from twellctl.training.l1_schedule import ConstantL1, TargetL1
+from twellctl.training.layer_routes import LayerRoutes
+from twellctl.training.layer_states import LayerStates
+from twellctl.training.sparsity import FfnPenalty
+from twellctl.training.trained_gates import SLOPE, TrainedGates
 
 LOST = 3  # so many evaluations in a row above the first end a run,
 RECOVERS = 0.1  # unless they make up this share of what they are above it

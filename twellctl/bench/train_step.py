@@ -1,6 +1,6 @@
 """twellctl bench train --model: whole training steps of a random ReLU Llama, dense and over TwELL.
 
-A step is forward, cross-entropy some tokens at a time (`twellctl.head_loss`), the L1 penalty,
+A step is forward, cross-entropy some tokens at a time (`head_loss`), the L1 penalty,
 backward, clipping and AdamW. Body and cross-entropy are compiled or not; all but the FFNs is alike
 on both sides. The learning rate is 0: AdamW does all its work, and the weights stay as they are, so
 that all candidates and all steps compute on the same. Attention is SDPA without a mask. The
@@ -16,22 +16,29 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench_body import about_layers, last_hidden
-from twellctl.bench_device import bench_device, device_facts, model_facts
-from twellctl.bench_results import DENSE, TWELL, Point
-from twellctl.bench_train_forms import trained_dense, trained_over_twell
-from twellctl.bench_train_results import TrainBench
+from twellctl.bench.body import about_layers, last_hidden
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    check_course,
+    hold,
+    open_course,
+    relative_error,
+)
+from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
+from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.peak_memory import step_memory
+from twellctl.bench.results import DENSE, TWELL, Point
+from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body, with_head
+from twellctl.bench.train_forms import trained_dense, trained_over_twell
+from twellctl.bench.train_results import TrainBench
+from twellctl.bench.twell_side import require_kernels, shared_copy, twell_name
 from twellctl.bundle.twell_config import SLOTS, TILE
-from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_error
-from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.errors import UsageError
 from twellctl.firing import Union, count_layers
-from twellctl.head_loss import HeadLoss
 from twellctl.model import checkpoint_activations, without_mask
-from twellctl.peak_memory import step_memory
 from twellctl.profiled import LayerProfile
-from twellctl.synthetic import EVEN, check_llama, check_union, make_body, with_head
-from twellctl.twell_side import require_kernels, shared_copy, twell_name
+from twellctl.training.head_loss import HeadLoss
 
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
 CHECKPOINTING = ("off", "on")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from twellctl.bench_results import Bench, Candidate, Point
+from twellctl.bench.results import Bench, Candidate, Point
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """twellctl bench model: the body of a whole model over TwELL against the stock class.
 
 The model is one of the user's with real text, or a random ReLU Llama made here
-(`twellctl.synthetic`). Both sides share their weights and differ in their FFNs only. What is timed
+(`synthetic`). Both sides share their weights and differ in their FFNs only. What is timed
 is a prefill: token ids in, last hidden states out, no LM head and no cache.
 
 Attention is PyTorch's SDPA with `is_causal` on every side. The stock code would make a whole mask
@@ -16,21 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench_body import about_layers, last_hidden
-from twellctl.bench_device import bench_device, device_facts, model_facts
-from twellctl.bench_results import DENSE, TWELL, Bench, Point
-from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.contest import Contender, Course, check_course, hold, open_course, relative_errors
-from twellctl.data import read_texts, spread_windows, token_stream
-from twellctl.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.errors import TwellError, UsageError
-from twellctl.firing import Union, count_layers
-from twellctl.model import load_model, load_tokenizer, without_mask
-from twellctl.profiled import LayerProfile
-from twellctl.synthetic import EVEN, check_llama, check_union, make_body
-from twellctl.twell_side import (
+from twellctl.bench.body import about_layers, last_hidden
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    check_course,
+    hold,
+    open_course,
+    relative_errors,
+)
+from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
+from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body
+from twellctl.bench.twell_side import (
     TwellNumbers,
     check_routes,
     require_kernels,
@@ -38,6 +37,14 @@ from twellctl.twell_side import (
     twell_name,
     twell_twin,
 )
+from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.data import read_texts, spread_windows, token_stream
+from twellctl.errors import TwellError, UsageError
+from twellctl.firing import Union, count_layers
+from twellctl.model import load_model, load_tokenizer, without_mask
+from twellctl.profiled import LayerProfile
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bench_results import DENSE, FEW_DENSE, TWELL
+from twellctl.bench.contest import MUST_RUN
+from twellctl.bench.results import DENSE, FEW_DENSE, TWELL
+from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_few import (
     few_ffn,
     few_gated,
@@ -26,9 +28,7 @@ from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kerne
 from twellctl.bundle.twell_model import activation_name, gated_ffns
 from twellctl.bundle.twell_reasons import why_not_loaded
 from twellctl.bundle.twell_weights import FFN
-from twellctl.contest import MUST_RUN
 from twellctl.own_kernels import own_kernels
-from twellctl.timing import Timer
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 BANDWIDTH_SAMPLES = 5

@@ -1,0 +1,1 @@
+"""The parts of fine-tuning that a run is put together from."""
