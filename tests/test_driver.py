@@ -19,7 +19,7 @@ from twellctl.bundle.twell_nvrtc import KernelError
 CONFIG = struct.Struct("@7I P P I 4x")
 # an id, padding up to 8 bytes, a union of 64 bytes that begins with the one int that is used
 ATTRIBUTE = struct.Struct("@i 4x i 60x")
-CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 ANSWER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
@@ -73,17 +73,23 @@ def test_the_structs_are_cudas():
     assert (attribute.id.offset, attribute.value.offset) == (0, 8)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_the_driver_gets(driver, overlap):
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({}, []),
+        ({"overlap": True}, [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)]),
+        ({"together": True}, [(COOPERATIVE, 1)]),
+    ],
+)
+def test_what_the_driver_gets(driver, how, wanted):
     made, x = driver("PPiqf"), torch.zeros(3)
-    early = [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if overlap else []
     for count, grid in enumerate(((132,), (7, 8), (7, 8, 9))):
         args = (x[count:], None, -5 - count, np.int64(-(2**40)), 0.25)
-        start(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234, overlap=overlap)
+        start(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234, **how)
         sizes, stream, attributes, function, found, extra = made.calls[-1]
         assert sizes == [*grid, *(1,) * (3 - len(grid)), 256, 1, 1, 100_000]
         assert stream == 0x7F00_0000_1234
-        assert attributes == early
+        assert attributes == wanted
         assert function == 2**62
         assert found == [x.data_ptr() + 4 * count, 0, -5 - count, -(2**40), 0.25]
         assert extra is None
@@ -212,5 +218,6 @@ def test_who_may_start_early(monkeypatch, capability, overlap, started, current)
     kernels, x = KernelSet({}, 0), torch.zeros(3)
     kernels._functions["k"], kernels._shared["k"] = Function(), 48 * 1024
     kernels.launch("k", (4, 2), 256, (x, None, 7, 0.5), 1000, overlap=overlap)
-    assert calls == [(99, (4, 2), 256, (x, None, 7, 0.5), 1000, 500, {"overlap": started})]
+    how = {"overlap": started, "together": False}
+    assert calls == [(99, (4, 2), 256, (x, None, 7, 0.5), 1000, 500, how)]
     assert entered == ([] if current == 0 else [0])

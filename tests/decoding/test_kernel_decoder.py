@@ -258,3 +258,10 @@ def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     model = tiny(**SIZES).bfloat16()
     change(model)
     assert said in KernelDecoder.why_not(model)
+
+
+def test_a_step_is_one_kernel_only_if_asked_for(tiny, monkeypatch):
+    monkeypatch.delenv("TWELL_WHOLE_STEP", raising=False)
+    assert "TWELL_WHOLE_STEP=1" in module.why_not_one_kernel(tiny("llama", **SIZES))
+    monkeypatch.setenv("TWELL_WHOLE_STEP", "1")
+    assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))

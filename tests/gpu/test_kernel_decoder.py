@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder, why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.timed import timed_run
 
@@ -22,11 +22,19 @@ FAMILIES = {
     "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
 }
+ONE_KERNEL = {  # models of which a step of one row is one kernel
+    "llama": {"num_attention_heads": 32, "num_key_value_heads": 32},
+    "few heads of k": {"num_attention_heads": 32, "num_key_value_heads": 8},
+    "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2},
+    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "mistral": {"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 40},
+    "wide": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
 LENGTHS = (5, 70, 130, 33, 1, 64)
 NUM_TOKENS = 40
 
 
-def make(family: str):
+def make(family: str, changes: dict | None = None):
     """A random ReLU model in bf16 whose logits spread over some units."""
     settings = {
         "vocab_size": 1000,
@@ -42,8 +50,8 @@ def make(family: str):
         "hidden_act": "relu",
     }
     torch.manual_seed(0)
-    kind = "llama" if family == "odd heads" else family
-    config = AutoConfig.for_model(kind, **settings | FAMILIES[family])
+    kind = family if family in ("qwen2", "qwen3", "mistral") else "llama"
+    config = AutoConfig.for_model(kind, **settings | (changes or FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases
@@ -86,6 +94,66 @@ def test_tokens_are_the_models_own(family, sparse):
     for prompt, written in zip(prompts, tokens, strict=True):
         wanted = logits_of(judge, prompt, written)
         usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))  # of bf16 itself
+        found = shortfall(wanted, torch.tensor(written, device="cuda"))
+        assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
+@pytest.fixture
+def one_kernel(monkeypatch):
+    """Steps of one row are one kernel."""
+    monkeypatch.setenv("TWELL_WHOLE_STEP", "1")
+
+
+def make_for_one_kernel(family: str):
+    settings = {"hidden_size": 2048, "initializer_range": 0.03}
+    return make(family, settings | ONE_KERNEL[family])
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("family", ONE_KERNEL)
+def test_a_row_alone(one_kernel, family, sparse):
+    """A step in one kernel is as near to the model in float64 as the kernels one by one."""
+    model = make_for_one_kernel(family)
+    judge = copy.deepcopy(model).double()
+    assert KernelDecoder.why_not(model) is None
+    assert why_not_one_kernel(model) is None
+    decoder = KernelDecoder(model, sparse)
+    decoder.open_cache(35)
+    whole = decoder._whole
+    for length in (1, 5, 64, 130, 700, 2000):
+        ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
+        table = torch.randperm(34, device="cuda").int()[None] + 1
+        positions = torch.arange(length + 1, device="cuda").int()
+        with torch.inference_mode():
+            decoder.prefill(ids[:, :-1], positions[None, :-1], table)
+            inputs = ids[0, -1:].int(), positions[-1:], table
+            found = []
+            for step in (None, whole, whole):
+                decoder._whole = step
+                logits, counts = decoder.step(*inputs)
+                found.append((logits.clone(), counts.clone()))
+            wanted = judge(ids).logits[0, -1]
+        (one_by_one, fired), (at_once, fired_at_once), again = found
+        assert torch.equal(at_once, again[0])
+        assert torch.equal(fired_at_once, again[1])
+        usual, error = ((logits[0] - wanted).abs().max() for logits in (one_by_one, at_once))
+        assert error <= max(2 * usual, 0.05), f"at position {length}"
+        assert (fired - fired_at_once).abs().sum() <= 0.02 * fired.sum() + 2
+
+
+@pytest.mark.parametrize("family", ONE_KERNEL)
+def test_a_text_alone(one_kernel, family):
+    model = make_for_one_kernel(family)
+    judge = copy.deepcopy(model).double()
+    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in (5, 130)]
+    scheduler = open_scheduler(
+        model, decoder=KernelDecoder(model), max_running=2, cache_bytes=1 << 28
+    )
+    for prompt in prompts:
+        (written,) = timed_run(scheduler, [prompt], NUM_TOKENS).tokens
+        assert timed_run(scheduler, [prompt], NUM_TOKENS).tokens == [written]
+        wanted = logits_of(judge, prompt, written)
+        usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
         found = shortfall(wanted, torch.tensor(written, device="cuda"))
         assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from .twell_nvrtc import KernelError
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_...
+# CU_LAUNCH_ATTRIBUTE_...
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 # how an argument of each type lies in its place
 _PLACES = {
     Tensor: "Q",
@@ -63,7 +64,9 @@ class _Frame(threading.local):
     def __init__(self):
         self.config, self.values = _Config(), ctypes.create_string_buffer(_MOST_BYTES)
         self.early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
-        self.config_at, self.early_at = map(ctypes.addressof, (self.config, self.early))
+        self.together = _Attribute(_COOPERATIVE, value=(1,))
+        kept = self.config, self.early, self.together
+        self.config_at, self.early_at, self.together_at = map(ctypes.addressof, kept)
         self.pointers: dict[tuple, ctypes.Array] = {}
 
 
@@ -79,8 +82,10 @@ def start(
     stream: int,
     *,
     overlap: bool = False,
+    together: bool = False,
 ) -> None:
-    """Launch CUfunction `function`; with `overlap` it may start before the kernel in front ends.
+    """Launch CUfunction `function`; with `overlap` it may start before the kernel in front ends,
+    or else with `together` all its blocks run at the same time.
 
     Of `args` tensors are pointers, None is a null pointer, int and float have 32 bits, np.int64 and
     tensor maps are what they are. The function's device must be the current one. Raises
@@ -100,7 +105,8 @@ def start(
         places = [base + offset for offset in _offsets(kinds)]
         pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
     size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
-    _PACK_CONFIG(frame.config, 0, *size, stream, frame.early_at if overlap else 0, int(overlap))
+    attribute = frame.early_at if overlap else frame.together_at if together else 0
+    _PACK_CONFIG(frame.config, 0, *size, stream, attribute, int(attribute > 0))
     given = frame.config_at, function, ctypes.addressof(pointers), None
     status = _launch_kernel()(*given)
     if status == _NO_CONTEXT:  # a thread that has not asked CUDA for anything yet, as autograd's

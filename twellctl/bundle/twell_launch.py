@@ -37,6 +37,12 @@ ENTRY_FILES = {
     "grad_gate_up": "grad_sums.cu",
     "grad_down": "grad_sums.cu",
     "grad_x": "grad_sums.cu",
+    **{
+        f"step_{K}_{D}{form}": f"step_{K}.cu"
+        for K in (2048, 4096)
+        for D in (64, 128)
+        for form in ("", "_dense")
+    },
     "rms_norm": "norm.cu",
     "embed_norm": "norm.cu",
     **{f"attend_{D}_{heads}": "attend.cu" for D in (64, 96, 128) for heads in (1, 2, 4)},
@@ -154,29 +160,32 @@ class KernelSet:
         smem_bytes: int = 0,
         *,
         overlap: bool = False,
+        together: bool = False,
     ) -> None:
         """Launch entry `name` on torch's current stream of this device.
 
         `args` are as `start` takes them. `overlap` lets the kernel start before the one in front
-        of it has ended (kernels/dependent.cuh says what it may do then).
+        of it has ended (kernels/dependent.cuh says what it may do then); `together`: its blocks
+        wait for each other.
         """
         function = self._functions.get(name)
         if function is None:
             self.prepare([name])
             function = self._functions[name]
-        given = name, function, grid, block, tuple(args), smem_bytes, overlap
+        given = name, function, grid, block, tuple(args), smem_bytes, overlap, together
         if torch._C._cuda_getDevice() == self._index:
             self._start(*given)
         else:
             with torch.cuda.device(self._index):
                 self._start(*given)
 
-    def _start(self, name, function, grid, block, args, smem_bytes, overlap) -> None:
+    def _start(self, name, function, grid, block, args, smem_bytes, overlap, together) -> None:
         if smem_bytes > self._shared[name]:
             self._allow_shared(name, function, smem_bytes)
         early = overlap and device_limits(self._index).capability >= (9, 0)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        start(function.ptr, grid, block, args, smem_bytes, stream, overlap=early)
+        how = {"overlap": early, "together": together}
+        start(function.ptr, grid, block, args, smem_bytes, stream, **how)
 
     def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
         with self._lock:

@@ -6,14 +6,17 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them.
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row is one
+launch in the place of all that, if TWELL_WHOLE_STEP=1 asks for it and the model is such that it can
+be (whole_step.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,32 +57,19 @@ from twellctl.decoding.attention import (
 )
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.pages import PAGE, pages_for
+from twellctl.decoding.whole_step import (
+    DecoderLayer,
+    Linear,
+    StepSizes,
+    WholeStep,
+    why_no_whole_step,
+)
 from twellctl.own_kernels import own_kernels
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _WIDTHS = (16, 128, 512)  # of block tables: 1, 8 and 32 thousand positions
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """`weight` `[N, K]`, `bias` `[N]` or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One decoder layer as the kernels take it."""
-
-    input_norm: Tensor
-    qkv: _Linear
-    attend: AttendLayer
-    out: _Linear
-    ffn_norm: Tensor
-    ffn: FFN
 
 
 class KernelDecoder:
@@ -128,6 +118,7 @@ class KernelDecoder:
         rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
         plans = [self._plan(B, W) for B in rows for W in widths]
         self._workspace = open_workspace(plans, self.device)
+        self._whole = self._whole_step()
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
@@ -138,6 +129,9 @@ class KernelDecoder:
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         B = len(tokens)
+        if B == 1 and self._whole is not None:
+            logits, counts = self._whole(tokens, positions, tables)
+            return logits, counts[: len(self.neurons)]
         plan = self._plan(B, tables.shape[1])
         counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=self.device)
         table = self._model.get_input_embeddings().weight
@@ -168,8 +162,28 @@ class KernelDecoder:
         )
         return logits, counts[: len(self.neurons)]
 
+    def _whole_step(self) -> WholeStep | None:
+        """For steps of one row, if the model is such."""
+        if why_not_one_kernel(self._model) is not None:
+            return None
+        layers, body = self._layers, self._model.model
+        if not self._sparse:  # larger batches read W_down by rows of K
+            layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
+        return WholeStep(
+            self.kernels,
+            self._limits,
+            _step_sizes(self._model),
+            layers,
+            self._model.get_input_embeddings().weight,
+            body.norm.weight,
+            self._model.lm_head.weight,
+            self._rotary,
+            self._eps,
+            sparse=self._sparse,
+        )
+
     def _linear(
-        self, x: Tensor, linear: _Linear, residual: Tensor | None = None, *, ahead: bool = False
+        self, x: Tensor, linear: Linear, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
         how = {"residual": residual, "ahead": ahead, "overlap": True}
         return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
@@ -181,7 +195,7 @@ class KernelDecoder:
         hidden = few_gated(*here, x, ffn, overlap=True)
         if ffn.N % 64:  # more than few_linear takes
             return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
-        return self._linear(hidden, _Linear(ffn.w_down, ffn.b_down), residual)
+        return self._linear(hidden, Linear(ffn.w_down, ffn.b_down), residual)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
         if (B, width) not in self._plans:
@@ -190,10 +204,10 @@ class KernelDecoder:
             self._plans[B, width] = plan_attend(B, *heads, D, width * PAGE, self._limits.num_sms)
         return self._plans[B, width]
 
-    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> _Layer:
+    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> DecoderLayer:
         attention = layer.self_attn
         q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        return _Layer(
+        return DecoderLayer(
             layer.input_layernorm.weight,
             _put_together([attention.q_proj, attention.k_proj, attention.v_proj]),
             AttendLayer(
@@ -205,7 +219,7 @@ class KernelDecoder:
                 None if k_norm is None else k_norm.weight,
                 self._eps,
             ),
-            _Linear(attention.o_proj.weight, attention.o_proj.bias),
+            Linear(attention.o_proj.weight, attention.o_proj.bias),
             layer.post_attention_layernorm.weight,
             self._ffn_of(layer.mlp),
         )
@@ -224,14 +238,41 @@ class KernelDecoder:
         )
 
 
-def _put_together(linears: list[nn.Linear]) -> _Linear:
+def _by_neurons(ffn: FFN) -> FFN:
+    return replace(ffn, w_down=ffn.w_down.t().contiguous())
+
+
+def why_not_one_kernel(model: PreTrainedModel) -> str | None:
+    """None if steps of one row are one launch, else why they are many."""
+    if os.environ.get("TWELL_WHOLE_STEP") != "1":
+        return "a step in one kernel is taken with TWELL_WHOLE_STEP=1 only"
+    layers = range(model.config.num_hidden_layers)
+    if len({_window(model, i) for i in layers}) > 1:
+        return "a step in one kernel has the same window in all layers"
+    if model.lm_head.bias is not None:
+        return "a step in one kernel has no bias of the LM head"
+    return why_no_whole_step(_step_sizes(model), device_limits(model.device.index))
+
+
+def _step_sizes(model: PreTrainedModel) -> StepSizes:
+    config = model.config
+    return StepSizes(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        _head_dim(model),
+        config.vocab_size,
+    )
+
+
+def _put_together(linears: list[nn.Linear]) -> Linear:
     """The weights of several layers in one, of which they become parts."""
     parts = [linear.out_features for linear in linears]
     whole = torch.cat([linear.weight for linear in linears])
     for linear, part in zip(linears, whole.split(parts), strict=True):
         linear.weight.data = part
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return _Linear(whole, bias)
+    return Linear(whole, bias)
 
 
 def _put_over_twell(model: PreTrainedModel) -> None:
@@ -305,7 +346,9 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
     few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M, limits)}
-    others = "embed_norm", "rms_norm", "choose", attention
+    others = ["embed_norm", "rms_norm", "choose", attention]
+    if why_not_one_kernel(model) is None:
+        others += [_step_sizes(model).entry(sparse) for sparse in (True, False)]
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:

@@ -1,0 +1,209 @@
+"""`step` (kernels/step.cuh) on a CPU: its sources, compiled by g++ over emulator/, and a judge.
+
+The emulator runs all threads of all blocks, with copies and barriers, in random order. What kernels
+do by inline assembly stands in emulator/instructions.h a second time; all else is the source.
+"""
+
+import ctypes
+import functools
+import struct
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twellctl.resources import resource_dir
+
+EMULATOR = Path(__file__).parent / "emulator"
+PAGE, EPS, VOCABULARY = 64, 1e-5, 512
+HEADERS = (
+    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),
+    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_block.cuh"),
+    *("step_products.cuh", "step_attend.cuh", "step_ffn.cuh", "step.cuh"),
+)
+
+
+def without_assembly(text: str) -> str:
+    """CUDA source without its functions that are inline assembly."""
+    kept: list[str] = []
+    lines = iter(text.splitlines())
+    for line in lines:
+        function = [line]
+        if line.startswith("__device__"):
+            while not (function[-1] == "}" or (len(function) == 1 and line.endswith("}"))):
+                function.append(next(lines))
+        if any("asm" in part for part in function) and line.startswith("__device__"):
+            while kept and kept[-1].startswith("template <"):
+                kept.pop()
+            continue
+        kept += function
+    return "\n".join(kept) + "\n"
+
+
+@functools.cache
+def library(folder: Path, K: int, D: int, sparse: bool) -> ctypes.CDLL:
+    """`step` of these sizes, built in `folder`."""
+    for name in HEADERS:
+        text = (resource_dir("kernels") / name).read_text()
+        (folder / name).write_text(without_assembly(text))
+    made = folder / f"step_{K}_{D}_{sparse}.so"
+    defines = [f"-DTWELL_STEP_K={K}", f"-DSTEP_DIM={D}", f"-DSTEP_SPARSE={str(sparse).lower()}"]
+    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines]
+    paths = ["-I", str(folder), "-I", str(EMULATOR), str(EMULATOR / "step.cpp"), "-o", str(made)]
+    subprocess.run([*command, *paths], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@dataclass
+class Model:
+    """Random layers, and a cache that is full of numbers; all bf16."""
+
+    K: int
+    D: int
+    H: int
+    Hkv: int
+    N: int
+    layers: int
+    position: int
+    biases: bool = False
+    head_norms: bool = False
+    window: int = 0
+    threshold: float = 0.0
+    seed: int = 0
+    weights: list[dict[str, Tensor | None]] = field(init=False)
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+            return (mean + std * torch.randn(shape, generator=generator)).bfloat16()
+
+        K, D, N = self.K, self.D, self.N
+        Q, std, pages = (self.H + 2 * self.Hkv) * D, K**-0.5, self.position // PAGE + 2
+        self.table = torch.randperm(pages - 1, generator=generator).int() + 1
+        self.embeddings, self.head = normal(16, K), normal(VOCABULARY, K, std=std)
+        self.last_norm = normal(K, mean=1, std=0.1)
+        angles = torch.randn(self.position + 1, D // 2, generator=generator).repeat(1, 2)
+        self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        self.weights = []
+        for _ in range(self.layers):
+            layer = {
+                "input_norm": normal(K, mean=1, std=0.1),
+                "qkv": normal(Q, K, std=std),
+                "qkv_bias": normal(Q, std=0.1) if self.biases else None,
+                "out": normal(K, K, std=std),
+                "out_bias": normal(K, std=0.1) if self.biases else None,
+                "ffn_norm": normal(K, mean=1, std=0.1),
+                "gate": normal(N, K, std=std),
+                "up": normal(N, K, std=std),
+                "down": normal(N, K, std=0.1),
+                "gate_bias": normal(N, std=0.1) if self.biases else None,
+                "up_bias": normal(N, std=0.1) if self.biases else None,
+                "down_bias": normal(K, std=0.1) if self.biases else None,
+                "keys": normal(pages, self.Hkv, PAGE, D),
+                "values": normal(pages, self.Hkv, PAGE, D),
+                "q_norm": normal(D, mean=1, std=0.1) if self.head_norms else None,
+                "k_norm": normal(D, mean=1, std=0.1) if self.head_norms else None,
+            }
+            self.weights.append(layer)
+
+    def told(self) -> Tensor:
+        """The kernel's table of layers: pointers, then threshold and window."""
+        last = struct.unpack("<q", struct.pack("<fi", self.threshold, self.window))[0]
+        rows = [[_pointer(t) for t in layer.values()] + [last] for layer in self.weights]
+        return torch.tensor(rows, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What steps gave, one a row; and layers' new keys and values `[Hkv, D]`."""
+
+    logits: Tensor
+    counts: Tensor
+    new: list[tuple[Tensor, Tensor]]
+
+
+def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]) -> Done:
+    """A step after the other of the same token, by `blocks` blocks."""
+    K, D = model.K, model.D
+    words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32)
+    epoch = torch.zeros(1, dtype=torch.int32)
+    layers = model.told()
+    token, position = (torch.tensor([n], dtype=torch.int32) for n in (7, model.position))
+    logits = torch.zeros(len(seeds), VOCABULARY)
+    counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
+    sizes = model.layers, model.N, VOCABULARY, model.H, model.Hkv
+    inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
+    for i, seed in enumerate(seeds):
+        outputs = words, epoch, counts[i], logits[i]
+        status = step.step(
+            *(blocks, seed, ctypes.c_void_p(_pointer(layers)), *sizes),
+            *(ctypes.c_void_p(_pointer(t)) for t in (*inputs, model.cos, model.sin)),
+            *(ctypes.c_float(EPS), ctypes.c_float(D**-0.5)),
+            *(ctypes.c_void_p(_pointer(t)) for t in outputs),
+        )
+        assert status == 1, "some threads wait forever"
+    page, slot = model.table[model.position // PAGE], model.position % PAGE
+    new = [
+        (layer["keys"][page, :, slot], layer["values"][page, :, slot]) for layer in model.weights
+    ]
+    return Done(logits, counts, new)
+
+
+def judge(model: Model) -> Done:
+    """The same step in float64, rounded where the kernels round."""
+    x, counts, new = model.embeddings[7].double(), [], []
+    for layer in model.weights:
+        qkv = _linear(_norm(x, layer["input_norm"]), layer["qkv"], layer["qkv_bias"])
+        heads = qkv.view(-1, model.D).split([model.H, model.Hkv, model.Hkv])
+        attended, key, value = _attended(model, layer, *heads)
+        new.append((key, value))
+        x = _rounded(_linear(attended, layer["out"], layer["out_bias"]) + x)
+        h = _norm(x, layer["ffn_norm"])
+        gate = _linear(h, layer["gate"], layer["gate_bias"])
+        fired = gate > model.threshold
+        counts.append(int(fired.sum()))
+        hidden = _rounded(gate * _linear(h, layer["up"], layer["up_bias"])) * fired
+        x = _rounded(_linear(hidden, layer["down"].t(), layer["down_bias"]) + x)
+    logits = _norm(x, model.last_norm) @ model.head.double().t()
+    return Done(logits[None], torch.tensor([counts]), new)
+
+
+def _attended(model: Model, layer: dict[str, Tensor | None], q: Tensor, k: Tensor, v: Tensor):
+    if model.head_norms:
+        q, k = _norm(q, layer["q_norm"]), _norm(k, layer["k_norm"])
+    q, k = _turned(model, q), _turned(model, k)
+
+    def cached(pages: Tensor, own: Tensor) -> Tensor:
+        rows = pages.double()[model.table.long()].transpose(1, 2).flatten(0, 1)[: model.position]
+        first = max(0, model.position + 1 - model.window) if model.window else 0
+        return torch.cat([rows, own[None]])[first:].repeat_interleave(model.H // model.Hkv, 1)
+
+    keys, values = cached(layer["keys"], k), cached(layer["values"], v)
+    weights = (torch.einsum("hd,phd->hp", q, keys) * model.D**-0.5).softmax(-1)
+    return _rounded(torch.einsum("hp,phd->hd", weights, values).flatten()), k, v
+
+
+def _turned(model: Model, x: Tensor) -> Tensor:
+    cos, sin = (table[model.position].double() for table in (model.cos, model.sin))
+    low, high = x.chunk(2, -1)
+    return _rounded(_rounded(x * cos) + _rounded(torch.cat([-high, low], -1) * sin))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    scaled = _rounded(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
+    return _rounded(scaled * weight.double())
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _rounded(x @ weight.double().t() + (0 if bias is None else bias.double()))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().double()
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,2 @@
+// There are no clusters here.
+#pragma once

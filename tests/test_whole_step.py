@@ -1,0 +1,144 @@
+"""When a step is one kernel, and how that is launched, without a GPU."""
+
+import re
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from launched import kind_of
+
+from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
+from twellctl.bundle.twell_weights import FFN
+from twellctl.decoding.attention import AttendLayer
+from twellctl.decoding.whole_step import (
+    DecoderLayer,
+    Linear,
+    StepSizes,
+    WholeStep,
+    why_no_whole_step,
+)
+from twellctl.resources import resource_dir
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+SMALL = StepSizes(2048, 5632, 32, 64, 49152)
+
+
+class Launches:
+    """Stands for a KernelSet: keeps what is launched."""
+
+    def launch(self, *call, **how):
+        self.call, self.how = call, how
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def make_layer(threshold: float, window: int | None) -> DecoderLayer:
+    ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None, threshold)
+    attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
+    qkv, out = Linear(bf16(3072, 2048), bf16(3072)), Linear(bf16(2048, 2048), None)
+    return DecoderLayer(bf16(2048), qkv, attend, out, bf16(2048), ffn)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SMALL,
+        StepSizes(2048, 8192, 32, 64, 128256),  # Llama 3.2 1B
+        StepSizes(2048, 11008, 16, 128, 151936),  # Qwen2.5 3B
+        StepSizes(4096, 14336, 32, 128, 128256),  # Llama 3.1 8B
+    ],
+)
+def test_who_goes_in_one_kernel(sizes):
+    assert why_no_whole_step(sizes, H200) is None
+    for sparse in (True, False):
+        assert sizes.entry(sparse) in ENTRY_FILES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "why"),
+    [
+        (SMALL, replace(H200, capability=(10, 0)), "for Hopper"),
+        (SMALL, replace(H200, num_sms=114), "114 multiprocessors are too few"),
+        (replace(SMALL, K=1024), H200, "a hidden size of 1024"),
+        (replace(SMALL, H=16), H200, "not 16 heads of 64"),
+        (replace(SMALL, H=64, D=32), H200, "not 64 heads of 32"),
+        (replace(SMALL, N=132 * 128 + 8), H200, "16904 neurons are more"),
+        (replace(SMALL, V=50257), H200, "a vocabulary of 50257"),
+    ],
+)
+def test_who_does_not(sizes, limits, why):
+    assert why in why_no_whole_step(sizes, limits)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_launch(sparse):
+    kernels, layers = Launches(), [make_layer(0.5, None), make_layer(0.25, 100)]
+    sizes = replace(SMALL, N=64, V=512)
+    weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
+    rotary = bf16(128, 64), bf16(128, 64)
+    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, sparse=sparse)
+    tokens, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    logits, counts = step(tokens, tokens, tables)
+    assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
+    name, grid, block, args, smem_bytes = kernels.call
+    assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse), (132,), 288)
+    assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
+    text = (resource_dir("kernels") / "step.cuh").read_text().replace("\\\n", "\n")
+    (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
+    assert [kind_of(argument) for argument in args] == [
+        "pointer" if "*" in parameter else parameter.split()[0]
+        for parameter in parameters.split(",")
+    ]
+    assert args[1:6] == (2, 64, 512, 32, 8)
+    words = args[-4]
+    assert not words.any()
+    assert len(words) == 6 * 2048 + 132 * (2048 + 4 * 64)
+
+
+def test_the_table_of_layers():
+    """As step_block.cuh declares a layer."""
+    layer = make_layer(0.25, 100)
+    kernels, sizes = Launches(), replace(SMALL, N=64, V=512)
+    weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
+    rotary = bf16(128, 64), bf16(128, 64)
+    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, 1e-5, sparse=True)(
+        *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    )
+    (row,) = kernels.call[3][0].tolist()
+    text = (resource_dir("kernels") / "step_block.cuh").read_text()
+    (declared,) = re.findall(r"struct Layer \{(.*?)\};", text, re.DOTALL)
+    names = re.findall(r"\*(\w+)", declared)
+    of_layer = {
+        "input_norm": layer.input_norm,
+        "qkv": layer.qkv.weight,
+        "qkv_bias": layer.qkv.bias,
+        "out": layer.out.weight,
+        "out_bias": None,
+        "ffn_norm": layer.ffn_norm,
+        "gate": layer.ffn.w_gate,
+        "up": layer.ffn.w_up,
+        "down": layer.ffn.w_down,
+        "gate_bias": None,
+        "up_bias": layer.ffn.b_up,
+        "down_bias": None,
+        "keys": layer.attend.keys,
+        "values": layer.attend.values,
+        "q_norm": None,
+        "k_norm": None,
+    }
+    assert names == list(of_layer)
+    assert row[:-1] == [0 if t is None else t.data_ptr() for t in of_layer.values()]
+    assert struct.pack("<q", row[-1]) == struct.pack("<fi", 0.25, 100)
+
+
+def test_weights_that_lie_otherwise_are_refused():
+    layer = make_layer(0.0, None)
+    turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
+    with pytest.raises(ValueError, match="by rows of neurons"):
+        WholeStep(
+            Launches(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3, (bf16(1, 64),) * 2, 0.1,
+            sparse=True,
+        )  # fmt: skip

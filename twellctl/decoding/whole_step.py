@@ -1,0 +1,146 @@
+"""A step of one token in one kernel, all layers and the head (kernels/step.cuh), for the models and
+GPUs that it takes.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twellctl.bundle.twell_launch import KernelSet, Limits
+from twellctl.bundle.twell_plan import ceil_div
+from twellctl.bundle.twell_weights import FFN
+from twellctl.decoding.attention import AttendLayer
+
+# of kernels/step_block.cuh
+_THREADS = 288
+_QUAD = 4  # rows, the least that a block has
+_MOST_ROWS = 128  # of the gate, of a block
+_OWN_QUADS = {2048: 4, 4096: 8}  # of x, of a block, at most; by hidden size
+_HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`weight` `[N, K]`, `bias` `[N]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer as the kernels take it."""
+
+    input_norm: Tensor
+    qkv: Linear
+    attend: AttendLayer
+    out: Linear
+    ffn_norm: Tensor
+    ffn: FFN
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Hidden size, neurons, heads of q, their size, vocabulary."""
+
+    K: int
+    N: int
+    H: int
+    D: int
+    V: int
+
+    def entry(self, sparse: bool) -> str:
+        return f"step_{self.K}_{self.D}" + "_dense" * (not sparse)
+
+
+def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
+    """None if `step` takes such a model on this device, else a sentence."""
+    K, num_sms = sizes.K, limits.num_sms
+    if limits.capability != (9, 0):
+        return "the kernel of a whole step is for Hopper"
+    if K not in _OWN_QUADS or sizes.D not in _HEAD_DIMS or sizes.H * sizes.D != K:
+        said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
+        return f"the kernel of a whole step takes 2048 or 4096 in heads of 64 or 128, not {said}"
+    if ceil_div(K // _QUAD, num_sms) > _OWN_QUADS[K] or num_sms < sizes.H:
+        return f"{num_sms} multiprocessors are too few for a step in one kernel"
+    if ceil_div(sizes.N // _QUAD, num_sms) * _QUAD > _MOST_ROWS or sizes.N % _QUAD:
+        return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
+    if sizes.V % _QUAD:
+        return f"a vocabulary of {sizes.V} is no multiple of 4"
+    return None
+
+
+class WholeStep:
+    """For steps of one row that follow one another. It reads the weights where they lie.
+
+    `layers` have W_down by rows of neurons, and the same window; `rotary` is cos and sin
+    `[positions, D]`.
+    """
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        limits: Limits,
+        sizes: StepSizes,
+        layers: Sequence[DecoderLayer],
+        embeddings: Tensor,
+        last_norm: Tensor,
+        head: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        eps: float,
+        *,
+        sparse: bool,
+    ):
+        self._kernels, self._limits, self._sizes = kernels, limits, sizes
+        self._entry = sizes.entry(sparse)
+        self._layers = layers  # the table holds pointers to them
+        self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
+        self._weights = embeddings, last_norm, head, *rotary
+        self._eps = eps
+        K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
+        self._table = torch.tensor([_words_of(layer) for layer in layers], device=device)
+        words = 6 * K + blocks * (K + 4 * D)
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
+
+        int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them. No neuron
+        is counted in the dense form.
+        """
+        sizes, device = self._sizes, tokens.device
+        counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
+        logits = torch.empty(1, sizes.V, dtype=torch.float32, device=device)
+        self._kernels.launch(
+            self._entry,
+            (self._limits.num_sms,),
+            _THREADS,
+            (
+                *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
+                *(tokens, positions, tables, *self._weights),
+                *(float(self._eps), float(self._scale)),
+                *(self._words, self._epoch, counts, logits),
+            ),
+            self._limits.smem_bytes,
+            together=True,
+        )
+        return logits, counts
+
+
+def _words_of(layer: DecoderLayer) -> list[int]:
+    """kernels/step_block.cuh: Layer."""
+    ffn, attend = layer.ffn, layer.attend
+    if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
+        raise ValueError("the kernel of a whole step takes weights by rows of neurons")
+    tensors = (
+        *(layer.input_norm, layer.qkv.weight, layer.qkv.bias, layer.out.weight, layer.out.bias),
+        *(layer.ffn_norm, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, ffn.b_down),
+        *(attend.keys, attend.values, attend.q_norm, attend.k_norm),
+    )
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    last = struct.pack("<fi", float(ffn.threshold), attend.window or 0)
+    return [*pointers, *struct.unpack("<q", last)]
