@@ -69,8 +69,6 @@ struct Step : Neurons {
                 true, (which ? args.sin : args.cos) + static_cast<long long>(position) * DIM + 8 * eight,
                 at<uint4>(kTurn + which * 2 * kMostDim)[eight]);
         }
-        for (int i = thread(); i < kMostDim / 8; i += kConsumers)  // q, if DIM is no power of two
-            at<uint4>(kAttend)[i] = make_uint4(0, 0, 0, 0);
         if (block() == 0) {  // nobody counts before all have been told of layer 0
             for (int l = thread(); l < args.num_layers; l += kConsumers) args.counts[l] = 0;
             fence_gpu();

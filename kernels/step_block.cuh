@@ -132,17 +132,22 @@ struct Block {
     static constexpr int kSums = kRows + kGroups * kGroup * kNeuronBytes;  // [2][row][warp]
     static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
     static constexpr int kNorms = kDealt + 2 * K;                        // [2][warp]
-    static constexpr int kUps = kNorms + 2 * kWarps * 4;                 // [2][neuron][warp]
-    static constexpr int kColumns = kUps + 2 * kGroup * kWarps * 4;      // of y, [warp][32]
-    static constexpr int kOwn = kColumns + kWarps * 32 * 4;              // of x, the residual
+    static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
     static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
-    static constexpr int kAttend = kTurn + 2 * 2 * kMostDim;
-    static constexpr int kList = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
-    static constexpr int kLayers = kList + kMostRows * 8;                // this one, the next
+    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // this one, the next
     static constexpr int kAttends = kLayers + 2 * sizeof(Layer);
     static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
     static constexpr int kBarriers = kDivisions + 4 * sizeof(Division);
-    static constexpr unsigned kBytes = kBarriers + 8 * (2 * kUnits + kGroups);
+    // in turns: what attention has, and what the FFN has
+    static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + kGroups) + 15) / 16 * 16;
+    static constexpr int kUps = kAttend;                                 // [2][neuron][warp]
+    static constexpr int kColumns = kUps + 2 * kGroup * kWarps * 4;      // of y, [warp][32]
+    static constexpr int kList = kColumns + kWarps * 32 * 4;
+    static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
+    static constexpr int kListEnd = kList + kMostRows * 8;
+    static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
+    static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
+    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0, "read by 16 bytes");
 
     const Args& args;
     int thread_idx, block_idx;

@@ -60,7 +60,6 @@ def test_who_goes_in_one_kernel(sizes):
 @pytest.mark.parametrize(
     ("sizes", "limits", "why"),
     [
-        (SMALL, replace(H200, capability=(10, 0)), "for Hopper"),
         (SMALL, replace(H200, num_sms=114), "114 multiprocessors are too few"),
         (replace(SMALL, K=1024), H200, "a hidden size of 1024"),
         (replace(SMALL, H=16), H200, "not 16 heads of 64"),

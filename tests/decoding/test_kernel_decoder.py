@@ -121,6 +121,7 @@ def kernels(monkeypatch) -> Kernels:
         "few_linear": linear,
         "few_gated": gated,
         "few_ffn": sparse,
+        "takes_hopper_kernels": lambda index: True,
         "rotary_tables": rotary_tables,
     }.items():
         monkeypatch.setattr(module, name, stand_in)
@@ -260,8 +261,16 @@ def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     assert said in KernelDecoder.why_not(model)
 
 
-def test_a_step_is_one_kernel_only_if_asked_for(tiny, monkeypatch):
-    monkeypatch.delenv("TWELL_WHOLE_STEP", raising=False)
-    assert "TWELL_WHOLE_STEP=1" in module.why_not_one_kernel(tiny("llama", **SIZES))
-    monkeypatch.setenv("TWELL_WHOLE_STEP", "1")
+def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
+    wide = {"hidden_size": 2048, "head_dim": 64, "num_attention_heads": 32, "vocab_size": 512}
+    takes = tiny("llama", **wide)
+    assert module.why_not_one_kernel(takes) is None
     assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))
+    mixed = tiny("llama", **wide)
+    monkeypatch.setattr(module, "_window", lambda model, i: 40 if model is mixed and i else None)
+    assert "the same window" in module.why_not_one_kernel(mixed)
+    takes.lm_head.bias = nn.Parameter(torch.zeros(512))
+    assert "no bias" in module.why_not_one_kernel(takes)
+    monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
+    takes.lm_head.bias = None
+    assert "for Hopper" in module.why_not_one_kernel(takes)

@@ -98,12 +98,6 @@ def test_tokens_are_the_models_own(family, sparse):
         assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
 
 
-@pytest.fixture
-def one_kernel(monkeypatch):
-    """Steps of one row are one kernel."""
-    monkeypatch.setenv("TWELL_WHOLE_STEP", "1")
-
-
 def make_for_one_kernel(family: str):
     settings = {"hidden_size": 2048, "initializer_range": 0.03}
     return make(family, settings | ONE_KERNEL[family])
@@ -111,7 +105,7 @@ def make_for_one_kernel(family: str):
 
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("family", ONE_KERNEL)
-def test_a_row_alone(one_kernel, family, sparse):
+def test_a_row_alone(family, sparse):
     """A step in one kernel is as near to the model in float64 as the kernels one by one."""
     model = make_for_one_kernel(family)
     judge = copy.deepcopy(model).double()
@@ -142,7 +136,7 @@ def test_a_row_alone(one_kernel, family, sparse):
 
 
 @pytest.mark.parametrize("family", ONE_KERNEL)
-def test_a_text_alone(one_kernel, family):
+def test_a_text_alone(family):
     model = make_for_one_kernel(family)
     judge = copy.deepcopy(model).double()
     prompts = [torch.randint(1, 1000, (length,)).tolist() for length in (5, 130)]

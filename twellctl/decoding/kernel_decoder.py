@@ -7,14 +7,12 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
 
 and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row is one
-launch in the place of all that, if TWELL_WHOLE_STEP=1 asks for it and the model is such that it can
-be (whole_step.py).
+launch in the place of all that, if the model is such that it can be (whole_step.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -42,6 +40,7 @@ from twellctl.bundle.twell_model import (
     use_kernels,
 )
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
+from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import (
     AttendLayer,
@@ -244,13 +243,13 @@ def _by_neurons(ffn: FFN) -> FFN:
 
 def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
-    if os.environ.get("TWELL_WHOLE_STEP") != "1":
-        return "a step in one kernel is taken with TWELL_WHOLE_STEP=1 only"
     layers = range(model.config.num_hidden_layers)
     if len({_window(model, i) for i in layers}) > 1:
         return "a step in one kernel has the same window in all layers"
     if model.lm_head.bias is not None:
         return "a step in one kernel has no bias of the LM head"
+    if not takes_hopper_kernels(model.device.index):
+        return "a step in one kernel is for Hopper, and not with TWELL_PORTABLE=1"
     return why_no_whole_step(_step_sizes(model), device_limits(model.device.index))
 
 

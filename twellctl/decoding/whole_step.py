@@ -57,10 +57,8 @@ class StepSizes:
 
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
-    """None if `step` takes such a model on this device, else a sentence."""
+    """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
     K, num_sms = sizes.K, limits.num_sms
-    if limits.capability != (9, 0):
-        return "the kernel of a whole step is for Hopper"
     if K not in _OWN_QUADS or sizes.D not in _HEAD_DIMS or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
         return f"the kernel of a whole step takes 2048 or 4096 in heads of 64 or 128, not {said}"

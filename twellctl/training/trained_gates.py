@@ -54,7 +54,9 @@ class _Fire(torch.autograd.Function):
     def forward(ctx, gate: Tensor, threshold: Tensor, limit: Tensor, settings: Tensor) -> Tensor:
         ctx.save_for_backward(gate, threshold, limit, settings)
         fires, _ = _fires(gate.float(), threshold, limit, settings)
-        return (gate * fires).to(gate.dtype)
+        active = gate * fires
+        # compiled by torch 2.11 what ends in a conversion of nothing has no gradient
+        return active if active.dtype == gate.dtype else active.to(gate.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
