@@ -247,9 +247,14 @@ def other_head(model) -> None:
     model.lm_head = nn.Sequential(model.lm_head)
 
 
+def hook(model) -> None:
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *given: None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (hook, "self_attn.o_proj of LlamaForCausalLM is no plain linear layer but Linear, or has"),
         (relu6, "the FFNs of LlamaForCausalLM are not ReLU"),
         (wide_norm, "take bf16, not float32"),
         (other_head, "the LM head of LlamaForCausalLM are not plain layers"),

@@ -88,7 +88,7 @@ class TwellFFN:
         activation = getattr(self, activation_name(self))
         linears = (*projections, self.down_proj)
         if not (
-            all(_is_plain(m, nn.Linear) for m in linears) and _is_plain(activation, GateThreshold)
+            all(is_plain(m, nn.Linear) for m in linears) and is_plain(activation, GateThreshold)
         ):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
             if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
@@ -129,7 +129,8 @@ class TwellFFN:
         return y
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether `module` is what `kind` says and no more: no subclass, hooks or forward of its own."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = any(getattr(module, name) for name in hooks)
     if type(module) is not kind or hooked:
@@ -189,7 +190,7 @@ def lay_down_by_rows(model: nn.Module) -> None:
     kernels would make a copy. What is not a plain nn.Linear, or lies elsewhere, stays as it is.
     """
     for ffn in gated_ffns(model):
-        if getattr(ffn, "twell_sources", "") and _is_plain(ffn.down_proj, nn.Linear):
+        if getattr(ffn, "twell_sources", "") and is_plain(ffn.down_proj, nn.Linear):
             weight = ffn.down_proj.weight
             weight.data = by_rows_of_neurons(weight.data)
 

@@ -36,6 +36,7 @@ from twellctl.bundle.twell_model import (
     activation_name,
     by_rows_of_neurons,
     gated_ffns,
+    is_plain,
     put_over_twell,
     use_kernels,
 )
@@ -357,7 +358,8 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
 
 def _why_not_layers(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
-    if type(model.lm_head) is not nn.Linear or type(model.model.embed_tokens) is not nn.Embedding:
+    head, embeddings = model.lm_head, model.model.embed_tokens
+    if not (is_plain(head, nn.Linear) and is_plain(embeddings, nn.Embedding)):
         return f"the embeddings or the LM head of {name} are not plain layers"
     for layer in model.model.layers:
         if {part for part, _ in layer.named_children()} != _LAYER_PARTS:
@@ -368,8 +370,9 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
         for part, linear in layer.named_modules():
             if not hasattr(linear, "out_features"):
                 continue
-            if type(linear) is not nn.Linear:
-                return f"{part} of {name} is {type(linear).__name__}, not a plain linear layer"
+            if not is_plain(linear, nn.Linear):
+                what = type(linear).__name__
+                return f"{part} of {name} is no plain linear layer but {what}, or has hooks"
             if linear.in_features % 64 and part != "mlp.down_proj":
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of 64"
     return None
