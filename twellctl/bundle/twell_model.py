@@ -130,7 +130,7 @@ class TwellFFN:
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether `module` is what `kind` says and no more: no subclass, hooks or forward of its own."""
+    """Whether `module` is what `kind` says and no more: no subclass, no hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = any(getattr(module, name) for name in hooks)
     if type(module) is not kind or hooked:
