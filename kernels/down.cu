@@ -3,15 +3,15 @@
 //
 // The weights stay and the tokens pass by. A block has 16 columns of y and keeps their weights for
 // a whole panel of neurons in shared memory; each of its warps takes groups of 8 tokens. A round is
-// 16 slots, pairs (token in group, neuron) with their h, and one mma:
+// 16 slots, pairs (token in group, neuron) with their h, and an mma for each 8 columns:
 //
-//     y^T [16 columns, 8 tokens] += W^T [16 columns, 16 slots] H [16 slots, 8 tokens]
+//     y [8 tokens, 16 columns] += H [8 tokens, 16 slots] W [16 slots, 16 columns]
 //
-// W^T are the rows of the slots' neurons, gathered by one ldmatrix: 32 bytes a slot. H has one
-// value a row, at its slot's token: each lane takes the values of its four slots and masks away
-// those of other tokens. Shared memory fills one register of a warp a clock, and that is what time
-// goes by: 4 clocks a round for the weights, 2 for values, 1 for codes. What a slot costs does not
-// depend on density, nor on how often a neuron fires.
+// W are the rows of the slots' neurons, gathered by ldmatrix: 32 bytes a slot (octets.cuh). H has
+// one value a column, at its slot's token: each lane takes the values of its four slots and masks
+// away those of other tokens. Shared memory fills one register of a warp a clock, and that is what
+// time goes by: 4 clocks a round for the weights, 2 for values, half of one for codes. What a slot
+// costs does not depend on density, nor on how often a neuron fires.
 //
 // W_down lies by rows of neurons, [N, K]; a block takes 32 bytes of each. Shared memory: two planes
 // of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three bits differ lie in
@@ -22,13 +22,14 @@
 // registers.
 //
 // With several panels the launches follow one another: sums go through y32, whose order of columns
-// within 16 is its own: 2 m and 2 m + 1 are columns m and m + 8.
+// within 16 is its own: 4t to 4t + 3 are columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the groups), once for each
 // panel; K and panel_rows multiples of 16 and of 8, w_down at a multiple of 16 bytes. Dynamic
 // shared memory: panel_rows * 32 + 32768 bytes, 32768 = 16 * 2 * 16 * 64. y32 float32 [M, K] if
 // num_panels > 1.
 #include "twell_lists.cuh"
+#include "octets.cuh"
 #include "round_masks.cuh"
 #include "twell.cuh"
 
@@ -36,13 +37,11 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;     // of y
-constexpr int kPlaneRow = 16;    // bytes
 constexpr int kRoundBytes = 2 * ROUND_HALVES;
 constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
 constexpr int kStageBytes = kStep * kRoundBytes;
 constexpr int kStages = 2;
 constexpr unsigned kNothing = ~0u;  // in place of a count of rounds: no group is left
-constexpr int kFlip = 4;            // of rows in plane 1
 
 // The panel's weights for 16 columns of y, all copies under way at once. Two neighbouring lanes
 // take a neuron: the warp asks for whole sectors of 32 bytes. Zeros behind the last neuron.
@@ -145,43 +144,50 @@ struct Place {
 // round i belongs to the quad's token.
 template <int COUNT>
 __device__ __forceinline__ void add_rounds(float (&sums)[2][4], Place place, unsigned mask,
-                                           unsigned plane, unsigned flip) {
-    unsigned codes[COUNT];
+                                           const unsigned (&plane)[2]) {
+    constexpr int TWOS = (COUNT + 1) / 2;
+    unsigned codes[TWOS];
     uint2 values[COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) codes[i] = load_shared_half(place.code + i * kRoundBytes);
+    for (int i = 0; i < TWOS; ++i) codes[i] = load_shared_half(place.code + 2 * i * kRoundBytes);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) values[i] = load_shared_pair(place.values + i * kRoundBytes);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        unsigned w[4];
-        const unsigned row = (codes[i] & COLUMN_MASK) ^ flip;
-        load_matrices_transposed(w, scale_and_add(row, kPlaneRow, plane));
-        const unsigned signs = mask << (7 - i);
-        const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
-        const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
-        multiply_add(sums[i % 2], w[0], w[1], w[2], w[3], low, high);
+    for (int i = 0; i < TWOS; ++i) {
+        const unsigned row = codes[i] & COLUMN_MASK;
+        unsigned w[2][4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            load_octets<(COUNT > 1)>(w[j], scale_and_add(row ^ j * kFlip, kPlaneRow, plane[j]));
+#pragma unroll
+        for (int round = 2 * i; round < 2 * i + 2 && round < COUNT; ++round) {
+            unsigned low, high;
+            keep_own(values[round], mask, round, low, high);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                add_octets(sums[j], low, high, w[j][round % 2 * 2], w[j][round % 2 * 2 + 1]);
+        }
     }
 }
 
 // The `num` rounds of a step.
 __device__ __forceinline__ void add_step(float (&sums)[2][4], Place place, int num, Masks masks,
-                                         unsigned plane, unsigned flip) {
+                                         const unsigned (&plane)[2]) {
     unsigned mask = masks.first;
 #pragma unroll 1
     for (; num >= BATCH; num -= BATCH) {
-        add_rounds<BATCH>(sums, place, mask, plane, flip);
+        add_rounds<BATCH>(sums, place, mask, plane);
         place.pass(BATCH), mask = masks.second;
     }
     if (num & 4) {
-        add_rounds<4>(sums, place, mask, plane, flip);
+        add_rounds<4>(sums, place, mask, plane);
         place.pass(4), mask >>= 4;
     }
     if (num & 2) {
-        add_rounds<2>(sums, place, mask, plane, flip);
+        add_rounds<2>(sums, place, mask, plane);
         place.pass(2), mask >>= 2;
     }
-    if (num & 1) add_rounds<1>(sums, place, mask, plane, flip);
+    if (num & 1) add_rounds<1>(sums, place, mask, plane);
 }
 
 }  // namespace
@@ -213,26 +219,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wait_for_copies<0>();
     __syncthreads();
 
-    // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
-    const int slot = (lane & 7) + (lane >> 4) * 8;
-    const unsigned code_at = (slot & 7) / 2 * 16 + 2 * (CODE_HALVES + (slot >> 3) * 2 + (slot & 1));
-    // (through a shuffle, or the compiler would make them anew for every step)
-    const int side = lane >> 3 & 1;
-    const unsigned plane = __shfl_sync(~0u, smem_address(planes + side * panel_rows), lane);
-    const unsigned flip = __shfl_sync(~0u, side * kFlip, lane);
+    // a lane looks up slot lane % 16, of every second round
+    const int slot = lane % 16;
+    const unsigned code_at = lane / 16 * kRoundBytes + slot % 8 / 2 * 16 +
+                             2 * (CODE_HALVES + slot / 8 * 2 + slot % 2);
+    const unsigned plane[2] = {kept_address(planes), kept_address(planes + panel_rows)};
     const unsigned values_at = stages + t * 16, codes_at = stages + code_at;
     const unsigned copies_at = stages + kStageBytes + lane * 16;
     const bool is_last = panel == num_panels - 1;
-    float bias[2] = {};
-    if (b_down && is_last) {
-        bias[0] = bf16_value(b_down[first_column + quad]);
-        bias[1] = bf16_value(b_down[first_column + 8 + quad]);
-    }
+    float bias[4] = {};
+    if (b_down && is_last)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            bias[i] = bf16_value(b_down[first_column + i / 2 * 8 + 2 * t + i % 2]);
 
     int token = first_group * GROUP + quad;
     const bool odd = t & 1;
     y = opaque(y + first_column + (odd ? 8 + 2 * (t - 1) : 2 * t));
-    float sums[2][4] = {{bias[0], bias[0], bias[1], bias[1]}};
+    float sums[2][4] = {{bias[0], bias[1]}, {bias[2], bias[3]}};  // of 8 columns each
     unsigned at = 0;  // of the stage, in bytes
     while (behind != kNothing) {
         wait_for_copies<0>();
@@ -241,35 +245,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int left = behind;
         const Masks step_masks = masks_behind;
         behind = feed.bring(copies_at - at, masks_behind);
-        add_step(sums, {values_at + at, codes_at + at}, min(left, kStep), step_masks, plane,
-                 flip);
+        add_step(sums, {values_at + at, codes_at + at}, min(left, kStep), step_masks, plane);
         at = kStageBytes - at;
         if (left > kStep) continue;
 
-        float out[4];  // of columns quad and quad + 8, tokens 2t and 2t + 1
+        float out[4];  // of columns 2t, 2t + 1, and those 8 behind
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            out[i] = sums[0][i] + sums[1][i];
-            sums[0][i] = bias[i / 2], sums[1][i] = 0;
+            out[i] = sums[i / 2][i % 2];
+            sums[i / 2][i % 2] = bias[i];
         }
-        if (num_panels > 1) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int of_sum = token - quad + 2 * t + i;
-                if (of_sum < M) {
-                    float2* kept = reinterpret_cast<float2*>(
-                        y32 + static_cast<long long>(of_sum) * K + first_column + 2 * quad);
-                    if (panel > 0) {
-                        const float2 before = *kept;
-                        out[i] += before.x, out[i + 2] += before.y;
-                    }
-                    if (!is_last) *kept = make_float2(out[i], out[i + 2]);
-                }
+        if (num_panels > 1 && token < M) {
+            float4* kept = reinterpret_cast<float4*>(
+                y32 + static_cast<long long>(token) * K + first_column + 4 * t);
+            if (panel > 0) {
+                const float4 before = *kept;
+                out[0] += before.x, out[1] += before.y, out[2] += before.z, out[3] += before.w;
             }
+            if (!is_last) *kept = make_float4(out[0], out[1], out[2], out[3]);
         }
         if (is_last) {
-            const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
-            const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
+            const unsigned low = bf16_pair(out[0], out[1]), high = bf16_pair(out[2], out[3]);
             // columns 2t and 2t + 1, and 8 more: of a pair of lanes one stores the lower four
             const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
             if (token < M)

@@ -6,7 +6,7 @@
 #include "twell.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-    grad_biases(const int2* heads, const uint2* codes, const uint2* pairs, int N, int num_panels,
+    grad_biases(const int2* heads, const unsigned* codes, const uint2* pairs, int N, int num_panels,
                 const int* heavy_count, float* sums) {
     const int four = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (four * FOUR >= N) return;
@@ -15,13 +15,15 @@ extern "C" __global__ void __launch_bounds__(128)
         const int2 head = heads[static_cast<long long>(four) * num_panels + panel];
         for (int i = lane; i < head.y * ROUND_RECORDS; i += 32) {
             const long long record = static_cast<long long>(head.x) * ROUND_RECORDS + i;
-            const uint2 code = codes[record];
             const long long at = record / 4 * 8 + record % 4;
+            const int round = record / 4 % CODES_TOGETHER;
+            const unsigned* words = codes + record / 16 * 32 + round % 2 * ROUND + record % 4 * 2;
             const uint2 gate = pairs[at], up = pairs[at + 4];
 #pragma unroll
             for (int slot = 0; slot < 4; ++slot) {
                 const int shift = slot % 2 * 16;
-                const int row = (slot < 2 ? code.x : code.y) >> (shift + COLUMN_BITS) & (FOUR - 1);
+                const unsigned code = words[slot / 2 * CLASSES + slot % 2] >> round / 2 * 16;
+                const int row = code >> COLUMN_BITS & (FOUR - 1);
                 const float of_gate = bf16_value((slot < 2 ? gate.x : gate.y) >> shift & 0xffff);
                 const float of_up = bf16_value((slot < 2 ? up.x : up.y) >> shift & 0xffff);
 #pragma unroll

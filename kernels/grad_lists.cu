@@ -31,7 +31,7 @@ constexpr int kHalves = 2;
 
 struct Lists {
     int2* heads;
-    uint2* codes;
+    unsigned* codes;
     uint2* pairs;
     uint2* hidden;  // or null
     unsigned* masks;
@@ -155,10 +155,23 @@ __device__ __forceinline__ void write_slots(const Shared& shared, const Lists& l
             }
         }
         write_masks(lists.masks + record / 32 * FOUR_MASKS, codes, lane);
-        lists.codes[record] = join(codes);
         lists.pairs[record / 4 * 8 + lane % 4] = join(gate);
         lists.pairs[record / 4 * 8 + 4 + lane % 4] = join(up);
         if (lists.hidden) lists.hidden[record] = join(hidden);
+    }
+    unsigned* words = lists.codes + (static_cast<long long>(first) * ROUND + window) / 2;
+    for (int i = threadIdx.x; i < num / 2; i += kThreads) {
+        const int slot = i % ROUND, round = i / 32 * CODES_TOGETHER + i / ROUND % 2;
+        const int at = slot_of_class(slot % CLASSES, 2 * round + slot / CLASSES);
+        unsigned word = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int from = at + half * 2 * ROUND;
+            const unsigned pad = slot % CLASSES;
+            const unsigned code = shared.places[from] != kNoPair ? shared.codes[from] : pad;
+            word |= code << 16 * half;
+        }
+        words[i] = word;
     }
 }
 
@@ -261,7 +274,7 @@ struct PairsOfTokens {
 extern "C" __global__ void __launch_bounds__(kThreads)
     list_neurons(const int* pair_start, const unsigned* pairs, const unsigned* kept,
                  const unsigned* grads, int N, int num_tiles, int tile_tokens, int cap,
-                 int panel_tiles, int* num_listed, int2* heads, uint2* codes, uint2* values,
+                 int panel_tiles, int* num_listed, int2* heads, unsigned* codes, uint2* values,
                  uint2* hidden, unsigned* masks) {
     extern __shared__ uint4 memory[];
     __shared__ Half halves[kHalves];
@@ -286,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     list_tokens(const int* num_rounds, const uint4* rounds, const uint4* links,
                 const unsigned* kept, const unsigned* grads, int M, int panel_rows, int split,
-                int group_rounds, int* num_listed, int2* heads, uint2* codes, uint2* values,
+                int group_rounds, int* num_listed, int2* heads, unsigned* codes, uint2* values,
                 unsigned* masks) {
     extern __shared__ uint4 memory[];
     __shared__ Half halves[kHalves];

@@ -6,17 +6,19 @@
 //   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
 //
 // Each is `down` (down.cu) with rows in fours and two values a slot: the other rows lie in shared
-// memory, 32 bytes of each, and a round of 16 slots is one mma
+// memory, 32 bytes of each, in planes of 8 columns, and a round of 16 slots is an mma a plane
+// (octets.cuh)
 //
-//     sums [16, 8] += planes [16, 16 slots] V [16 slots, 8]
+//     sums [8, 8 columns] += V [8, 16 slots] plane [16 slots, 8 columns]
 //
-// V has two columns for each row of the four, one for either value. In grad_gate_up the planes are
-// 16 columns of x, and all 16 x 8 sums are wanted: two products for the price of one. In grad_x
-// plane 0 has 8 columns of W_gate and plane 1 the same 8 of W_up; each lane adds the sum of the
-// one over the first values to that of the other over the second. grad_down has one value and
-// leaves half of the sums alone: what a round costs is its reads of shared memory, which are 4
-// clocks for two planes, 2 for values, 1 for codes. grad_x has four planes, of 16 columns, and
-// panels of half as many rows: its values and codes serve two mmas.
+// V has two rows for each row of the four. In grad_gate_up they are for either value, the planes
+// are 16 columns of x, and all 8 x 16 sums are wanted: two products for the price of one. So it is
+// in grad_x, but of its four planes, 16 columns in panels of half as many rows, two are of W_gate
+// and two of W_up, and of the sums half are wanted: those of W_gate over the first values, of W_up
+// over the second. In grad_down, with one value a slot, the two rows take turns: one has the values
+// of rounds 0, 2 .., the other those of 1, 3 .., and the lanes that have them add up in the end.
+// What a round costs is its reads of shared memory: 4 clocks for two planes, 2 for values (in
+// grad_down 1), a quarter for codes, of which a lane reads those for four rounds at once.
 //
 // A block goes through its fours once for each panel. Between panels their sums go through float32
 // [rows, K], each written and read by the same thread, of which each has its own together; those of
@@ -29,15 +31,15 @@
 // memory: panel_rows * 32 (grad_x: 64) + 49152 bytes, 49152 = 16 * 2 * 16 * 96. Without out0 (and
 // out1) the last panel leaves its sums in sums0 (and sums1).
 #include "grad_lists.cuh"
+#include "octets.cuh"
 #include "twell.cuh"
 
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kPlaneRow = 16, kCodeBytes = 32;  // bytes of a row in a plane, of a round's codes
-constexpr int kStep = 2 * BATCH, kStages = 2;   // rounds of a step, at most
+constexpr int kCodeBytes = 32;                 // of a round
+constexpr int kStep = 2 * BATCH, kStages = 2;  // rounds of a step, at most
 constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
-constexpr int kFlip = 4;            // of rows in plane 1
 
 enum class Sums { Both, One, Merged };  // grad_gate_up, grad_down, grad_x
 
@@ -48,7 +50,11 @@ struct Values {
     static constexpr int kStageBytes = kStep * (kCodeBytes + kBytes);
 };
 
-// Times 16 columns, or 8 in each of two matrices: two planes each.
+// Rounds between those of which a lane has values.
+template <Sums KIND>
+constexpr int kTurns = KIND == Sums::One ? 2 : 1;
+
+// Of two planes each.
 template <Sums KIND>
 constexpr int kSets = KIND == Sums::Merged ? 2 : 1;
 
@@ -133,7 +139,7 @@ struct Feed {
     __device__ __forceinline__ Step bring(unsigned stage) {
         const int num = left;
         const unsigned values_at = stage + kStep * kCodeBytes;
-        if (lane / 2 < num) copy_async(stage, codes);
+        if (lane / 8 * CODES_TOGETHER < num) copy_async(stage, codes);
         if constexpr (KIND == Sums::One) {
             if (lane / 2 < num) copy_async(values_at, values);
         } else {
@@ -157,7 +163,8 @@ struct Feed {
     }
 };
 
-// Where a lane reads: the values of the first round to come; the code of the row it addresses.
+// Where a lane reads: the values of the first round to come, or of the first of its turn; the codes
+// of the rows it addresses.
 template <Sums KIND>
 struct Place {
     unsigned values, code;
@@ -167,41 +174,61 @@ struct Place {
     }
 };
 
-// Where a lane finds a row: of the first plane or of the second, and how far the next set is.
+// Where the planes of the first set lie, and how far those of the next are.
 struct Planes {
-    unsigned at, flip, set_bytes;
+    unsigned at[2], set_bytes;
 };
 
-// Of a set, two sums that alternate, of two columns each.
+// The codes of a lane's slot in two rounds, those of the two behind in the upper half.
+__device__ __forceinline__ unsigned load_codes(unsigned smem_from) {
+    unsigned codes;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes) : "r"(smem_from));
+    return codes;
+}
+
+// Of a lane: sums[0] and sums[1] of row g of V, each plane (octets.cuh).
 template <Sums KIND>
 struct Accumulators {
     float of[kSets<KIND>][2][4];
 };
 
 // The mmas of COUNT rounds. Of each byte of `mask`, one a slot, bit i says whether the slot of
-// round i belongs to the row of the lane's column.
+// round i belongs to the lane's row of V. `behind`: the codes are those of the upper half.
 template <int COUNT, Sums KIND>
 __device__ __forceinline__ void add_rounds(Accumulators<KIND>& sums, Place<KIND> place,
-                                           unsigned mask, const Planes& planes) {
-    unsigned codes[COUNT];
-    uint2 values[COUNT];
+                                           unsigned mask, const Planes& planes,
+                                           bool behind = false) {
+    constexpr int TWOS = (COUNT + 1) / 2, TURNS = kTurns<KIND>;
+    constexpr int VALUES = (COUNT + TURNS - 1) / TURNS;
+    unsigned codes[(TWOS + 1) / 2];
+    uint2 values[VALUES];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) codes[i] = load_shared_half(place.code + i * kCodeBytes);
+    for (int i = 0; i < TWOS; i += 2) codes[i / 2] = load_codes(place.code + 2 * i * kCodeBytes);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        values[i] = load_shared_pair(place.values + i * Values<KIND>::kBytes);
+    for (int i = 0; i < VALUES; ++i)
+        values[i] = load_shared_pair(place.values + TURNS * i * Values<KIND>::kBytes);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const unsigned row = (codes[i] & COLUMN_MASK) ^ planes.flip;
-        const unsigned at = scale_and_add(row, kPlaneRow, planes.at);
-        const unsigned signs = mask << (7 - i);
-        const unsigned low = values[i].x & permute_bytes(signs, 0, 0x9988);
-        const unsigned high = values[i].y & permute_bytes(signs, 0, 0xbbaa);
+    for (int i = 0; i < TWOS; ++i) {
+        const unsigned code = i % 2 || behind ? codes[i / 2] >> 16 : codes[i / 2];
+        const unsigned row = code & COLUMN_MASK;
+        unsigned w[kSets<KIND>][2][4];
 #pragma unroll
-        for (int set = 0; set < kSets<KIND>; ++set) {
-            unsigned w[4];
-            load_matrices_transposed(w, at + set * planes.set_bytes);
-            multiply_add(sums.of[set][i % 2], w[0], w[1], w[2], w[3], low, high);
+        for (int j = 0; j < 2; ++j) {
+            const unsigned at = scale_and_add(row ^ j * kFlip, kPlaneRow, planes.at[j]);
+#pragma unroll
+            for (int set = 0; set < kSets<KIND>; ++set)
+                load_octets<(COUNT > 1)>(w[set][j], at + set * planes.set_bytes);
+        }
+#pragma unroll
+        for (int round = 2 * i; round < 2 * i + 2 && round < COUNT; ++round) {
+            unsigned low, high;
+            keep_own(values[round / TURNS], mask, round, low, high);
+#pragma unroll
+            for (int set = 0; set < kSets<KIND>; ++set)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    add_octets(sums.of[set][j], low, high, w[set][j][round % 2 * 2],
+                               w[set][j][round % 2 * 2 + 1]);
         }
     }
 }
@@ -222,10 +249,14 @@ __device__ __forceinline__ void add_step(Accumulators<KIND>& sums, Place<KIND> p
     }
     if (num & 2) {
         add_rounds<2, KIND>(sums, place, mask, planes);
-        place.pass(2), mask >>= 2;
+        place.values += 2 * Values<KIND>::kBytes, mask >>= 2;
     }
-    if (num & 1) add_rounds<1, KIND>(sums, place, mask, planes);
+    if (num & 1) add_rounds<1, KIND>(sums, place, mask, planes, num & 2);
 }
+
+// Which row of the four, and which of its two in V, a lane has.
+__device__ __forceinline__ int row_of(int lane) { return lane / 8; }
+__device__ __forceinline__ int is_second(int lane) { return lane / 4 % 2; }
 
 // Where a four's sums go: float32 [rows, K] between panels, bf16 in the end.
 struct Target {
@@ -237,19 +268,19 @@ struct Target {
 
     __device__ __forceinline__ bool as_bf16() const { return last && out[0]; }
 
-    // Of a lane, the first of its columns.
-    __device__ __forceinline__ float* sum_at(int matrix, int row, int quad) const {
-        return sums[matrix] + static_cast<long long>(row - first_row) * K + first_column + quad;
-    }
-
-    // Between panels a four's sums lie in its own 16 columns of its rows, but as lanes have them:
-    // of each lane those of grad_gate_up together, four of 128, else two of 64.
+    // Of a lane's sums between panels: those of grad_gate_up together, four of 64 in a row.
     template <Sums KIND>
     __device__ __forceinline__ float* kept_at(int four_row, int lane) const {
-        constexpr int NUM = KIND == Sums::Both ? 4 : 2, CHUNKS = 16 / NUM;
-        const int row = four_row - first_row + lane / CHUNKS % FOUR;
-        float* matrix = KIND == Sums::Both && lane >= 16 ? sums[1] : sums[0];
-        return matrix + static_cast<long long>(row) * K + first_column + lane % CHUNKS * NUM;
+        const int row = four_row - first_row + row_of(lane), second = is_second(lane), t = lane & 3;
+        float* matrix = KIND == Sums::Both && second ? sums[1] : sums[0];
+        return matrix + static_cast<long long>(row) * K + first_column +
+               (KIND == Sums::Both ? 4 * t : 8 * second + 2 * t);
+    }
+
+    // Of a lane's first column.
+    template <Sums KIND>
+    __device__ __forceinline__ float* sum_at(int four_row, int lane) const {
+        return kept_at<KIND>(four_row, lane) - (KIND == Sums::Both ? 2 * (lane & 3) : 0);
     }
 
     // What was there before of a lane's sums, in their order in `finish`.
@@ -260,19 +291,13 @@ struct Target {
             if constexpr (KIND == Sums::Both)
                 load_four_if(wanted, kept_at, before);
             else
-                load_pair_if(wanted, kept_at, before[0], before[2]);
+                load_pair_if(wanted, kept_at, before[0], before[1]);
             return;
         }
-        const int quad = lane >> 2, row = four_row + (lane & 3);
-        wanted = wanted && add && row < num_rows;
-        const float* at = sum_at(0, row, quad);
-        before[0] = load_or_zero(wanted, at);
-        before[2] = load_or_zero(wanted, at + 8);
-        if (KIND == Sums::Both) {
-            at = sum_at(1, row, quad);
-            before[1] = load_or_zero(wanted, at);
-            before[3] = load_or_zero(wanted, at + 8);
-        }
+        wanted = wanted && add && four_row + row_of(lane) < num_rows;
+        const float* at = sum_at<KIND>(four_row, lane);
+        load_pair_if(wanted, at, before[0], before[1]);
+        if (KIND == Sums::Both) load_pair_if(wanted, at + 8, before[2], before[3]);
     }
 
     template <Sums KIND>
@@ -283,46 +308,63 @@ struct Target {
             if constexpr (KIND == Sums::Both)
                 *reinterpret_cast<float4*>(kept_at) = make_float4(out[0], out[1], out[2], out[3]);
             else
-                *reinterpret_cast<float2*>(kept_at) = make_float2(out[0], out[2]);
+                *reinterpret_cast<float2*>(kept_at) = make_float2(out[0], out[1]);
             return;
         }
-        const int quad = lane >> 2, row = four_row + (lane & 3);
-        if (row >= num_rows) return;
-        float* at = sum_at(0, row, quad);
-        at[0] = out[0], at[8] = out[2];
-        if (KIND == Sums::Both) {
-            at = sum_at(1, row, quad);
-            at[0] = out[1], at[8] = out[3];
-        }
+        if (four_row + row_of(lane) >= num_rows) return;
+        float2* at = reinterpret_cast<float2*>(sum_at<KIND>(four_row, lane));
+        at[0] = make_float2(out[0], out[1]);
+        if (KIND == Sums::Both) at[4] = make_float2(out[2], out[3]);
     }
 };
 
-// A lane has out[0], out[1] of column quad, first and second value of row t, and out[2], out[3] of
-// column quad + 8; of grad_x out[0] and out[2].
+// What a lane has in the end, of row_of(lane): in grad_gate_up of one value or the other, out[0]
+// and out[1] of columns 2t, 2t + 1, the others of the two 8 behind. Else out[0] and out[1] alone,
+// of the first 8 columns or the second.
+template <Sums KIND>
+__device__ __forceinline__ void add_up(const Accumulators<KIND>& sums, float (&out)[4], int lane) {
+    if constexpr (KIND == Sums::Both) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] += sums.of[0][i / 2][i % 2];
+    } else {
+        // of grad_down a lane has its turns' sums of two planes, of grad_x in two sets those of the
+        // plane that its value belongs to: it keeps 8 columns of 16, and gives the others away
+        constexpr int SETS = kSets<KIND>;
+        const bool second = is_second(lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float low = sums.of[0][0][i], high = sums.of[0][1][i];
+            if constexpr (KIND == Sums::Merged) {
+                low = second ? high : low;
+                high = second ? sums.of[SETS - 1][1][i] : sums.of[SETS - 1][0][i];
+            }
+            const float given = __shfl_xor_sync(~0u, second ? low : high, 4);
+            out[i] += (second ? high : low) + given;
+        }
+    }
+}
+
 template <Sums KIND>
 __device__ __forceinline__ void finish(const Target& target, int first_row, float (&out)[4],
-                                       float* kept_at, int quad, int t) {
+                                       float* kept_at, int lane) {
     if (!target.as_bf16()) {
-        target.store<KIND>(out, kept_at, first_row, quad * 4 + t);
+        target.store<KIND>(out, kept_at, first_row, lane);
         return;
     }
-    // after the transposition: the row and its columns 2t, 2t + 1
-    const int turned = first_row + quad / 2;
-    const long long line = static_cast<long long>(turned) * target.K + target.first_column;
-    if constexpr (KIND == Sums::Merged) {
-        const unsigned pair = transpose_matrix(bf16_pair(out[0], out[2]));
-        if (turned < target.num_rows)
-            *reinterpret_cast<unsigned*>(target.out[0] + line + quad % 2 * 8 + 2 * t) = pair;
-    } else {
-        const unsigned low = transpose_matrix(bf16_pair(out[0], out[1]));
-        const unsigned high = transpose_matrix(bf16_pair(out[2], out[3]));
+    const int row = first_row + row_of(lane), second = is_second(lane), t = lane & 3;
+    const long long line = static_cast<long long>(row) * target.K + target.first_column;
+    const unsigned low = bf16_pair(out[0], out[1]);
+    if constexpr (KIND == Sums::Both) {
         // columns 2t and 2t + 1, and 8 more: of a pair of lanes one stores the lower four
+        const unsigned high = bf16_pair(out[2], out[3]);
         const bool odd = t & 1;
         const unsigned other = __shfl_xor_sync(~0u, odd ? low : high, 1);
-        unsigned short* to = KIND == Sums::Both && quad % 2 ? target.out[1] : target.out[0];
-        if (turned < target.num_rows && (KIND == Sums::Both || quad % 2 == 0))
+        unsigned short* to = second ? target.out[1] : target.out[0];
+        if (row < target.num_rows)
             store_pair(to + line + (odd ? 8 + 2 * (t - 1) : 2 * t), odd ? other : low,
                        odd ? high : other);
+    } else if (row < target.num_rows) {
+        *reinterpret_cast<unsigned*>(target.out[0] + line + 8 * second + 2 * t) = low;
     }
 }
 
@@ -339,12 +381,9 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     const int quad = lane >> 2, t = lane & 3;
     const int end_four = (end_row + FOUR - 1) / FOUR, stride = gridDim.y * kWarps;
 
-    // the first step is on its way while the planes come
     const unsigned stages =
         smem_address(planes + 2 * SETS * panel_rows) + warp * kStages * kStageBytes;
     const int first_four = target.first_row / FOUR + blockIdx.y * kWarps + warp;
-    Feed<KIND> feed(lists, panel, end_four, first_four, stride, num_panels, lane);
-    Step behind = feed.bring(stages + lane * 16);
     if (load) {
         const int first_other = panel * panel_rows;
         const long long skipped =
@@ -352,19 +391,17 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
         load_planes<SETS>(planes, rows0 + skipped, rows1 + skipped, target.K,
                           num_others - first_other, panel_rows);
     }
+    // the first step is on its way while the planes come
+    Feed<KIND> feed(lists, panel, end_four, first_four, stride, num_panels, lane);
+    Step behind = feed.bring(stages + lane * 16);
     wait_for_copies<0>();
     __syncthreads();
 
-    // lane i addresses row i & 7 of matrix i >> 3: slots 0-7 of both planes, then slots 8-15
-    const int slot = (lane & 7) + (lane >> 4) * 8;
-    const unsigned code_at = (slot & 7) / 2 * 8 + 2 * ((slot >> 3) * 2 + (slot & 1));
-    // (through a shuffle, or the compiler would make them anew for every step)
-    const int side = lane >> 3 & 1;
-    const Planes lane_planes{__shfl_sync(~0u, smem_address(planes + side * panel_rows), lane),
-                             __shfl_sync(~0u, static_cast<unsigned>(side * kFlip), lane),
+    const Planes both_planes{{kept_address(planes), kept_address(planes + panel_rows)},
                              static_cast<unsigned>(2 * panel_rows * kPlaneRow)};
-    const unsigned value_at =
-        kStep * kCodeBytes + t * 8 + (KIND == Sums::One ? 0 : quad % 2 * 32);
+    const unsigned code_at = 4 * lane, value_at = kStep * kCodeBytes + quad % 2 * 32 + t * 8;
+    // where lanes take turns, of every other round
+    const unsigned own_rounds = kTurns<KIND> == 1 ? ~0u : quad % 2 ? 0xaaaaaaaa : 0x55555555;
     const unsigned values_at = stages + value_at, codes_at = stages + code_at;
     const unsigned copies_at = stages + kStageBytes + lane * 16;
 
@@ -381,24 +418,15 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
         behind = feed.bring(copies_at - at);
         float out[4] = {};
         target.load<KIND>(out, step.left <= kStep, kept_at, first_row, lane);
-        add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), step.masks,
-                       lane_planes);
+        const unsigned masks[2] = {step.masks[0] & own_rounds, step.masks[1] & own_rounds};
+        add_step<KIND>(sums, {values_at + at, codes_at + at}, min(step.left, kStep), masks,
+                       both_planes);
         at = kStageBytes - at;
         if (step.left > kStep) continue;
 
-#pragma unroll
-        for (int set = 0; set < SETS; ++set)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                auto& both = sums.of[set];
-                // of grad_x the first value's of plane 0, the second's of plane 1
-                if (KIND != Sums::Merged)
-                    out[i] += both[0][i] + both[1][i];
-                else if (i == 0 || i == 3)
-                    out[2 * set] += both[0][i] + both[1][i];
-                both[0][i] = both[1][i] = 0;
-            }
-        finish<KIND>(target, first_row, out, kept_at, quad, t);
+        add_up<KIND>(sums, out, lane);
+        sums = {};
+        finish<KIND>(target, first_row, out, kept_at, lane);
         first_row += stride * FOUR;
         kept_at += kept_step;
     }

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
 KERNELS = Path(__file__).parents[2] / "kernels"
 # kind of gate, shape, K, tiles of tokens in a panel: ragged, one token, several panels, empty, full
 CASES = [
@@ -40,7 +41,7 @@ def kernels():
 
 def on_device(array: np.ndarray) -> torch.Tensor:
     """The same bits, signed."""
-    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).cuda()
+    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).to(DEVICE)
 
 
 def integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -99,7 +100,7 @@ def list_neurons(kernels, problem: Problem, panel_tiles: int) -> dict[str, torch
     shape, lists = problem.shape, problem.lists
     fours, panels = ceil_div(shape.N, 4), ceil_div(shape.num_tiles, panel_tiles)
     made = problem.made_lists(fours, panels, 8 * fours * panels + len(lists.place) // 16)
-    num_listed = torch.zeros(1, dtype=torch.int32, device="cuda")
+    num_listed = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     kernels.launch(
         "list_neurons",
         (ceil_div(shape.N, 8), panels),
@@ -118,7 +119,7 @@ def list_tokens(kernels, problem: Problem, split: int) -> dict[str, torch.Tensor
     shape, lists = problem.shape, problem.lists
     fours, panels = 2 * shape.num_groups, shape.num_panels * split
     made = problem.made_lists(fours, panels, 8 * fours * panels + len(lists.place) // 16)
-    num_listed = torch.zeros(1, dtype=torch.int32, device="cuda")
+    num_listed = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     wanted = [made[name] for name in ("heads", "codes", "pairs", "masks")]
     kernels.launch(
         "list_tokens",
@@ -137,8 +138,8 @@ def list_tokens(kernels, problem: Problem, split: int) -> dict[str, torch.Tensor
 def buffers(rows: int, K: int, as_bf16: bool, keep: bool) -> tuple[torch.Tensor, ...]:
     """(sums, out): NaN everywhere; None where there is none."""
     nan = float("nan")
-    sums = torch.full((rows, K), nan, device="cuda") if keep or not as_bf16 else None
-    out = torch.full((rows, K), nan, dtype=torch.bfloat16, device="cuda") if as_bf16 else None
+    sums = torch.full((rows, K), nan, device=DEVICE) if keep or not as_bf16 else None
+    out = torch.full((rows, K), nan, dtype=torch.bfloat16, device=DEVICE) if as_bf16 else None
     return sums, out
 
 
@@ -180,9 +181,9 @@ def test_sums_are_added_to_if_there_are_heavy_rows(kernels, heavy):
     shape, K = Shape(70, 264, 64, 64, 32, 264), 64
     problem = Problem("usual", shape, 4)
     made = list_neurons(kernels, problem, 1)
-    heavy_count = torch.full((1,), heavy, dtype=torch.int32, device="cuda")
+    heavy_count = torch.full((1,), heavy, dtype=torch.int32, device=DEVICE)
     x = integers(problem.rng, shape.M, K)
-    sums = [torch.full((shape.N, K), 3.0, device="cuda") for _ in range(2)]
+    sums = [torch.full((shape.N, K), 3.0, device=DEVICE) for _ in range(2)]
     given = (on_device(x), *(made[n] for n in ("heads", "codes", "pairs", "masks")))
     rest = (heavy_count, *sums, None, None)
     run_sums(kernels, "grad_gate_up", (K // 16, 1), given, (shape.M, shape.N, K), 3, 32, rest)
@@ -234,8 +235,8 @@ def test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run(kernels):
     num = np.stack([p.reshape(len(p), -1, 4).sum((0, 2)) for p in panels], 1).reshape(-1)
     np.testing.assert_array_equal(heads[:, 1], np.ceil(num / 16))
     assert (heads[:, 0] % 8 == 0).all()
-    biases = torch.full((2, 2056), 2.0, device="cuda")
-    heavy_count = torch.ones(1, dtype=torch.int32, device="cuda")
+    biases = torch.full((2, 2056), 2.0, device=DEVICE)
+    heavy_count = torch.ones(1, dtype=torch.int32, device=DEVICE)
     given = made["heads"], made["codes"], made["pairs"]
     kernels.launch("grad_biases", (129,), 128, (*given, 2056, 2, heavy_count, biases))
     of_pairs = problem.grad_gate, problem.grad_up
@@ -256,8 +257,8 @@ def test_gradients_of_the_pairs(kernels, ranges, penalty):
     lists = problem.lists
     places = shape.num_tiles * shape.tile_tokens * shape.cap
     partial = (problem.rng.integers(-8, 9, (ranges, places))).astype(np.float32)
-    grads = torch.zeros(places, dtype=torch.int32, device="cuda")
-    weight = None if penalty is None else torch.full((1,), penalty, device="cuda")
+    grads = torch.zeros(places, dtype=torch.int32, device=DEVICE)
+    weight = None if penalty is None else torch.full((1,), penalty, device=DEVICE)
     kernels.launch(
         "grad_pairs",
         (shape.num_tiles, 2),
@@ -301,14 +302,14 @@ def test_heavy_rows(kernels, num, biases, N, K):
     x, grad_y = integers(rng, M, K), integers(rng, M, K)
     weights = [integers(rng, N, K) for _ in range(3)]
     given = [integers(rng, N) for _ in range(2)] if biases else [None, None]
-    heavy_rows = torch.full((M,), -1, dtype=torch.int32, device="cuda")
+    heavy_rows = torch.full((M,), -1, dtype=torch.int32, device=DEVICE)
     heavy_rows[:num] = torch.from_numpy(rows)
-    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
-    units = torch.zeros(2, dtype=torch.int32, device="cuda")
-    penalty = torch.full((1,), 0.5, device="cuda")
-    of_pairs = [torch.full((window, N), -1, dtype=torch.int16, device="cuda") for _ in range(3)]
-    sums = [torch.full(size, float("nan"), device="cuda") for size in [(N, K)] * 3 + [(2, N)]]
-    grad_x = torch.full((M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
+    count = torch.full((1,), num, dtype=torch.int32, device=DEVICE)
+    units = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    penalty = torch.full((1,), 0.5, device=DEVICE)
+    of_pairs = [torch.full((window, N), -1, dtype=torch.int16, device=DEVICE) for _ in range(3)]
+    sums = [torch.full(size, float("nan"), device=DEVICE) for size in [(N, K)] * 3 + [(2, N)]]
+    grad_x = torch.full((M, K), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kernels.launch(
         "grad_heavy",
         (40,),
@@ -340,8 +341,8 @@ def test_heavy_rows(kernels, num, biases, N, K):
 def test_tally(kernels, start, num):
     rng = np.random.default_rng(9)
     hidden = integers(rng, 8, 264)
-    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
-    sums = torch.full((3,), float("nan"), device="cuda")
+    count = torch.full((1,), num, dtype=torch.int32, device=DEVICE)
+    sums = torch.full((3,), float("nan"), device=DEVICE)
     kernels.launch("tally", (3,), 256, (on_device(hidden), count, start, 8, 264, sums))
     rows = max(0, min(8, num - start))
     assert sums.sum().item() == np.abs(from_bf16(hidden[:rows])).sum()
@@ -350,7 +351,7 @@ def test_tally(kernels, start, num):
 @pytest.mark.parametrize(("M", "num"), [(1, 1), (70, 0), (70, 1), (1000, 37), (1000, 1000)])
 def test_heavy_rows_are_put_in_order(kernels, M, num):
     rows = np.random.default_rng(10).permutation(M).astype(np.int32)
-    count = torch.full((1,), num, dtype=torch.int32, device="cuda")
+    count = torch.full((1,), num, dtype=torch.int32, device=DEVICE)
     found = on_device(rows.copy())
     smem_bytes = 4 * (256 + ceil_div(M, 32))
     kernels.launch("order_heavy", (1,), 256, (found, count, M), smem_bytes)

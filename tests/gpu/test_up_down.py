@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
 KERNELS = Path(__file__).parents[2] / "kernels"
 DOWN_STAGES = 32768
 NAN, INF = 0x7FC0, 0x7F80
@@ -42,7 +43,7 @@ def kernels():
 
 def on_device(array: np.ndarray) -> torch.Tensor:
     """The same bits, signed."""
-    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).cuda()
+    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).to(DEVICE)
 
 
 def random_bf16(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -56,7 +57,7 @@ def launch_up(
     shape, K = lists.shape, x.shape[1]
     num_ranges = -(-(K // 64) // slabs_per_range)
     places = shape.num_tiles * shape.tile_tokens * shape.cap
-    partial = torch.full((num_ranges, places), float("nan"), device="cuda")
+    partial = torch.full((num_ranges, places), float("nan"), device=DEVICE)
     kernels.launch(
         "up",
         (shape.num_tiles, num_ranges, neuron_ranges),
@@ -110,7 +111,7 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
     partial = (rng.integers(-64, 64, (ranges, places)) / 8).astype(np.float32)
     bias = to_bf16(rng.integers(-64, 64, shape.N) / 8) if has_bias else None
     rounds = on_device(lists.rounds)
-    masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device="cuda")
+    masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=DEVICE)
     kernels.launch(
         "hidden",
         grid or (shape.num_tiles,),
@@ -143,8 +144,8 @@ def run_down(
 ) -> np.ndarray:
     """float32 [M, K]: y, over NaN; `w_down` [N, K]."""
     shape, K = lists.shape, w_down.shape[1]
-    y = torch.full((shape.M, K), float("nan"), dtype=torch.bfloat16, device="cuda")
-    sums = torch.full((shape.M, K), float("nan"), device="cuda") if shape.num_panels > 1 else None
+    y = torch.full((shape.M, K), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    sums = torch.full((shape.M, K), float("nan"), device=DEVICE) if shape.num_panels > 1 else None
     given = [on_device(a) for a in (lists.num_rounds, rounds, masks_of(lists))]
     weights = on_device(w_down), None if bias is None else on_device(bias)
     for panel in range(shape.num_panels):

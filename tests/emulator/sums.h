@@ -1,0 +1,148 @@
+// What the kernels of the training pass and `down` do by inline assembly, for a CPU, and blocks that
+// run one after the other.
+#pragma once
+
+#include "gpu.h"
+
+#define __shared__ static  // of the one block that runs
+#define __global__ static
+#define __launch_bounds__(...)
+#undef blockIdx
+#undef gridDim
+
+struct int2 {
+    int x, y;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+inline Dim the_block, the_grid;
+#define blockIdx the_block
+#define gridDim the_grid
+
+// Whether all blocks came to their end.
+template <class Body>
+bool each_block(int columns, int rows, int num_threads, size_t shared_bytes, const Body& body) {
+    the_grid = {static_cast<unsigned>(columns), static_cast<unsigned>(rows), 1};
+    for (unsigned y = 0; y < the_grid.y; ++y)
+        for (unsigned x = 0; x < the_grid.x; ++x) {
+            the_block = {x, y, 0};
+            const size_t whole = (shared_bytes + 15) / 16 * 16;
+            if (!emulator::run(1, num_threads, whole, 1 + x + 7 * y, body)) return false;
+        }
+    return true;
+}
+
+inline char* own_shared(unsigned at, unsigned num_bytes) {
+    if (at % num_bytes || at + num_bytes > emulator::thread->block->bytes())
+        emulator::fail("no such shared memory");
+    return emulator::thread->block->memory() + at;
+}
+
+template <class T>
+inline T read_as(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline unsigned atomicOr(unsigned* to, unsigned bits) {
+    const unsigned before = *to;
+    *to |= bits;
+    return before;
+}
+inline int __shfl_up_sync(unsigned, int value, int distance) {
+    const int lane = emulator::lane();
+    return emulator::from_lane(value, lane >= distance ? lane - distance : lane);
+}
+
+// ---- twell.cuh
+
+inline unsigned bf16_rounded(float value) {
+    const unsigned all = __float_as_uint(value);
+    return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
+}
+inline unsigned bf16_pair(float low, float high) {
+    return bf16_rounded(low) | bf16_rounded(high) << 16;
+}
+inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+    unsigned bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned which = selector >> 4 * i, byte = both >> 8 * (which & 7) & 255;
+        bytes |= (which & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return bytes;
+}
+inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
+inline unsigned kept_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
+inline unsigned scale_and_add(unsigned a, unsigned b, unsigned c) { return a * b + c; }
+template <class T>
+inline T* opaque(T* pointer) {
+    return pointer;
+}
+template <class T>
+inline T* offset_by(T* pointer, unsigned index, unsigned bytes) {
+    const auto at = reinterpret_cast<uintptr_t>(pointer) + static_cast<uint64_t>(index) * bytes;
+    return reinterpret_cast<T*>(at);
+}
+inline unsigned load_shared_half(unsigned from) {
+    return read_as<unsigned short>(own_shared(from, 2));
+}
+inline uint2 load_shared_pair(unsigned from) { return read_as<uint2>(own_shared(from, 8)); }
+inline void copy_async(unsigned to, const void* from) { std::memcpy(own_shared(to, 16), from, 16); }
+inline void commit_copies() {}
+template <int PENDING>
+inline void wait_for_copies() {}
+inline void load_if(bool wanted, const unsigned* from, unsigned& word) {
+    if (wanted) word = *from;
+}
+inline unsigned load_or_leave(bool wanted, const unsigned* from) {
+    return wanted ? *from : 0xdeadbeef;
+}
+inline void load_pair_if(bool wanted, const float* from, float& a, float& b) {
+    if (wanted) a = from[0], b = from[1];
+}
+inline void load_four_if(bool wanted, const float* from, float (&v)[4]) {
+    if (wanted) std::copy(from, from + 4, v);
+}
+inline void store_pair(void* to, unsigned low, unsigned high) {
+    const unsigned both[2] = {low, high};
+    if (reinterpret_cast<uintptr_t>(to) % 8) emulator::fail("a store that is not aligned");
+    std::memcpy(to, both, 8);
+}
+
+// ---- octets.cuh, grad_sums.cu
+
+inline unsigned load_codes(unsigned from) { return read_as<unsigned>(own_shared(from, 4)); }
+template <bool TWO>
+inline void load_octets(unsigned (&octets)[4], unsigned row) {
+    const uint64_t own = row;
+    auto all = emulator::exchange(&own, 1);
+    const int g = emulator::lane() / 4, t = emulator::lane() % 4;
+    for (int i = 0; i < (TWO ? 4 : 2); ++i) {
+        octets[i] = 0;
+        for (int j = 0; j < 2; ++j) {
+            const char* from = own_shared(all[8 * i + 2 * t + j][0], 16);
+            octets[i] |= read_as<unsigned short>(from + 2 * g) << 16 * j;
+        }
+    }
+}
+inline void add_octets(float (&sums)[4], unsigned low, unsigned high, unsigned octet0,
+                       unsigned octet1) {
+    const uint64_t own[4] = {low, high, octet0, octet1};
+    auto all = emulator::exchange(own, 4);
+    const auto product = [](uint64_t a, uint64_t b) {
+        const auto half = [](uint64_t word, int i) {
+            return __uint_as_float(static_cast<unsigned>(word >> 16 * i) << 16);
+        };
+        return half(a, 0) * half(b, 0) + half(a, 1) * half(b, 1);
+    };
+    for (int i = 0; i < 2; ++i)
+        for (int t = 0; t < 4; ++t) {
+            const uint64_t* a = all[emulator::lane() / 4 * 4 + t];
+            const uint64_t* b = all[(emulator::lane() % 4 * 2 + i) * 4 + t];
+            sums[i] += product(a[0], b[2]) + product(a[1], b[3]);
+        }
+    sums[2] = sums[3] = __uint_as_float(0x7fc00000);  // anything
+}
