@@ -42,6 +42,24 @@ __device__ __forceinline__ uint4 load_written(const void* from) {
     return v;
 }
 
+// Into `v`, or nothing: a predicate, no branch.
+__device__ __forceinline__ void load_written_if(bool wanted, const void* from, uint4& v) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+}
+
+__device__ __forceinline__ uint2 load_written_pair(const unsigned short* from) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
 __device__ __forceinline__ unsigned load_written_word(const unsigned short* from) {
     unsigned v;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");

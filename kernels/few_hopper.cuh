@@ -7,22 +7,12 @@
 
 // ---- shared memory
 
-__device__ __forceinline__ void store_shared_word(unsigned to, unsigned word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_byte(unsigned to, unsigned byte) {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(byte) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_pair(unsigned to, unsigned low, unsigned high) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
-}
-
-__device__ __forceinline__ unsigned load_shared_word(unsigned from) {
-    unsigned word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
-    return word;
 }
 
 __device__ __forceinline__ void add_shared_word(unsigned to, unsigned word) {

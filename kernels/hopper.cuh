@@ -41,6 +41,18 @@ __device__ __forceinline__ void barrier_arrive_in_cluster(unsigned barrier, unsi
         : "memory");
 }
 
+// To the place of `own` in the shared memory of block `rank`, whose `barrier` counts the bytes.
+__device__ __forceinline__ void send_to_block(unsigned own, unsigned barrier, unsigned rank,
+                                              const float4& v) {
+    asm volatile(
+        "{.reg .u32 to, done; mapa.shared::cluster.u32 to, %0, %2;"
+        " mapa.shared::cluster.u32 done, %1, %2;"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+        " [to], {%3, %4, %5, %6}, [done];}" ::"r"(own),
+        "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+        : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"

@@ -101,9 +101,19 @@ __device__ __forceinline__ void store_shared(unsigned smem_to, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_to), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_word(unsigned to, unsigned word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_half(unsigned smem_to, unsigned v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem_to), "h"(static_cast<unsigned short>(v))
                  : "memory");
+}
+
+__device__ __forceinline__ unsigned load_shared_word(unsigned from) {
+    unsigned word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
 }
 
 __device__ __forceinline__ unsigned load_shared_half(unsigned smem_from) {

@@ -42,7 +42,7 @@ def parameters(entry: str) -> list[str]:
     # macros make families of kernels: those of gate_pack.cu by `name`, few_linear_##name and so on
     called = "name" if entry.startswith("gate_pack") else entry
     if not (found := _signatures(text, called)):
-        family = re.match(r"few_(?:linear|gated|hidden|down_wide)_", entry)
+        family = re.match(r"few_(?:linear|gated|hidden|down_wide|walk)_", entry)
         found = _signatures(text, rf"{family[0]}##\w+")
     assert len(found) == 1, entry
     kinds = {"TensorMap": "map", "long long": "int64", "float": "float", "int": "int"}

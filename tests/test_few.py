@@ -21,6 +21,7 @@ from twellctl.bundle.twell_few import (
     takes_few,
     takes_few_dense,
 )
+from twellctl.bundle.twell_few_walk import few_walk_kernels
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_nvrtc import Nvrtc, find_nvrtc
 from twellctl.bundle.twell_weights import FFN
@@ -145,7 +146,8 @@ def test_every_entry_is_planned_and_has_its_source():
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
     assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
-    assert {*few_kernels(17, H200)} - planned == {"few_hidden_hopper"}
+    own = {"few_hidden_hopper", *few_walk_kernels(17, H200)}
+    assert {*few_kernels(17, H200)} - planned == own
 
 
 @pytest.mark.parametrize("name", DEVICES)

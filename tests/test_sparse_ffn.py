@@ -310,8 +310,9 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, ho
     names = {"few": "few_ffn", "walk": "walk_ffn" if hopper else long, "long": long}
     for name in names.values():
 
-        def called(kernels, found, rows, ffn, *slots, name=name):
+        def called(kernels, found, rows, ffn, *slots, density=None, name=name):
             assert (kernels, found, rows.shape) == ("kernels", limits, (M, 64))
+            assert density == (0.01 if name == "few_ffn" and hopper else None)
             calls.append((name, slots, ffn.w_down))
 
         monkeypatch.setattr(twell_ffn, name, called)
@@ -320,7 +321,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, ho
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = FFN(w_gate, w_up, laid.t(), *biases, 0.0)
-        twell_ffn._by_route(x, ffn, 8, -1.0, SOURCES, "twell", hopper)
+        twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "twell", hopper)
         name, slots, found = calls[-1]
         assert name == names[taken]
         assert slots == ((8,) if name in ("hopper_ffn", "walk_ffn") else ())

@@ -28,6 +28,7 @@ class Kernels:
 
     def __init__(self, failure: str | None = None):
         self.prepared, self.failure = (), failure
+        self.densities: list[float | None] = []  # that few_ffn was told
 
     def prepare(self, names) -> None:
         self.prepared = names
@@ -98,7 +99,8 @@ def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
     return F.threshold(gate, ffn.threshold, 0.0) * F.linear(x, ffn.w_up, ffn.b_up)
 
 
-def sparse(kernels, limits, x, ffn, *, residual, counts, overlap) -> Tensor:
+def sparse(kernels, limits, x, ffn, *, residual, counts, overlap, density) -> Tensor:
+    kernels.densities.append(density)
     hidden = gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
     return residual + F.linear(hidden, ffn.w_down.t(), ffn.b_down)
 
@@ -172,6 +174,16 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
         assert {len(token.densities) for token in tokens} == {2}
     else:
         assert {token.densities for token in tokens} == {()}
+
+
+def test_the_ffn_is_told_what_a_profile_told(tiny, prompts, kernels):
+    for densities in (None, [0.25, 0.5]):
+        model = tiny(**SIZES)
+        model.config.twell = TWELL | ({} if densities is None else {"densities": densities})
+        kernels.densities.clear()
+        run(open_scheduler(model, decoder=KernelDecoder(model)), prompts[:1], 3)
+        assert kernels.densities == (densities or [None, None]) * (len(kernels.densities) // 2)
+        assert kernels.densities
 
 
 @pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])

@@ -20,9 +20,10 @@ from twellctl.bundle.twell_few import (
     takes_few,
     takes_few_dense,
 )
+from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
+from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
@@ -169,6 +170,8 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal(counts[None], problem.fired.sum(-1).int()[None], f"counts, {problem}")
         again = few_ffn(*here, residual=problem.residual)
         assert torch.equal(again.view(torch.int16), y.view(torch.int16)), f"twice, {problem}"
+    if takes_few_walk(M, ffn.N, ffn.K, 0.0, limits):
+        check_walk(problem, kernels, limits)
     if takes_few_dense(M, limits):
         hidden = few_gated(kernels, limits, problem.x, ffn)
         equal(hidden, problem.hidden, f"few_gated, {problem}")
@@ -181,6 +184,18 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         if ffn.N % 64 == 0:
             y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)
             equal(y, problem.y, f"few_linear, {problem}")
+
+
+def check_walk(problem: Problem, kernels: KernelSet, limits: Limits) -> None:
+    """few_ffn as it goes where few neurons fire, whatever fires here."""
+    first = torch.arange(problem.x.shape[0], device=DEVICE, dtype=torch.int32)
+    counts, told = first.clone(), f"the walk, {problem}"
+    here = kernels, limits, problem.x, problem.ffn
+    y = few_ffn(*here, residual=problem.residual, counts=counts, density=0.0)
+    equal((counts - first)[None], problem.fired.sum(-1).int()[None], told)
+    equal(y, problem.y, told)
+    again = few_ffn(*here, residual=problem.residual, density=0.0)
+    assert torch.equal(again.view(torch.int16), y.view(torch.int16)), told
 
 
 @pytest.mark.parametrize("N", [2048, 6144, 6152])
@@ -297,9 +312,10 @@ def test_a_cuda_graph_holds_it(kernels, M):
         assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("density", [None, 0.0], ids=["union", "walk"])
 @pytest.mark.parametrize("graphed", [False, True], ids=["one by one", "in a graph"])
 @pytest.mark.parametrize("M", [1, 2, 8, 16, 32, 64])
-def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, graphed):
+def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, graphed, density):
     """A chain as in a decoder: each kernel needs what the one just before, or earlier, wrote."""
     limits = device_limits(0)
     problems = [real(M, 512, 1536, level, biases=True) for level in (-2.5, -1.5, 0.0, -3.0) * 3]
@@ -311,7 +327,8 @@ def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, gr
         counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
         for problem in problems:
             here = kernels, limits
-            y = few_ffn(*here, x, problem.ffn, residual=x, counts=counts, overlap=overlap)
+            how = {"residual": x, "counts": counts, "overlap": overlap, "density": density}
+            y = few_ffn(*here, x, problem.ffn, **how)
             y = few_linear(*here, y, problem.ffn.w_up[:512], residual=x, overlap=overlap)
             gated = few_gated(*here, y, problem.ffn, overlap=overlap)
             x = few_linear(*here, gated, problem.ffn.w_down.view(512, 1536), overlap=overlap)
@@ -355,9 +372,13 @@ def test_errors_are_those_of_bf16(kernels, M, level, biases):
     wanted = hidden @ ffn.w_down.double() + biases[2]
     errors = [
         ((found.double() - wanted).norm() / wanted.norm()).item()
-        for found in (few_ffn(kernels, limits, x, ffn), dense_ffn(x, ffn))
+        for found in (
+            few_ffn(kernels, limits, x, ffn),
+            few_ffn(kernels, limits, x, ffn, density=0.0),
+            dense_ffn(x, ffn),
+        )
     ]
-    assert errors[0] <= 1.3 * errors[1], errors
+    assert max(errors) <= 1.3 * errors[-1], errors
 
 
 # ---- in the routes of an export ----

@@ -283,10 +283,12 @@ def _make_model(
     def random_ids(*size: int) -> Tensor:
         return torch.randint(settings.vocabulary, size, generator=generator, device=device)
 
-    for union in count_layers(body, random_ids(max(1, COUNTED_TOKENS // context), context), TILE)[
-        1
-    ]:
+    counted = random_ids(max(1, COUNTED_TOKENS // context), context)
+    measured, unions = count_layers(body, counted, TILE)
+    for union in unions:
         check_union(union)
+    for ffn, layer in zip(gated_ffns(body), measured, strict=True):
+        ffn.twell_density = layer.density  # as a profile would tell it
     model = with_head(body, generator)
     prompts = random_ids(max(settings.batches), settings.prompt_tokens).tolist()
     described = model_facts("random Llama", model) | {"density_asked": density}

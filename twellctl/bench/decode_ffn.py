@@ -105,7 +105,8 @@ def _points(
     made = {"dtype": DTYPE, "generator": generator}
     weights = make_weights(K, N, density, bias=False, **made)
     check_union(_union(make_rows(COUNTED_ROWS, K, density, EVEN, **made), weights))
-    rotated = [few_weights(*w.split) for w in rotated_weights(weights, course.device, COPIES)]
+    copies = rotated_weights(weights, course.device, COPIES)
+    rotated = [few_weights(*w.split, density=density) for w in copies]
     points = []
     for M in settings.batches:
         x = make_rows(M, K, density, EVEN, **made)

@@ -36,10 +36,14 @@ BANDWIDTH_SAMPLES = 5
 
 @dataclass(frozen=True)
 class FewWeights:
-    """One FFN as each form wants it: `ffn` by rows of neurons, and `down` `[K, N]` besides."""
+    """One FFN as each form wants it: `ffn` by rows of neurons, and `down` `[K, N]` besides.
+
+    `density` is what a profile would tell; None: nothing.
+    """
 
     ffn: FFN
     down: Tensor
+    density: float | None = None
 
 
 Form = Callable[[Tensor, FewWeights], Tensor]
@@ -53,11 +57,12 @@ def few_weights(
     b_up: Tensor | None,
     b_down: Tensor | None,
     threshold: float = 0.0,
+    density: float | None = None,
 ) -> FewWeights:
     """From weights as an nn.Linear has them, `w_down` `[K, N]` in either layout."""
     by_rows = w_down.t().contiguous()
     ffn = FFN(w_gate, w_up, by_rows, b_gate, b_up, b_down, threshold)
-    return FewWeights(ffn, w_down.contiguous())
+    return FewWeights(ffn, w_down.contiguous(), density)
 
 
 def weights_of(module: nn.Module) -> FewWeights:
@@ -70,7 +75,8 @@ def weights_of(module: nn.Module) -> FewWeights:
         weights, biases = ([getattr(p, name) for p in projections] for name in ("weight", "bias"))
     threshold = getattr(getattr(module, activation_name(module)), "threshold", 0.0)
     down = module.down_proj
-    return few_weights(*weights, down.weight, *biases, down.bias, threshold)
+    density = getattr(module, "twell_density", None)
+    return few_weights(*weights, down.weight, *biases, down.bias, threshold, density)
 
 
 def why_no_few(M: int, N: int, device: torch.device) -> str | None:
@@ -91,8 +97,8 @@ def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, 
     return {
         MUST_RUN: (DENSE, torch_ffn),
         FEW_DENSE: (DENSE, lambda x, w: _few_dense(*here, x, w)),
-        "twell": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn, overlap=True)),
-        "twell, no overlap": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn)),
+        "twell": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn, overlap=True, density=w.density)),
+        "twell, no overlap": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn, density=w.density)),
     }
 
 

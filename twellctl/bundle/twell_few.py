@@ -1,7 +1,9 @@
 """The gated FFN and a linear layer for few tokens, 1 to 64: bound by how fast weights stream in.
 
     few_ffn:     few_hidden (gate product, what fires, up of that)  ->  few_down
-                 in the place of few_hidden what twell_few_clusters.py launches, where it does
+                 in the place of few_hidden what twell_few_clusters.py launches, where it does;
+                 where few neurons fire, on Hopper, what twell_few_walk.py launches, in the
+                 place of both
     few_gated:   gate and up of the dense form, to which few_linear is down
     few_linear:  one product
 
@@ -13,9 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_few_clusters import CLUSTER_KERNEL, launch_clusters, takes_clusters
+from .twell_few_walk import LINEAR_TOKENS, few_walk_kernels, launch_few_walk, takes_few_walk
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
 from .twell_weights import FFN
@@ -147,14 +151,16 @@ def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
     clusters = [CLUSTER_KERNEL] if takes_clusters(M, limits) else []
-    return (*names, *long, *short, *ahead, *clusters, _down_name(M))
+    walk = few_walk_kernels(M, limits)
+    return (*names, *long, *short, *ahead, *clusters, _down_name(M), *walk)
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
     """All entries that `few_ffn` may launch on this device."""
     taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
     names = [name for M in taken for name in few_kernels(M, limits)]
-    return tuple(dict.fromkeys(n for n in names if n.startswith(("few_hidden", "few_down"))))
+    own = ("few_hidden", "few_down", "few_walk", "few_linear")  # the walk's gate is few_linear's
+    return tuple(dict.fromkeys(name for name in names if name.startswith(own)))
 
 
 def takes_few(M: int, N: int, limits: Limits) -> bool:
@@ -186,13 +192,21 @@ def few_ffn(
     residual: Tensor | None = None,
     counts: Tensor | None = None,
     overlap: bool = False,
+    density: float | None = None,
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous.
 
     `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
+    `density`: the share of neurons that fire, if a profile tells it; the way hangs on it.
     """
     M, N, K = x.shape[0], ffn.N, ffn.K
+    if takes_few_walk(M, N, K, density, limits):
+        if M <= LINEAR_TOKENS:
+            gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, overlap=overlap)
+        else:
+            gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+        return launch_few_walk(kernels, limits, x, gate, ffn, residual=residual, counts=counts)
     plan = plan_few(M, N, K, limits)
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)

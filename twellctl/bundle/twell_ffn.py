@@ -326,7 +326,7 @@ def _sparse_by_tokens(
     density: float | None,
 ) -> Tensor:
     if takes_few(rows.shape[0], ffn.N, limits):
-        return few_ffn(kernels, limits, rows, ffn)
+        return few_ffn(kernels, limits, rows, ffn, density=density if hopper else None)
     if hopper and takes_walk(rows.shape[0], ffn.N, ffn.K, density, limits):
         return walk_ffn(kernels, limits, rows, ffn, slots)
     if hopper:

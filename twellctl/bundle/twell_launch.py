@@ -53,6 +53,9 @@ ENTRY_FILES = {
     },
     **{f"few_linear_{name}": "few_linear.cu" for name in ("1_short", "1_ahead", "2_ahead")},
     **{f"few_down_wide_{octets}": "few_down.cu" for octets in (1, 2, 4, 8)},
+    **{
+        f"few_walk_{size}{form}": "few_walk.cu" for size in (2, 3, 4, 6, 8) for form in ("", "_all")
+    },
 }
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

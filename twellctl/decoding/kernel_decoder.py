@@ -5,6 +5,7 @@ A step is a chain of launches, each of which may start before the one in front h
 
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
+                few_linear -> few_walk, where few fire, as a profile tells
 
 and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row is one
 launch in the place of all that, if the model is such that it can be (whole_step.py).
@@ -100,6 +101,8 @@ class KernelDecoder:
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons = self._plain.neurons if sparse else []
+        # as profiled, if they were
+        self._densities = [getattr(ffn, "twell_density", None) for ffn in gated_ffns(model)]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -153,7 +156,7 @@ class KernelDecoder:
             )
             x = self._linear(h, layer.out, x)
             h = rms_norm(self.kernels, x, layer.ffn_norm, self._eps)
-            x = self._ffn(h, layer.ffn, x, counts[i])
+            x = self._ffn(h, layer.ffn, x, counts[i], self._densities[i])
         h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
@@ -188,10 +191,13 @@ class KernelDecoder:
         how = {"residual": residual, "ahead": ahead, "overlap": True}
         return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
 
-    def _ffn(self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor) -> Tensor:
+    def _ffn(
+        self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor, density: float | None
+    ) -> Tensor:
         here = self.kernels, self._limits
         if self._sparse:
-            return few_ffn(*here, x, ffn, residual=residual, counts=fired, overlap=True)
+            how = {"counts": fired, "overlap": True, "density": density}
+            return few_ffn(*here, x, ffn, residual=residual, **how)
         hidden = few_gated(*here, x, ffn, overlap=True)
         if ffn.N % 64:  # more than few_linear takes
             return residual + F.linear(hidden, ffn.w_down, ffn.b_down)

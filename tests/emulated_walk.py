@@ -1,0 +1,105 @@
+"""`few_walk` (kernels/few_walk.cuh) on a CPU, over the emulator of emulated_step.py; a judge."""
+
+import ctypes
+import functools
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from emulated_step import EMULATOR, without_assembly
+from torch import Tensor
+
+from twellctl.bundle.twell_few_walk import FewWalkPlan
+from twellctl.bundle.twell_format import fires
+from twellctl.resources import resource_dir
+
+HEADERS = (
+    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh", "warp.cuh"),
+    "few_walk.cuh",
+)
+
+
+@functools.cache
+def library(folder: Path, size: int, all_: bool) -> ctypes.CDLL:
+    """`few_walk` of clusters of `size` blocks, built in `folder`."""
+    for name in HEADERS:
+        text = (resource_dir("kernels") / name).read_text()
+        (folder / name).write_text(without_assembly(text))
+    made = folder / f"few_walk_{size}_{all_}.so"
+    defines = [f"-DWALK_SIZE={size}", f"-DWALK_ALL={str(all_).lower()}"]
+    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines, "-I", str(folder)]
+    paths = ["-I", str(EMULATOR), str(EMULATOR / "few_walk.cpp"), "-o", str(made)]
+    subprocess.run([*command, *paths], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole numbers, of which every order of sums gives the same bits; the gate may be anything."""
+
+    x: Tensor
+    gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+    residual: Tensor | None
+    threshold: float
+
+    @property
+    def fired(self) -> Tensor:
+        return fires(self.gate, self.threshold)
+
+    @property
+    def y(self) -> Tensor:
+        """In float64, rounded where the kernel rounds."""
+        up = _product(self.x, self.w_up, self.b_up).double()
+        hidden = (self.gate.double() * up).bfloat16().double()
+        y = _product(torch.where(self.fired, hidden, 0), self.w_down.t(), self.b_down)
+        return y if self.residual is None else (y.double() + self.residual.double()).bfloat16()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double().t()
+    return (y if bias is None else y + bias.double()).bfloat16()
+
+
+def random_problem(M: int, K: int, N: int, level: float, seed: int) -> Problem:
+    """`level`: of the gate's mean, in its standard deviations."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(*shape: int, most: int) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).bfloat16()
+
+    full = bool(seed % 2)
+    gate = ((torch.randn(M, N, generator=generator) + level) * 8).round().bfloat16()
+    return Problem(
+        whole(M, K, most=1),
+        gate,
+        whole(N, K, most=1),
+        whole(N, K, most=2),
+        whole(N, most=3) if full else None,
+        whole(K, most=3) if full else None,
+        whole(M, K, most=50) if full else None,
+        threshold=[0.0, 0.5, 2.0][seed % 3],
+    )
+
+
+def emulate(walk: ctypes.CDLL, plan: FewWalkPlan, problem: Problem, seed: int):
+    """(y, counts that began as 0, 1, ..) of one launch by `plan`."""
+    (M, K), N = problem.x.shape, problem.gate.shape[1]
+    counts, y = torch.arange(M, dtype=torch.int32), torch.full_like(problem.x, 7)
+    inputs = problem.x, problem.w_up, problem.w_down, problem.b_up, problem.b_down
+    status = walk.few_walk_of(
+        *(M, plan.threads, -(-plan.smem_bytes // 16) * 16, seed),
+        *(_pointer(t) for t in (*inputs, problem.gate, problem.residual)),
+        *(ctypes.c_float(problem.threshold), N, K, plan.cap, plan.ways, plan.warps, plan.columns),
+        *(_pointer(t) for t in (counts, y)),
+    )
+    assert status == 1, "some threads wait forever"
+    return y, counts
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())

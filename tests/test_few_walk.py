@@ -1,0 +1,222 @@
+"""few_walk: the host's side agrees with the kernel; and the kernel, emulated on the CPU, is right
+whatever the order in which threads and messages go."""
+
+import platform
+import shutil
+from dataclasses import replace
+
+import emulated_walk as emulated
+import pytest
+import torch
+from launched import Launches, kind_of, parameters
+
+from twellctl.bundle import twell_few_walk
+from twellctl.bundle.twell_few import few_ffn, few_ffn_kernels, few_kernels
+from twellctl.bundle.twell_few_walk import (
+    LINEAR_TOKENS,
+    WALK_SIZES,
+    WALK_TOKENS,
+    few_walk_kernels,
+    plan_few_walk,
+    takes_few_walk,
+)
+from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
+from twellctl.bundle.twell_nvrtc import find_nvrtc
+from twellctl.bundle.twell_weights import FFN
+from twellctl.resources import resource_dir
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]
+AT_ONCE = {8: 15, 6: 17, 4: 30, 3: 39, 2: 66}  # of 512 threads each, on an H200
+SHAPES = [(64, 8), (128, 520), (896, 4864), (2048, 5632), (2048, 32768), (4096, 14336)]
+emulator = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64",
+    reason="the emulator needs g++ on x86-64",
+)
+
+
+def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
+    return AT_ONCE[size]
+
+
+def launched(M: int, K: int, N: int, *, full: bool = False, density: float = 0.0, **how):
+    """What few_ffn launches; `full`: with biases, a residual, counts."""
+    x, *weights = (torch.zeros(n, K, dtype=torch.bfloat16) for n in (M, N, N, N))
+    biases = [torch.zeros(n, dtype=torch.bfloat16) if full else None for n in (N, N, K)]
+    residual = torch.zeros_like(x) if full else None
+    counts = torch.zeros(M, dtype=torch.int32) if full else None
+    kernels = Launches()
+    ffn = FFN(*weights, *biases, 0.5)
+    given = {"residual": residual, "counts": counts, "density": density}
+    y = few_ffn(kernels, H200, x, ffn, **given, **how)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    return kernels
+
+
+# ---- launches ----
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("M", [WALK_TOKENS[0], LINEAR_TOKENS, LINEAR_TOKENS + 1, 64])
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_arguments_are_the_parameters_of_the_kernel(K, N, M, full):
+    *gate, (name, grid, block, args, smem_bytes) = launched(M, K, N, full=full).made
+    assert [made[0].split("_")[1] for made in gate] == ["linear"] * (M <= LINEAR_TOKENS)
+    assert [kind_of(argument) for argument in args] == parameters(name)
+    plan = plan_few_walk(M, N, K, H200, lambda *asked: 30)
+    assert (name, grid, block) == (plan.name, (M * plan.size,), plan.threads)
+    assert smem_bytes == plan.smem_bytes <= H200.smem_bytes
+    if gate:  # it reads what the product wrote
+        assert args[5] is gate[0][3][-2]
+    assert args[5].shape == (M, N)
+
+
+def test_the_walk_starts_early_and_its_gate_only_if_it_may():
+    """Weights may have been written just before the first kernel, not before the second."""
+    assert launched(16, 64, 96).overlaps == [False, True]
+    assert launched(16, 64, 96, overlap=True).overlaps == [True, True]
+    assert launched(LINEAR_TOKENS + 1, 64, 96).overlaps == [True]  # behind torch's product
+
+
+def test_clusters_are_as_large_as_all_run_at_the_same_time():
+    sizes = [plan_few_walk(M, 5632, 2048, H200, at_once).size for M in range(1, 65)]
+    assert sizes == [8] * 15 + [6] * 2 + [4] * 13 + [3] * 9 + [2] * 25
+    assert plan_few_walk(64, 5632, 2048, H200, lambda *asked: 0).size == 2
+
+
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_all_columns_have_a_thread_and_all_lists_room(K, N):
+    for M in (8, 64):
+        plan = plan_few_walk(M, N, K, H200, at_once)
+        assert plan.threads <= 512
+        assert plan.warps % 2 == 0  # sums of two warps are added up at a time
+        assert 8 * 32 * plan.warps >= K
+        assert plan.size * plan.columns >= K
+        assert plan.columns % 8 == 0
+        assert 4 * plan.threads >= plan.columns  # a thread adds up four
+        if plan.name.endswith("_all"):
+            assert plan.size * plan.cap >= N
+        else:
+            assert plan.cap >= max(
+                8 * (N // 8 * (rank + 1) // plan.size - N // 8 * rank // plan.size)
+                for rank in range(plan.size)
+            )
+
+
+def test_it_is_taken_where_few_fire_on_hopper():
+    few, K, N = 0.005, 2048, 5632
+    taken = [M for M in range(1, 70) if takes_few_walk(M, N, K, few, H200)]
+    assert taken == list(WALK_TOKENS)
+    assert not takes_few_walk(16, N, K, None, H200)
+    for M, most in ((4, 0.0216), (8, 0.043), (16, 0.086), (64, 0.086)):
+        assert takes_few_walk(M, N, K, most, H200)
+        assert not takes_few_walk(M, N, K, most + 0.001, H200)
+    assert not takes_few_walk(16, N, 4160, few, H200)  # more columns than threads
+    assert not any(takes_few_walk(16, N, K, few, limits) for limits in OTHERS)
+    assert not takes_few_walk(16, 65536, K, few, replace(H200, smem_bytes=99 << 10))
+    names = {launch[0] for launch in launched(16, K, N, density=0.1).made}
+    assert names == {"few_hidden_2", "few_down_wide_2"}
+
+
+def test_it_is_loaded_where_it_may_be_launched():
+    for limits in (H200, *OTHERS):
+        for M in range(1, 65):
+            entries = few_walk_kernels(M, limits)
+            assert set(entries) <= set(few_kernels(M, limits))
+            assert bool(entries) == takes_few_walk(M, 8, 64, 0.0, limits)
+    wanted = {entry for entry, file in ENTRY_FILES.items() if file == "few_walk.cu"}
+    assert wanted == set(few_walk_kernels(64, H200))
+    linear = {f"few_linear_{octets}" for octets in (1, 2, 4)}
+    assert wanted | linear <= set(few_ffn_kernels(H200))
+
+
+def test_shared_memory_is_what_the_kernel_asks_for():
+    library = find_nvrtc() or pytest.skip("no NVRTC: pip install 'twellctl[test]' on Linux")
+    claims = [
+        f"kMostThreads == {twell_few_walk._MOST_THREADS} && kBatch == {twell_few_walk._BATCH}",
+        f"kEights == {twell_few_walk._EIGHTS} && kChunks == {twell_few_walk._CHUNKS}",
+        f"kHeadBytes == {twell_few_walk._HEAD_BYTES}",
+    ]
+    for K, N in SHAPES:
+        for size in WALK_SIZES:
+            plan = twell_few_walk._plan(N, K, size)
+            sizes = f"{{{N}, {K}, {plan.cap}, {plan.ways}, {plan.warps}, {plan.columns}}}"
+            claims.append(f"(Sizes{sizes}.bytes({size}) == {plan.smem_bytes})")
+    headers = {
+        path.name: path.read_bytes()
+        for path in resource_dir("kernels").iterdir()
+        if path.suffix == ".cuh"
+    }
+    head = headers["few_walk.cuh"].decode()
+    assert head.count("__device__ unsigned") == 3  # made constants, for the compiler to judge
+    head = head.replace("__device__ unsigned", "__device__ constexpr unsigned")
+    asserted = "\n".join(f"static_assert({claim});" for claim in claims)
+    text = f"{head}\nnamespace few_walk {{\n{asserted}\n}}"
+    library.compile("probe.cu", headers | {"probe.cu": text.encode()}, "sm_90a")
+
+
+# ---- the kernel ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+def check(folder, problem, size, ways=None, seeds=(1,)):
+    (M, K), N = problem.x.shape, problem.gate.shape[1]
+    plan = twell_few_walk._plan(N, K, size)
+    if ways is not None and ways < plan.ways:
+        slots = 4 * plan.size * plan.columns
+        plan = replace(plan, ways=1, smem_bytes=plan.smem_bytes - plan.warps * 512 - slots)
+    walk = emulated.library(folder, size, plan.name.endswith("_all"))
+    assert walk.few_walk_bytes(plan.cap, plan.ways, plan.warps, plan.columns) == plan.smem_bytes
+    wanted = problem.y
+    for seed in seeds:
+        y, counts = emulated.emulate(walk, plan, problem, seed)
+        assert (counts - torch.arange(M)).tolist() == problem.fired.sum(-1).tolist()
+        assert torch.equal(y.isnan(), wanted.isnan())
+        wrong = (y.nan_to_num(0) != wanted.nan_to_num(0)).nonzero()
+        assert not len(wrong), f"{len(wrong)} differ, the first at {wrong[0].tolist()}"
+
+
+@emulator
+@pytest.mark.parametrize("size", WALK_SIZES)
+@pytest.mark.parametrize(("M", "K", "N", "level"), [(2, 576, 520, -1.5), (1, 1088, 264, 0.0)])
+def test_it_is_exact_on_whole_numbers(folder, M, K, N, level, size):
+    for seed in (1, 2):
+        check(folder, emulated.random_problem(M, K, N, level, seed), size)
+    check(folder, emulated.random_problem(M, K, N, level, 3), size, ways=1)
+
+
+@emulator
+@pytest.mark.parametrize(("K", "N"), [(64, 8), (128, 16), (192, 2104)])
+def test_nothing_fires_and_everything_fires(folder, K, N):
+    for level, seed in ((-9.0, 1), (9.0, 2)):
+        problem = emulated.random_problem(2, K, N, level, seed)
+        assert problem.fired.float().mean().item() == (level > 0)
+        check(folder, problem, 8)
+        check(folder, problem, 3)
+
+
+@emulator
+@pytest.mark.parametrize("num", [1, 7, 8, 9, 16, 17, 63, 65])
+def test_lists_end_anywhere(folder, num):
+    problem = emulated.random_problem(2, 128, 136, -9.0, num)
+    problem.gate[0, torch.randperm(136)[:num]] = 3
+    problem.gate[1, :num] = 3
+    check(folder, problem, 2, seeds=(1, 2))
+    check(folder, problem, 6)
+
+
+@emulator
+def test_gates_at_the_threshold_and_not_finite(folder):
+    problem = emulated.random_problem(2, 64, 24, -9.0, 1)  # of 0.5
+    odd = [0.5, 0.50390625, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 0.25]
+    problem.gate[0, 8:16] = torch.tensor(odd)
+    problem.gate[1, 3:5] = torch.tensor([0.5, 0.50390625])
+    assert problem.threshold == 0.5
+    assert problem.fired[0, 8:16].tolist() == [False, True, False, False, True, True, False, False]
+    check(folder, problem, 4)
+    problem.x[1, 5] = torch.inf
+    check(folder, problem, 4)

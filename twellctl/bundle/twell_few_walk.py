@@ -1,0 +1,123 @@
+"""up, h and down for few tokens on Hopper where few neurons fire: by token, not by their union.
+
+    the gate product (few_linear; beyond 32 tokens torch's) -> few_walk
+
+Its time goes by pairs (token, neuron that fired), where that of few_hidden and few_down goes by the
+union of what fires; any density is exact, few_walk has no limits to run into. What it does stands
+in kernels/few_walk.cuh; its sizes are repeated here and nowhere else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .twell_launch import KernelSet, Limits
+from .twell_plan import ceil_div, round_up
+from .twell_weights import FFN
+
+WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
+WALK_TOKENS = range(4, 65)
+# bytes of up and down that a token may take, by tokens, up to so many; beyond, the union was as
+# fast or nearly, on an H200
+WALK_BYTES, WALK_GROWS = 250_000, 16
+LINEAR_TOKENS = 32  # up to here the gate product is few_linear's
+_HOPPER = (9, 0)
+_MOST_THREADS, _MOST_WAYS = 512, 2
+_BATCH, _EIGHTS, _CHUNKS = 8, 8, 3
+_HEAD_BYTES = 144
+
+AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
+
+
+@dataclass(frozen=True)
+class FewWalkPlan:
+    """One launch: a cluster of `size` blocks a token."""
+
+    name: str
+    size: int
+    ways: int
+    warps: int  # of a way
+    cap: int  # places in the list of a block
+    columns: int  # of y that a block adds up
+    smem_bytes: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.ways
+
+
+def few_walk_kernels(M: int, limits: Limits) -> tuple[str, ...]:
+    """The entries that `M` tokens may take on this device."""
+    if limits.capability != _HOPPER or M not in WALK_TOKENS:
+        return ()
+    return tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
+
+
+def takes_few_walk(M: int, N: int, K: int, density: float | None, limits: Limits) -> bool:
+    """Whether few_walk takes `M` tokens and is meant to at this density; None: not known."""
+    if density is None or not few_walk_kernels(M, limits) or K > 8 * _MOST_THREADS:
+        return False
+    if 4 * K * N * density > WALK_BYTES * min(M, WALK_GROWS):
+        return False
+    return _plan(N, K, WALK_SIZES[-1]).smem_bytes <= limits.smem_bytes
+
+
+@lru_cache(maxsize=4096)
+def _plan(N: int, K: int, size: int) -> FewWalkPlan:
+    warps = 2 * ceil_div(K, 8 * 64)
+    ways = min(_MOST_WAYS, _MOST_THREADS // (32 * warps))
+    all_ = _CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
+    cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
+    columns = 8 * ceil_div(K // 8, size)
+    parts, slots = 2 * warps * _EIGHTS * _BATCH * 4, 4 * size * ways * columns
+    smem_bytes = _HEAD_BYTES + 8 * cap + ways * parts + slots
+    name = f"few_walk_{size}" + "_all" * all_
+    return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
+
+
+def plan_few_walk(M: int, N: int, K: int, limits: Limits, at_once: AtOnce) -> FewWalkPlan:
+    """The largest clusters of which all run at the same time, for what `takes_few_walk`."""
+    for size in WALK_SIZES:
+        plan = _plan(N, K, size)
+        if (
+            plan.smem_bytes <= limits.smem_bytes
+            and at_once(plan.name, size, plan.threads, plan.smem_bytes) >= M
+        ):
+            return plan
+    return _plan(N, K, WALK_SIZES[-1])
+
+
+def launch_few_walk(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    gate: Tensor,
+    ffn: FFN,
+    *,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """`[M, K]` and `[M, N]`, the gate of x, to `[M, K]`; the rest is as `few_ffn` has it.
+
+    It starts before the gate product ends, behind which it must follow: all that came before that
+    product has been written then.
+    """
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once)
+    y = torch.empty_like(x)
+    kernels.launch(
+        plan.name,
+        (M * plan.size,),
+        plan.threads,
+        (
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, residual),
+            *(float(ffn.threshold), N, K, plan.cap, plan.ways, plan.warps, plan.columns),
+            *(counts, y),
+        ),
+        plan.smem_bytes,
+        overlap=True,
+    )
+    return y
