@@ -66,22 +66,6 @@ struct Attention : Products {
         prefetch_into_l2(layer.values + a.first_place + lane * 64);
     }
 
-    // x cos + rotate_half(x) sin, rounded as transformers does in bf16; by the lanes of a head.
-    template <int DIM>
-    __device__ __forceinline__ static uint4 turned_eight(const uint4& eight, const uint4& cos,
-                                                         const uint4& sin, const Lane<DIM>& lane) {
-        constexpr int HALF = Shape<DIM>::EIGHTS / 2;
-        const bool is_low = lane.eight < HALF;
-        const int other = is_low ? lane.eight + HALF : lane.eight - HALF;
-        const unsigned sign = is_low ? 0x80008000 : 0;
-        const auto turn = [&](unsigned own, unsigned c, unsigned s) {
-            const unsigned across = __shfl_sync(~0u, own, other, Shape<DIM>::LANES) ^ sign;
-            return add_pairs(multiply_pairs(own, c), multiply_pairs(across, s));
-        };
-        return make_uint4(turn(eight.x, cos.x, sin.x), turn(eight.y, cos.y, sin.y),
-                          turn(eight.z, cos.z, sin.z), turn(eight.w, cos.w, sin.w));
-    }
-
     // The new token's head of q, and of k and v if they are this block's: into shared memory, q in
     // the order of the columns of b; k and v into the cache.
     template <int DIM>
@@ -101,15 +85,7 @@ struct Attention : Products {
         if (wanted) eight = await_eight(qkv_words() + head * DIM + lane.eight * 8, tag);
         __syncwarp();
         uint4 made = eight;
-        if (weight != nullptr) {
-            float values[8];
-            unpack(eight, values);
-            float sum = sum_of_squares(values);
-#pragma unroll
-            for (int apart = S::LANES / 2; apart > 0; apart /= 2)
-                sum += __shfl_xor_sync(~0u, sum, apart);
-            made = scaled(values, reciprocal_root(sum * (1.f / DIM) + args.eps), norm);
-        }
+        if (weight != nullptr) made = normalised_head<DIM>(eight, norm, args.eps);
         made = turned_eight<DIM>(made, cos, sin, lane);
         if (!wanted) return;
         if (number == 0) {
@@ -122,27 +98,6 @@ struct Attention : Products {
         unsigned short* cache = number == 1 ? layer.keys : layer.values;
         if (a.stores_new)
             *reinterpret_cast<uint4*>(cache + a.new_place + lane.eight * 8) = made;
-    }
-
-    // q . keys of each of a lane's positions, in all lanes of the position.
-    template <int DIM>
-    __device__ __forceinline__ void score(float (&scores)[kLoads], const uint4 (&keys)[kLoads],
-                                          const uint2& q) const {
-        constexpr int LANES = Shape<DIM>::LANES;
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            float c[4] = {};
-            multiply_add(c, keys[i].x, keys[i].y, keys[i].z, keys[i].w, q.x, q.y);
-            scores[i] = c[0] + c[3];
-        }
-        // a position's parts of 32 columns stand in lanes 0, 5, 10, 15 of its own
-        const int first = thread() % 32 / LANES * LANES;
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            scores[i] += __shfl_xor_sync(~0u, scores[i], 5);
-            if (LANES == 16) scores[i] += __shfl_xor_sync(~0u, scores[i], 10);
-            scores[i] = made_here(__shfl_sync(~0u, scores[i], first));
-        }
     }
 
     // The block's part of a head, or the head.
@@ -165,11 +120,9 @@ struct Attention : Products {
         make_new<DIM>(layer, a, lane, shared, tag);
         sync_consumers();
 
-        const int column = thread() % 32 / 4;
-        const uint2 q = load_shared_pair(memory + kAttend + column / 2 % (S::LANES / 4) * 64 +
-                                         thread() % 4 * 16 + column % 2 * 8);
+        const uint2 q = columns_of_q<DIM>(memory + kAttend, thread() % 32);
         const float scale = args.scale * kLog2E;
-        float largest = __int_as_float(0xff800000), total = 0.f, sums[8] = {};
+        HeadSums head = {__int_as_float(0xff800000), 0.f, {}};
 #pragma unroll 1
         for (; batch <= range.last; batch += step) {
             if (batch == range.last) {
@@ -177,71 +130,28 @@ struct Attention : Products {
                 put_new<DIM>(values, shared.value, range, lane);
             }
             float scores[kLoads];
-            score<DIM>(scores, keys, q);
+            score_keys<DIM>(scores, keys, q, thread() % 32);
             const bool more = batch + step <= range.last;
             if (more) {
                 from = place<DIM>(page_of<DIM>(range.last, batch + step), a.kv,
                                   (batch + step) * S::BATCH);
                 load_batch<DIM>(keys, layer.keys + from, range, batch + step, lane);
             }
-            float best = largest;
             const int first = batch * S::BATCH + lane.group - range.start;
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const bool counts = static_cast<unsigned>(first + i * S::GROUPS) <=
                                     static_cast<unsigned>(range.position - range.start);
                 scores[i] = counts ? scores[i] * scale : __int_as_float(0xff800000);
-                best = fmaxf(best, scores[i]);
             }
-#pragma unroll
-            for (int apart = S::LANES; apart < 32; apart *= 2)
-                best = fmaxf(best, __shfl_xor_sync(~0u, best, apart));
-            const float shrink = power_of_two(largest - best);
-            largest = best, total *= shrink;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) sums[j] *= shrink;
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const float weight = power_of_two(scores[i] - largest);
-                total += weight;
-                float value[8];
-                unpack(values[i], value);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) sums[j] += weight * value[j];
-            }
+            add_positions<DIM>(head, scores, values);
             if (more) load_batch<DIM>(values, layer.values + from, range, batch + step, lane);
         }
-        store_parts<DIM>(shared, lane, largest, total, sums);
+        const int warp = thread() / 32;
+        store_head<DIM>(head, lane, thread(), shared.sums + warp * DIM, shared.largest[warp],
+                        shared.total[warp]);
         sync_consumers();
         if (thread() < DIM / 2) give_head<DIM>(shared, a, tag);
-    }
-
-    // A warp's part, added up over the positions that its lanes have side by side.
-    template <int DIM>
-    __device__ __forceinline__ void store_parts(const Shared<DIM, 1>& shared,
-                                                const Lane<DIM>& lane, float largest, float total,
-                                                float (&sums)[8]) const {
-        constexpr int KEPT = 8 / Shape<DIM>::GROUPS;  // columns
-        const int warp = thread() / 32;
-        int column = 0;
-#pragma unroll
-        for (int num = 4, apart = 16; num >= KEPT; num /= 2, apart /= 2) {
-            total += __shfl_xor_sync(~0u, total, apart);
-            const bool is_high = thread() & apart;
-            column += is_high ? num : 0;
-#pragma unroll
-            for (int j = 0; j < num; ++j) {
-                const float kept = is_high ? sums[j + num] : sums[j];
-                const float given = is_high ? sums[j] : sums[j + num];
-                sums[j] = kept + __shfl_xor_sync(~0u, given, apart);
-            }
-        }
-        if (lane.used) {
-            float* to = shared.sums + warp * DIM + lane.eight * 8 + column;
-#pragma unroll
-            for (int j = 0; j < KEPT; ++j) to[j] = sums[j];
-        }
-        if (thread() % 32 == 0) shared.largest[warp] = largest, shared.total[warp] = total;
     }
 
     // Two columns a thread, of all warps and all parts of the head: to all blocks.

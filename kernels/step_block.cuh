@@ -2,8 +2,7 @@
 // says what TWELL_STEP_K is.
 #pragma once
 
-#include "attend_softmax.cuh"
-#include "step_memory.cuh"
+#include "step_shared.cuh"
 
 namespace {
 
@@ -26,17 +25,6 @@ constexpr int kEights = K / 8 / kConsumers;   // of a row of K, of a thread
 constexpr int kOwnQuads = K / 512;            // of x, of a block, at most
 constexpr int kMostDim = 128;                 // of a head
 constexpr int kApart = 37;                    // see Block::turn
-constexpr unsigned kPatience = 1u << 26;      // times that a word is looked at: half a minute
-
-struct Layer {
-    const unsigned short *input_norm, *qkv, *qkv_bias, *out, *out_bias, *ffn_norm;
-    const unsigned short *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
-    unsigned short *keys, *values;
-    const unsigned short *q_norm, *k_norm;
-    float threshold;
-    int window;
-};
-constexpr int kLayerWords = sizeof(Layer) / 8;
 
 struct Args {
     const Layer* layers;
@@ -76,10 +64,6 @@ struct Column {
 using Columns = Column[4];
 using Unit = uint4[4];  // a lane's part of a unit
 
-__device__ __forceinline__ void lose_patience(unsigned& tries) {
-    if (++tries > kPatience) __trap();
-}
-
 __device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
     return bits << 16 | (tag & 0xffff);
 }
@@ -109,20 +93,6 @@ __device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) 
             return make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
         lose_patience(tries);
     }
-}
-
-__device__ __forceinline__ float sum_of_warps(const float* each) {
-    const float4* from = reinterpret_cast<const float4*>(each);
-    const float4 a = from[0], b = from[1];
-    return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-}
-
-// v root, rounded, times the weight, rounded: RMSNorm as transformers does it.
-__device__ __forceinline__ uint4 scaled(const float (&v)[8], float root, const uint4& weight) {
-    return make_uint4(multiply_pairs(bf16_pair(v[0] * root, v[1] * root), weight.x),
-                      multiply_pairs(bf16_pair(v[2] * root, v[3] * root), weight.y),
-                      multiply_pairs(bf16_pair(v[4] * root, v[5] * root), weight.z),
-                      multiply_pairs(bf16_pair(v[6] * root, v[7] * root), weight.w));
 }
 
 struct Block {

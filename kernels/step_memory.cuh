@@ -19,6 +19,24 @@ __device__ __forceinline__ uint4 load_words(const unsigned* from) {
     return v;
 }
 
+// Into `v`, or nothing: a predicate, no branch.
+__device__ __forceinline__ void load_words_if(bool wanted, const unsigned* from, uint4& v) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0;"
+        " @p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+}
+
+__device__ __forceinline__ void load_word_if(bool wanted, const unsigned* from, unsigned& v) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u32 %0, [%1];}"
+        : "+r"(v)
+        : "l"(from), "r"(static_cast<unsigned>(wanted))
+        : "memory");
+}
+
 __device__ __forceinline__ void store_word(unsigned* to, unsigned word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }

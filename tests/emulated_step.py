@@ -20,8 +20,8 @@ EMULATOR = Path(__file__).parent / "emulator"
 PAGE, EPS, VOCABULARY = 64, 1e-5, 512
 HEADERS = (
     *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),
-    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_block.cuh"),
-    *("step_products.cuh", "step_attend.cuh", "step_ffn.cuh", "step.cuh"),
+    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_shared.cuh"),
+    *("step_block.cuh", "step_products.cuh", "step_attend.cuh", "step_ffn.cuh", "step.cuh"),
 )
 
 
@@ -50,15 +50,20 @@ def library(folder: Path, K: int, D: int, sparse: bool) -> ctypes.CDLL:
         (folder / name).write_text(without_assembly(text))
     made = folder / f"step_{K}_{D}_{sparse}.so"
     defines = [f"-DTWELL_STEP_K={K}", f"-DSTEP_DIM={D}", f"-DSTEP_SPARSE={str(sparse).lower()}"]
+    return built(folder, "step.cpp", defines, made)
+
+
+def built(folder: Path, source: str, defines: list[str], made: Path) -> ctypes.CDLL:
+    """A source of emulator/, with headers in `folder`."""
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines]
-    paths = ["-I", str(folder), "-I", str(EMULATOR), str(EMULATOR / "step.cpp"), "-o", str(made)]
+    paths = ["-I", str(folder), "-I", str(EMULATOR), str(EMULATOR / source), "-o", str(made)]
     subprocess.run([*command, *paths], check=True)
     return ctypes.CDLL(str(made))
 
 
 @dataclass
 class Model:
-    """Random layers, and a cache that is full of numbers; all bf16."""
+    """Random layers, and a cache that is full of numbers, for `rows` texts; all bf16."""
 
     K: int
     D: int
@@ -72,6 +77,8 @@ class Model:
     window: int = 0
     threshold: float = 0.0
     seed: int = 0
+    rows: int = 1
+    token: int = 7
     weights: list[dict[str, Tensor | None]] = field(init=False)
 
     def __post_init__(self):
@@ -81,7 +88,8 @@ class Model:
             return (mean + std * torch.randn(shape, generator=generator)).bfloat16()
 
         K, D, N = self.K, self.D, self.N
-        Q, std, pages = (self.H + 2 * self.Hkv) * D, K**-0.5, self.position // PAGE + 2
+        Q, std = (self.H + 2 * self.Hkv) * D, K**-0.5
+        pages = self.rows * (self.position // PAGE + 1) + 1
         self.table = torch.randperm(pages - 1, generator=generator).int() + 1
         self.embeddings, self.head = normal(16, K), normal(VOCABULARY, K, std=std)
         self.last_norm = normal(K, mean=1, std=0.1)
@@ -112,7 +120,7 @@ class Model:
     def told(self) -> Tensor:
         """The kernel's table of layers: pointers, then threshold and window."""
         last = struct.unpack("<q", struct.pack("<fi", self.threshold, self.window))[0]
-        rows = [[_pointer(t) for t in layer.values()] + [last] for layer in self.weights]
+        rows = [[pointer(t) for t in layer.values()] + [last] for layer in self.weights]
         return torch.tensor(rows, dtype=torch.int64)
 
 
@@ -131,7 +139,7 @@ def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]
     words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32)
     epoch = torch.zeros(1, dtype=torch.int32)
     layers = model.told()
-    token, position = (torch.tensor([n], dtype=torch.int32) for n in (7, model.position))
+    token, position = (torch.tensor([n], dtype=torch.int32) for n in (model.token, model.position))
     logits = torch.zeros(len(seeds), VOCABULARY)
     counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
     sizes = model.layers, model.N, VOCABULARY, model.H, model.Hkv
@@ -139,35 +147,52 @@ def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]
     for i, seed in enumerate(seeds):
         outputs = words, epoch, counts[i], logits[i]
         status = step.step(
-            *(blocks, seed, ctypes.c_void_p(_pointer(layers)), *sizes),
-            *(ctypes.c_void_p(_pointer(t)) for t in (*inputs, model.cos, model.sin)),
+            *(blocks, seed, ctypes.c_void_p(pointer(layers)), *sizes),
+            *(ctypes.c_void_p(pointer(t)) for t in (*inputs, model.cos, model.sin)),
             *(ctypes.c_float(EPS), ctypes.c_float(D**-0.5)),
-            *(ctypes.c_void_p(_pointer(t)) for t in outputs),
+            *(ctypes.c_void_p(pointer(t)) for t in outputs),
         )
         assert status == 1, "some threads wait forever"
+    return Done(logits, counts, cached(model))
+
+
+def cached(model: Model) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer, what lies in the cache for the new token."""
     page, slot = model.table[model.position // PAGE], model.position % PAGE
-    new = [
+    return [
         (layer["keys"][page, :, slot], layer["values"][page, :, slot]) for layer in model.weights
     ]
-    return Done(logits, counts, new)
 
 
-def judge(model: Model) -> Done:
-    """The same step in float64, rounded where the kernels round."""
-    x, counts, new = model.embeddings[7].double(), [], []
+def judge(model: Model, late_root: bool = False) -> Done:
+    """The same step in float64, rounded where the kernels round.
+
+    `late_root`: x is not divided by its root mean square, but the products are.
+    """
+
+    def product(weight: Tensor, norm: Tensor, bias: Tensor | None) -> Tensor:
+        if not late_root:
+            return _linear(_norm(x, norm), weight, bias)
+        return _linear(_rounded(x * norm.double()), weight, bias, _root(x))
+
+    x, counts, new = model.embeddings[model.token].double(), [], []
     for layer in model.weights:
-        qkv = _linear(_norm(x, layer["input_norm"]), layer["qkv"], layer["qkv_bias"])
+        qkv = product(layer["qkv"], layer["input_norm"], layer["qkv_bias"])
         heads = qkv.view(-1, model.D).split([model.H, model.Hkv, model.Hkv])
         attended, key, value = _attended(model, layer, *heads)
         new.append((key, value))
         x = _rounded(_linear(attended, layer["out"], layer["out_bias"]) + x)
-        h = _norm(x, layer["ffn_norm"])
-        gate = _linear(h, layer["gate"], layer["gate_bias"])
+        gate = product(layer["gate"], layer["ffn_norm"], layer["gate_bias"])
         fired = gate > model.threshold
         counts.append(int(fired.sum()))
-        hidden = _rounded(gate * _linear(h, layer["up"], layer["up_bias"])) * fired
+        up = product(layer["up"], layer["ffn_norm"], layer["up_bias"])
+        hidden = _rounded(gate * up) * fired
         x = _rounded(_linear(hidden, layer["down"].t(), layer["down_bias"]) + x)
-    logits = _norm(x, model.last_norm) @ model.head.double().t()
+    if late_root:
+        h = _rounded(x * model.last_norm.double()) * _root(x)
+    else:
+        h = _norm(x, model.last_norm)
+    logits = h @ model.head.double().t()
     return Done(logits[None], torch.tensor([counts]), new)
 
 
@@ -193,17 +218,20 @@ def _turned(model: Model, x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    scaled = _rounded(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))
-    return _rounded(scaled * weight.double())
+    return _rounded(_rounded(x * _root(x)) * weight.double())
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _rounded(x @ weight.double().t() + (0 if bias is None else bias.double()))
+def _root(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
+    return _rounded(x @ weight.double().t() * scale + (0 if bias is None else bias.double()))
 
 
 def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().double()
 
 
-def _pointer(tensor: Tensor | None) -> int:
+def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

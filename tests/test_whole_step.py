@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_rows import words_of_rows
 from launched import kind_of
 
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
@@ -16,6 +17,7 @@ from twellctl.decoding.whole_step import (
     Linear,
     StepSizes,
     WholeStep,
+    most_rows_at_once,
     why_no_whole_step,
 )
 from twellctl.resources import resource_dir
@@ -97,8 +99,60 @@ def test_the_launch(sparse):
     assert len(words) == 6 * 2048 + 132 * (2048 + 4 * 64)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num_sms", "rows"),
+    [
+        (SMALL, 132, 16),
+        (replace(SMALL, H=16, D=128), 132, 16),
+        (SMALL, 128, 16),
+        (SMALL, 144, 16),
+        (SMALL, 152, 1),
+        (replace(SMALL, N=8192), 132, 1),
+        (replace(SMALL, N=5636), 132, 1),
+        (replace(SMALL, V=50260), 132, 1),
+        (StepSizes(4096, 5632, 32, 128, 128256), 132, 1),
+    ],
+)
+def test_how_many_rows_go_in_one_kernel(sizes, num_sms, rows):
+    limits = replace(H200, num_sms=num_sms)
+    assert most_rows_at_once(sizes, limits, sparse=True) == rows
+    assert most_rows_at_once(sizes, limits, sparse=False) == 1
+    assert rows == 1 or sizes.rows_entry in ENTRY_FILES
+
+
+def test_the_launch_of_rows():
+    kernels, layers = Launches(), [make_layer(0.5, None), make_layer(0.25, None)]
+    sizes = replace(SMALL, N=64, V=512)
+    weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
+    step = WholeStep(
+        kernels, H200, sizes, layers, *weights, (bf16(128, 64),) * 2, 1e-5, sparse=True
+    )
+    states = {}
+    for B in (2, 16, 2):
+        inputs = torch.zeros(B, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+        tables = torch.zeros(B, 8, dtype=torch.int32)[:, :3]
+        logits, counts = step(*inputs, tables)
+        assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (B, 512), (2, B))
+        name, grid, block, args, smem_bytes = kernels.call
+        assert (name, grid, block) == ("step_rows_2048_64", (132,), 384)
+        assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
+        text = (resource_dir("kernels") / "step_rows.cuh").read_text().replace("\\\n", "\n")
+        (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
+        assert [kind_of(argument) for argument in args] == [
+            "pointer" if "*" in parameter else parameter.split()[0]
+            for parameter in parameters.split(",")
+        ]
+        assert args[1:6] == (2, 64, 512, 32, 8)
+        assert args[9:11] == (B, 8)
+        words = args[-4]
+        assert (words == -1).all()
+        assert len(words) == words_of_rows(2048, 3072, 132)
+        assert states.setdefault(B, words) is words
+    assert len({id(words) for words in states.values()}) == 2
+
+
 def test_the_table_of_layers():
-    """As step_block.cuh declares a layer."""
+    """As step_shared.cuh declares a layer."""
     layer = make_layer(0.25, 100)
     kernels, sizes = Launches(), replace(SMALL, N=64, V=512)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
@@ -107,7 +161,7 @@ def test_the_table_of_layers():
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3][0].tolist()
-    text = (resource_dir("kernels") / "step_block.cuh").read_text()
+    text = (resource_dir("kernels") / "step_shared.cuh").read_text()
     (declared,) = re.findall(r"struct Layer \{(.*?)\};", text, re.DOTALL)
     names = re.findall(r"\*(\w+)", declared)
     of_layer = {

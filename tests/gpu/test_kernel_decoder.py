@@ -135,6 +135,71 @@ def test_a_row_alone(family, sparse):
         assert (fired - fired_at_once).abs().sum() <= 0.02 * fired.sum() + 2
 
 
+@pytest.mark.parametrize("B", [2, 5, 16])
+@pytest.mark.parametrize("family", sorted(ONE_KERNEL.keys() - {"wide"}))
+def test_rows_together(family, B):
+    """So is one of several rows, in each of several steps; and a row's bits are its own."""
+    model = make_for_one_kernel(family)
+    judge = copy.deepcopy(model).double()
+    decoder = KernelDecoder(model)
+    decoder.open_cache(16 * B + 1)
+    whole = decoder._whole
+    assert whole.most_rows == 16
+    lengths = [(5 + 61 * row) % 900 for row in range(B)]
+    tables = torch.randperm(16 * B, device="cuda").int().view(B, 16) + 1
+    ids = torch.randint(1, 1000, (B, 1000), device="cuda")
+    with torch.inference_mode():
+        for row, length in enumerate(lengths):
+            if length:
+                positions = torch.arange(length, device="cuda").int()[None]
+                decoder.prefill(ids[row : row + 1, :length], positions, tables[row : row + 1])
+        for step in range(3):
+            ends = [length + step for length in lengths]
+            tokens = ids[range(B), ends].int()
+            inputs = tokens, torch.tensor(ends, device="cuda").int(), tables
+            found = []
+            for one_kernel in (None, whole, whole):
+                decoder._whole = one_kernel
+                logits, counts = decoder.step(*inputs)
+                found.append((logits.clone(), counts.clone()))
+            (one_by_one, fired), (at_once, fired_at_once), again = found
+            assert torch.equal(at_once, again[0])
+            assert torch.equal(fired_at_once, again[1])
+            wanted = torch.stack(
+                [judge(ids[row : row + 1, : end + 1]).logits[0, -1] for row, end in enumerate(ends)]
+            )
+            usual, error = ((logits - wanted).abs().max() for logits in (one_by_one, at_once))
+            assert error <= max(2 * usual, 0.05), f"in step {step}"
+            assert (fired - fired_at_once).abs().sum() <= 0.02 * fired.sum() + 2
+            order = torch.randperm(B, device="cuda")
+            logits, counts = decoder.step(*(t[order].contiguous() for t in inputs))
+            assert torch.equal(logits, at_once[order])
+            assert torch.equal(counts, fired_at_once[:, order])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_texts_together(family):
+    """Through the engine: graphs, rows that come and go, pages that are taken anew."""
+    model = make_for_one_kernel(family)
+    judge = copy.deepcopy(model).double()
+    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in LENGTHS]
+
+    def run():
+        decoder = KernelDecoder(model)
+        scheduler = open_scheduler(
+            model, decoder=decoder, max_running=len(prompts), cache_bytes=1 << 28
+        )
+        return timed_run(scheduler, prompts, NUM_TOKENS).tokens
+
+    tokens = run()
+    assert run() == tokens
+    for prompt, written in zip(prompts, tokens, strict=True):
+        wanted = logits_of(judge, prompt, written)
+        usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
+        found = shortfall(wanted, torch.tensor(written, device="cuda"))
+        assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
 @pytest.mark.parametrize("family", ONE_KERNEL)
 def test_a_text_alone(family):
     model = make_for_one_kernel(family)

@@ -43,6 +43,7 @@ ENTRY_FILES = {
         for D in (64, 128)
         for form in ("", "_dense")
     },
+    **{f"step_rows_2048_{D}": "step_rows_2048.cu" for D in (64, 128)},
     "rms_norm": "norm.cu",
     "embed_norm": "norm.cu",
     **{f"attend_{D}_{heads}": "attend.cu" for D in (64, 96, 128) for heads in (1, 2, 4)},

@@ -7,8 +7,9 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
                 few_linear -> few_walk, where few fire, as a profile tells
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row is one
-launch in the place of all that, if the model is such that it can be (whole_step.py).
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row, and
+of up to 16 in the sparse form, is one launch in the place of all that, if the model is such that it
+can be (whole_step.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
@@ -63,6 +64,7 @@ from twellctl.decoding.whole_step import (
     Linear,
     StepSizes,
     WholeStep,
+    most_rows_at_once,
     why_no_whole_step,
 )
 from twellctl.own_kernels import own_kernels
@@ -132,7 +134,7 @@ class KernelDecoder:
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         B = len(tokens)
-        if B == 1 and self._whole is not None:
+        if self._whole is not None and self._whole.most_rows >= B:
             logits, counts = self._whole(tokens, positions, tables)
             return logits, counts[: len(self.neurons)]
         plan = self._plan(B, tables.shape[1])
@@ -166,7 +168,7 @@ class KernelDecoder:
         return logits, counts[: len(self.neurons)]
 
     def _whole_step(self) -> WholeStep | None:
-        """For steps of one row, if the model is such."""
+        """For steps of one row, or of a few, if the model is such."""
         if why_not_one_kernel(self._model) is not None:
             return None
         layers, body = self._layers, self._model.model
@@ -354,7 +356,10 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M, limits)}
     others = ["embed_norm", "rms_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
-        others += [_step_sizes(model).entry(sparse) for sparse in (True, False)]
+        sizes = _step_sizes(model)
+        others += [sizes.entry(sparse) for sparse in (True, False)]
+        if most_rows_at_once(sizes, limits, sparse=True) > 1:
+            others.append(sizes.rows_entry)
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:

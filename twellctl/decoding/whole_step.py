@@ -1,5 +1,5 @@
-"""A step of one token in one kernel, all layers and the head (kernels/step.cuh), for the models and
-GPUs that it takes.
+"""A step in one kernel, all layers and the head, of one token (kernels/step.cuh) or of several, a
+row each (kernels/step_rows.cuh), for the models and GPUs that they take.
 """
 
 import struct
@@ -20,6 +20,12 @@ _QUAD = 4  # rows, the least that a block has
 _MOST_ROWS = 128  # of the gate, of a block
 _OWN_QUADS = {2048: 4, 4096: 8}  # of x, of a block, at most; by hidden size
 _HEAD_DIMS = (64, 128)
+
+# of kernels/step_rows_block.cuh
+_ROWS, _ROWS_K, _ROWS_THREADS = 16, 2048, 384
+_OCTETS = 6  # of gates, of a block, at most
+_OWNERS, _PARTS, _SOURCES = 128, 16, 9
+_TASKS = {64: 4, 128: 2}  # heads of rows, of a block, at most; by head size
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,10 @@ class StepSizes:
     def entry(self, sparse: bool) -> str:
         return f"step_{self.K}_{self.D}" + "_dense" * (not sparse)
 
+    @property
+    def rows_entry(self) -> str:
+        return f"step_rows_{self.K}_{self.D}"
+
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
@@ -71,8 +81,19 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     return None
 
 
+def most_rows_at_once(sizes: StepSizes, limits: Limits, *, sparse: bool) -> int:
+    """How many rows a step in one kernel may have, for a model that `step` takes."""
+    blocks = limits.num_sms
+    if not sparse or sizes.K != _ROWS_K or not _OWNERS <= blocks <= _PARTS * _SOURCES:
+        return 1
+    if sizes.N % 8 or sizes.V % 8 or ceil_div(sizes.N // 8, blocks) > _OCTETS:
+        return 1
+    return min(_ROWS, _TASKS[sizes.D] * blocks // sizes.H)
+
+
 class WholeStep:
-    """For steps of one row that follow one another. It reads the weights where they lie.
+    """For steps of up to `most_rows` rows that follow one another. It reads the weights where they
+    lie.
 
     `layers` have W_down by rows of neurons, and the same window; `rotary` is cos and sin
     `[positions, D]`.
@@ -103,34 +124,55 @@ class WholeStep:
         words = 6 * K + blocks * (K + 4 * D)
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.most_rows = most_rows_at_once(sizes, limits, sparse=sparse)
+        self._of_rows: dict[int, tuple[Tensor, Tensor]] = {}  # words and epoch, by rows
 
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
+        """Logits float32 `[B, V]`, and how many neurons of each layer fired, int32 `[L, B]`.
 
-        int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them. No neuron
-        is counted in the dense form.
+        int32 tokens and positions `[B]`, tables `[B, W]`, as `Decoder.step` takes them. No neuron
+        is counted in the dense form. The first step of so many rows must not be one of a capture.
         """
-        sizes, device = self._sizes, tokens.device
-        counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
-        logits = torch.empty(1, sizes.V, dtype=torch.float32, device=device)
+        sizes, device, B = self._sizes, tokens.device, len(tokens)
+        counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=device)
+        logits = torch.empty(B, sizes.V, dtype=torch.float32, device=device)
+        inputs: tuple[Tensor | int, ...] = tokens, positions, tables
+        if B > 1:
+            inputs += B, tables.stride(0)
         self._kernels.launch(
-            self._entry,
+            self._entry if B == 1 else sizes.rows_entry,
             (self._limits.num_sms,),
-            _THREADS,
+            _THREADS if B == 1 else _ROWS_THREADS,
             (
                 *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
-                *(tokens, positions, tables, *self._weights),
+                *(*inputs, *self._weights),
                 *(float(self._eps), float(self._scale)),
-                *(self._words, self._epoch, counts, logits),
+                *(*self._words_for(B), counts, logits),
             ),
             self._limits.smem_bytes,
             together=True,
         )
         return logits, counts
 
+    def _words_for(self, B: int) -> tuple[Tensor, Tensor]:
+        """By which blocks hand each other results, and how often they were used."""
+        if B == 1:
+            return self._words, self._epoch
+        if B not in self._of_rows:
+            if self._epoch.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"run a step of {B} rows once before the capture")
+            sizes, blocks = self._sizes, self._limits.num_sms
+            K, columns = sizes.K, (sizes.H + 2 * self._kv_heads) * sizes.D
+            # x three times, q, k and v, two bf16 a word; what fired; hidden; parts of y
+            turn = _ROWS * (3 * K + columns) // 2
+            turn += blocks * (8 + 8 * _OCTETS * _ROWS // 2) + _PARTS * _ROWS * K
+            words = torch.full((4 * turn,), -1, dtype=torch.int32, device=self._epoch.device)
+            self._of_rows[B] = words, torch.zeros_like(self._epoch)
+        return self._of_rows[B]
+
 
 def _words_of(layer: DecoderLayer) -> list[int]:
-    """kernels/step_block.cuh: Layer."""
+    """kernels/step_shared.cuh: Layer."""
     ffn, attend = layer.ffn, layer.attend
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
         raise ValueError("the kernel of a whole step takes weights by rows of neurons")

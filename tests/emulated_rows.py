@@ -1,0 +1,72 @@
+"""`step_rows` (kernels/step_rows.cuh) on a CPU: emulator and judge of emulated_step.py."""
+
+import copy
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from emulated_step import EPS, VOCABULARY, Done, Model, built, cached, pointer, without_assembly
+
+from twellctl.resources import resource_dir
+
+HEADERS = (
+    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),
+    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_shared.cuh"),
+    *("step_rows_block.cuh", "step_rows_products.cuh", "step_rows_attend.cuh"),
+    *("step_rows_ffn.cuh", "step_rows.cuh"),
+)
+
+
+@functools.cache
+def library(folder: Path, D: int) -> ctypes.CDLL:
+    """`step_rows` for heads of `D`, built in `folder`."""
+    for name in HEADERS:
+        text = (resource_dir("kernels") / name).read_text()
+        (folder / name).write_text(without_assembly(text))
+    return built(folder, "step_rows.cpp", [f"-DSTEP_DIM={D}"], folder / f"step_rows_{D}.so")
+
+
+def words_of_rows(K: int, columns: int, blocks: int) -> int:
+    """How many words lie in the four turns; `columns` of q, k and v."""
+    return 4 * (24 * K + 8 * columns + blocks * (8 + 48 * 8) + 16 * 16 * K)
+
+
+def rows_of(model: Model) -> list[Model]:
+    """The model's texts: tokens, positions and pages of their own, one at the model's position."""
+    rows = []
+    for i, table in enumerate(model.table.view(model.rows, -1)):
+        row = copy.copy(model)
+        row.table, row.token = table.contiguous(), (3 * i + 7) % len(model.embeddings)
+        row.position = (model.position - 37 * i) % (model.position + 1)
+        rows.append(row)
+    return rows
+
+
+def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]) -> list[Done]:
+    """A step after the other of the same tokens, by `blocks` blocks; what each row got."""
+    K, D, rows = model.K, model.D, rows_of(model)
+    B, columns = len(rows), (model.H + 2 * model.Hkv) * D
+    words = torch.full((words_of_rows(K, columns, blocks),), -1, dtype=torch.int32)
+    epoch = torch.zeros(1, dtype=torch.int32)
+    layers = model.told()
+    tokens = torch.tensor([row.token for row in rows], dtype=torch.int32)
+    positions = torch.tensor([row.position for row in rows], dtype=torch.int32)
+    tables = torch.stack([row.table for row in rows])
+    logits = torch.full((len(seeds), B, VOCABULARY), torch.nan)
+    counts = torch.full((len(seeds), model.layers, B), -1, dtype=torch.int32)
+    sizes = model.layers, model.N, VOCABULARY, model.H, model.Hkv
+    weights = model.embeddings, model.last_norm, model.head, model.cos, model.sin
+    for i, seed in enumerate(seeds):
+        outputs = words, epoch, counts[i], logits[i]
+        status = step.step_rows(
+            *(blocks, seed, ctypes.c_void_p(pointer(layers)), *sizes),
+            *(ctypes.c_void_p(pointer(t)) for t in (tokens, positions, tables)),
+            *(B, tables.stride(0)),
+            *(ctypes.c_void_p(pointer(t)) for t in weights),
+            *(ctypes.c_float(EPS), ctypes.c_float(D**-0.5)),
+            *(ctypes.c_void_p(pointer(t)) for t in outputs),
+        )
+        assert status == 1, "some threads wait forever"
+    assert epoch == len(seeds) * model.layers
+    return [Done(logits[:, i], counts[:, :, i], cached(row)) for i, row in enumerate(rows)]
