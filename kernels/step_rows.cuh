@@ -54,7 +54,7 @@ struct Step : Neurons {
     __device__ __forceinline__ void produce() const {
         const unsigned long long policy = passing_by();
         const Share gates = share(2, block());
-        Ring ring = {0, 0, 0, 1, 0};
+        Ring ring = {0, 0, 0, 0, 1, 0, 0};
 #pragma unroll 1
         for (int l = 0; l < args.num_layers; ++l) {
             const Layer* layer = args.layers + l;

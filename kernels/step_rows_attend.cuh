@@ -62,7 +62,7 @@ struct Attention : Products {
                         max(0, min(kPage, own.position - first)) * C::kBytes;
                     const bool is_mine = (C::kPages == 2 ? lane / 2 : lane) == u;
                     bring(ring, from, C::kPages == 2 ? lane % 2 * (kPage * C::kBytes) : 0,
-                          is_mine ? num_bytes : 0, num_bytes * C::kPages, kAhead, policy);
+                          is_mine ? num_bytes : 0, num_bytes * C::kPages, kMostFlying, policy);
                 }
             }
         }

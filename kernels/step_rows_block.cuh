@@ -13,7 +13,7 @@ constexpr int kTokens = 16;                       // at most
 constexpr int kPitch = 2 * K + 64;                // of rows in shared memory: 8 lanes, all banks
 constexpr int kUnitRows = 4, kUnitBytes = kUnitRows * kPitch;  // what is asked for at once
 constexpr int kPlaces = 4, kUnits = 2 * kPlaces;  // of the ring: octets of rows, halves of them
-constexpr int kAhead = 2;                         // units on their way, as in `step`
+constexpr int kMostFlying = 32;                   // KB on their way, as in `step`
 constexpr int kOctets = 6;                        // of gates of a block, at most
 constexpr int kNeurons = 8 * kOctets;
 constexpr int kParts = 16, kGroups = 8;           // of all that fired; of the columns of y

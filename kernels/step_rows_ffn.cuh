@@ -43,7 +43,7 @@ struct Neurons : Attention {
             const int here = max(0, min(kUnitRows, num - i));
             const long long neuron = lane < here ? first + list[i + lane] : 0;
             bring(ring, up + neuron * K, lane * kPitch, lane < here ? 2 * K : 0, here * 2 * K,
-                  kUnits, policy);
+                  kUnits * kUnitBytes / 1024, policy);
         }
     }
 

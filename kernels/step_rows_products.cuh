@@ -14,8 +14,10 @@ namespace {
 
 // Where the warp that brings is: units of the ring.
 struct Ring {
-    int to, watched, flying;
+    int to, watched, num;     // that come next, of which it is not known that they have come
+    int flying;               // KB of those
     unsigned refill, landed;  // parities
+    unsigned long long sizes;  // KB of each unit, a byte each
 };
 
 struct Products : Block {
@@ -25,17 +27,22 @@ struct Products : Block {
 
     __device__ __forceinline__ void watch(Ring& ring) const {
         barrier_wait(full(ring.watched), ring.landed);
+        ring.flying -= static_cast<int>(ring.sizes >> 8 * ring.watched & 255);
         if (++ring.watched == kUnits) ring.watched = 0, ring.landed ^= 1;
-        --ring.flying;
+        --ring.num;
     }
 
-    // A unit, of each lane so many bytes to a place in it; `total` of them.
+    // A unit, of each lane so many bytes to a place in it; `total` of them. Not before so few are on
+    // their way that these make `most` KB: a cache's last units are small, or empty.
     __device__ __forceinline__ void bring(Ring& ring, const unsigned short* from, unsigned to,
-                                          unsigned num_bytes, unsigned total, int ahead,
+                                          unsigned num_bytes, unsigned total, int most,
                                           unsigned long long policy) const {
         if (ring.to % 2 == 0) barrier_wait(empty(ring.to / 2), ring.refill);
-        while (ring.flying >= ahead) watch(ring);
-        ++ring.flying;
+        const int size = (total + 1023) / 1024, at = 8 * ring.to;
+        while (ring.num == kUnits || ring.flying + size > most) watch(ring);
+        ++ring.num, ring.flying += size;
+        ring.sizes = (ring.sizes & ~(255ull << at)) | static_cast<unsigned long long>(size) << at;
+        __syncwarp();  // all have watched: an empty unit is over at once
         if (threadIdx.x % 32 == 0) barrier_expect_bytes(full(ring.to), total);
         __syncwarp();
         if (num_bytes)
@@ -53,7 +60,7 @@ struct Products : Block {
 #pragma unroll 1
         for (int i = 0; i < 2 * own.num; ++i, weight += kUnitRows * K)
             bring(ring, weight, lane * kPitch, lane < kUnitRows ? 2 * K : 0, kUnitRows * 2 * K,
-                  kAhead, policy);
+                  kMostFlying, policy);
     }
 
     // ---- the warps that compute
