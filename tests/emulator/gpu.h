@@ -254,6 +254,21 @@ template <class T>
 inline T __ldcg(const T* from) {
     return *from;
 }
+
+// Shared memory at an address as kernels have it, and what lies anywhere.
+inline char* own_shared(unsigned at, unsigned num_bytes) {
+    if (at % num_bytes || at + num_bytes > emulator::thread->block->bytes())
+        emulator::fail("no such shared memory");
+    return emulator::thread->block->memory() + at;
+}
+
+template <class T>
+inline T read_as(const void* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
 inline int atomicAdd(int* to, int value) { return (*to += value) - value; }
 inline size_t __cvta_generic_to_shared(const void* pointer) {
     return static_cast<const char*>(pointer) - emulator::thread->block->memory();

@@ -4,19 +4,6 @@
 
 #include "gpu.h"
 
-inline char* own_shared(unsigned at, unsigned num_bytes) {
-    if (at % num_bytes || at + num_bytes > emulator::thread->block->bytes())
-        emulator::fail("no such shared memory");
-    return emulator::thread->block->memory() + at;
-}
-
-template <class T>
-inline T read_as(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
 // ---- twell.cuh
 
 inline unsigned bf16_rounded(float value) {

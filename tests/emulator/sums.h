@@ -33,19 +33,6 @@ bool each_block(int columns, int rows, int num_threads, size_t shared_bytes, con
     return true;
 }
 
-inline char* own_shared(unsigned at, unsigned num_bytes) {
-    if (at % num_bytes || at + num_bytes > emulator::thread->block->bytes())
-        emulator::fail("no such shared memory");
-    return emulator::thread->block->memory() + at;
-}
-
-template <class T>
-inline T read_as(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
 inline unsigned atomicOr(unsigned* to, unsigned bits) {
     const unsigned before = *to;
     *to |= bits;
