@@ -10,10 +10,11 @@
 // part may read all but what the previous kernel writes. Nothing is written before the wait: the
 // previous kernel may still be reading it.
 //
-// Short kernels (norm, attend, few_down) call let_next_start() first of all, so that the weights of
-// what follows come while they run. The first part of a kernel that may follow one of them must
-// read constants only: weights. `attend` reads more, old pages: it follows few_linear, behind whose
-// wait all that came before has ended.
+// Short kernels (norm, attend, few_down, few_walk) call let_next_start() first of all, so that the
+// weights of what follows come while they run. The first part of a kernel that may follow one of
+// them must read constants only: weights. `attend` and few_walk read more, old pages and x: they
+// follow few_linear, behind whose wait all that came before has ended, or a kernel that did not
+// start early.
 #pragma once
 
 #include "twell.cuh"

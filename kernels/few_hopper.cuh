@@ -19,11 +19,6 @@ __device__ __forceinline__ void add_shared_word(unsigned to, unsigned word) {
     asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// What threads have written is what the copy engine and the tensor cores read from here on.
-__device__ __forceinline__ void fence_for_engine() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // All threads of a warpgroup.
 __device__ __forceinline__ void group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");

@@ -13,10 +13,11 @@
 //
 // The blocks' sums of y go to the block that owns the columns (st.async: a barrier of the cluster
 // would carry a fence over all memory), which adds them up in a fixed order. Nothing overflows, no
-// row is heavy: any density is exact, and NaN fires as ever.
+// row is heavy: any density is exact, and NaN fires as ever. (Weights are finite: Inf or
+// NaN in a row of W_down makes NaN of columns beside its own.)
 //
-// It follows the gate product, behind whose wait all that came before has ended. So x may be read
-// before the wait.
+// It follows few_linear, behind whose wait all that came before has ended, or starts when the gate
+// product has ended. So x may be read before the wait.
 #pragma once
 
 #include "dependent.cuh"

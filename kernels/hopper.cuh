@@ -53,6 +53,12 @@ __device__ __forceinline__ void send_to_block(unsigned own, unsigned barrier, un
         : "memory");
 }
 
+// What threads have written is what the copy engine and the tensor cores read from here on, and what
+// the engine writes over.
+__device__ __forceinline__ void fence_for_engine() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"

@@ -52,7 +52,7 @@ struct Step : Neurons {
     __device__ __forceinline__ void keep_layer(int l) const {
         const auto* from = reinterpret_cast<const unsigned long long*>(args.layers);
         if (thread() < kLayerWords && l < args.num_layers)
-            at<unsigned long long>(kLayers)[(l & 1) * kLayerWords + thread()] =
+            at<unsigned long long>(kLayers)[l % kLayersKept * kLayerWords + thread()] =
                 __ldg(from + l * kLayerWords + thread());
     }
 

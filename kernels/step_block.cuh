@@ -104,8 +104,8 @@ struct Block {
     static constexpr int kNorms = kDealt + 2 * K;                        // [2][warp]
     static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
     static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
-    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // this one, the next
-    static constexpr int kAttends = kLayers + 2 * sizeof(Layer);
+    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
+    static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
     static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
     static constexpr int kBarriers = kDivisions + 4 * sizeof(Division);
     // in turns: what attention has, and what the FFN has
@@ -147,7 +147,9 @@ struct Block {
     __device__ __forceinline__ const Division& division(int which) const {
         return at<Division>(kDivisions)[which];
     }
-    __device__ __forceinline__ const Layer& layer(int l) const { return at<Layer>(kLayers)[l & 1]; }
+    __device__ __forceinline__ const Layer& layer(int l) const {
+        return at<Layer>(kLayers)[l % kLayersKept];
+    }
     __device__ __forceinline__ float* sums() const {
         return at<float>(kSums) + sums_at * (kMostRows * kWarps);
     }

@@ -86,7 +86,7 @@ struct Step : Neurons {
     __device__ __forceinline__ void keep_layer(int l) const {
         const auto* from = reinterpret_cast<const unsigned long long*>(args.layers);
         if (thread() < kLayerWords && l < args.num_layers)
-            at<unsigned long long>(kLayers)[(l & 1) * kLayerWords + thread()] =
+            at<unsigned long long>(kLayers)[l % kLayersKept * kLayerWords + thread()] =
                 __ldg(from + l * kLayerWords + thread());
     }
 
@@ -106,6 +106,7 @@ struct Step : Neurons {
         }
         for (int i = thread(); i < kDowns * kDownPitch / 16; i += kConsumers)
             at<uint4>(kDown)[i] = four_times(0);
+        fence_for_engine();
         if (thread() < kTokens) at<int>(kCounts)[thread()] = 0;
         if (block() == 0) {  // nobody counts before all have been told of layer 0
             for (int i = thread(); i < args.num_layers * args.num_tokens; i += kConsumers)

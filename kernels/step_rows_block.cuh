@@ -116,8 +116,8 @@ struct Block {
     static constexpr int kCounts = kMasks + 32;                    // [token]: how many
     static constexpr int kTotal = kCounts + kTokens * 4;           // of others' neurons; which
     static constexpr int kMap = kTotal + 16;
-    static constexpr int kLayers = kMap + 2 * kSources * kNeurons;  // this one, the next
-    static constexpr int kTasks = kLayers + 2 * sizeof(Layer);
+    static constexpr int kLayers = kMap + 2 * kSources * kNeurons;  // those about this one
+    static constexpr int kTasks = kLayers + kLayersKept * sizeof(Layer);
     static constexpr int kBarriers = kTasks + kMostTasks * sizeof(Task);
     static constexpr unsigned kBytes = kBarriers + 8 * (kUnits + kPlaces + 4);
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
@@ -156,7 +156,9 @@ struct Block {
     __device__ __forceinline__ unsigned mapped() const { return full(kUnits + kPlaces + 1); }
     __device__ __forceinline__ unsigned down_full() const { return full(kUnits + kPlaces + 2); }
     __device__ __forceinline__ unsigned down_empty() const { return full(kUnits + kPlaces + 3); }
-    __device__ __forceinline__ const Layer& layer(int l) const { return at<Layer>(kLayers)[l & 1]; }
+    __device__ __forceinline__ const Layer& layer(int l) const {
+        return at<Layer>(kLayers)[l % kLayersKept];
+    }
     __device__ __forceinline__ const Task& task(int j) const { return at<Task>(kTasks)[j]; }
 
     // ---- who has what

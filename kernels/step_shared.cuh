@@ -18,6 +18,8 @@ struct Layer {
     int window;
 };
 constexpr int kLayerWords = sizeof(Layer) / 8;
+// The next one's comes where nobody can be reading any more, without a barrier.
+constexpr unsigned kLayersKept = 4;
 
 __device__ __forceinline__ void lose_patience(unsigned& tries) {
     if (++tries > kPatience) __trap();

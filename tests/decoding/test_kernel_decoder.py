@@ -186,6 +186,14 @@ def test_the_ffn_is_told_what_a_profile_told(tiny, prompts, kernels):
         assert kernels.densities
 
 
+def test_the_portable_way_hears_of_no_density(tiny, prompts, kernels, monkeypatch):
+    monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
+    model = tiny(**SIZES)
+    model.config.twell = TWELL | {"densities": [0.25, 0.5]}
+    run(open_scheduler(model, decoder=KernelDecoder(model)), prompts[:1], 3)
+    assert set(kernels.densities) == {None}
+
+
 @pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
 def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_path, is_sparse):
     model = tiny("qwen3", **SIZES)
@@ -263,10 +271,20 @@ def hook(model) -> None:
     model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *given: None)
 
 
+def hook_on_ffn(model) -> None:
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *given: None)
+
+
+def hook_on_layer(model) -> None:
+    model.model.layers[0].register_forward_hook(lambda *given: None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (hook, "self_attn.o_proj of LlamaForCausalLM is no plain linear layer but Linear, or has"),
+        (hook, "self_attn.o_proj of LlamaForCausalLM has hooks"),
+        (hook_on_ffn, "mlp of LlamaForCausalLM has hooks"),
+        (hook_on_layer, "a layer of LlamaForCausalLM has hooks"),
         (relu6, "the FFNs of LlamaForCausalLM are not ReLU"),
         (wide_norm, "take bf16, not float32"),
         (other_head, "the LM head of LlamaForCausalLM are not plain layers"),

@@ -60,6 +60,7 @@ inline void barrier_init(unsigned barrier, unsigned arrivals) {
     emulator::thread->block->mbarriers[barrier] = {num, num, 0, 0};
 }
 inline void barrier_init_fence() {}
+inline void fence_for_engine() {}
 inline void arrive(unsigned barrier, unsigned num_bytes) {
     auto& mbarrier = emulator::thread->block->mbarriers[barrier];
     mbarrier.bytes += num_bytes;

@@ -26,7 +26,7 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_name, gated_ffns
-from twellctl.bundle.twell_reasons import why_not_loaded
+from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_weights import FFN
 from twellctl.own_kernels import own_kernels
 
@@ -94,11 +94,17 @@ def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, 
     if not with_kernels:
         return {MUST_RUN: (DENSE, torch_ffn), "twell plain": (TWELL, _plain_ffn)}
     here = kernels_for(own_kernels(), device.index), device_limits(device.index)
+    hopper = takes_hopper_kernels(device.index)
+
+    def sparse(x: Tensor, weights: FewWeights, overlap: bool) -> Tensor:
+        density = weights.density if hopper else None
+        return few_ffn(*here, x, weights.ffn, overlap=overlap, density=density)
+
     return {
         MUST_RUN: (DENSE, torch_ffn),
         FEW_DENSE: (DENSE, lambda x, w: _few_dense(*here, x, w)),
-        "twell": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn, overlap=True, density=w.density)),
-        "twell, no overlap": (TWELL, lambda x, w: few_ffn(*here, x, w.ffn, density=w.density)),
+        "twell": (TWELL, lambda x, w: sparse(x, w, True)),
+        "twell, no overlap": (TWELL, lambda x, w: sparse(x, w, False)),
     }
 
 

@@ -206,7 +206,8 @@ def few_ffn(
             gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, overlap=overlap)
         else:
             gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-        return launch_few_walk(kernels, limits, x, gate, ffn, residual=residual, counts=counts)
+        how = {"residual": residual, "counts": counts, "overlap": M <= LINEAR_TOKENS}
+        return launch_few_walk(kernels, limits, x, gate, ffn, **how)
     plan = plan_few(M, N, K, limits)
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)

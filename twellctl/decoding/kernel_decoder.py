@@ -71,7 +71,7 @@ from twellctl.own_kernels import own_kernels
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_WIDTHS = (16, 128, 512)  # of block tables: 1, 8 and 32 thousand positions
+_WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -103,8 +103,10 @@ class KernelDecoder:
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons = self._plain.neurons if sparse else []
-        # as profiled, if they were
-        self._densities = [getattr(ffn, "twell_density", None) for ffn in gated_ffns(model)]
+        # as profiled, if they were; they decide for a kernel of Hopper's
+        hopper = takes_hopper_kernels(self.device.index)
+        densities = (getattr(ffn, "twell_density", None) for ffn in gated_ffns(model))
+        self._densities = [density if hopper else None for density in densities]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -134,7 +136,7 @@ class KernelDecoder:
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         B = len(tokens)
-        if self._whole is not None and self._whole.most_rows >= B:
+        if self._whole is not None and self._whole.takes(B, tables.shape[1]):
             logits, counts = self._whole(tokens, positions, tables)
             return logits, counts[: len(self.neurons)]
         plan = self._plan(B, tables.shape[1])
@@ -379,11 +381,13 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
         if not isinstance(activation, GateThreshold | nn.ReLU) and not _is_relu(activation):
             return f"the FFNs of {name} are not ReLU"
         for part, linear in layer.named_modules():
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                return f"{part or 'a layer'} of {name} has hooks, which no step would call"
             if not hasattr(linear, "out_features"):
                 continue
             if not is_plain(linear, nn.Linear):
                 what = type(linear).__name__
-                return f"{part} of {name} is no plain linear layer but {what}, or has hooks"
+                return f"{part} of {name} is not a plain linear layer ({what})"
             if linear.in_features % 64 and part != "mlp.down_proj":
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of 64"
     return None

@@ -27,6 +27,9 @@ _OCTETS = 6  # of gates, of a block, at most
 _OWNERS, _PARTS, _SOURCES = 128, 16, 9
 _TASKS = {64: 4, 128: 2}  # heads of rows, of a block, at most; by head size
 
+# pages of a row's table; with longer texts the kernels one by one would be as fast
+_PAGES, _FEW_ROWS, _PAGES_OF_FEW = 16, 8, 64
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -126,6 +129,11 @@ class WholeStep:
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.most_rows = most_rows_at_once(sizes, limits, sparse=sparse)
         self._of_rows: dict[int, tuple[Tensor, Tensor]] = {}  # words and epoch, by rows
+
+    def takes(self, rows: int, pages: int) -> bool:
+        """Whether steps of `rows` rows whose tables have `pages` pages are to go this way."""
+        longest = _PAGES_OF_FEW if rows <= _FEW_ROWS else _PAGES
+        return rows <= self.most_rows and pages <= longest
 
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Logits float32 `[B, V]`, and how many neurons of each layer fired, int32 `[L, B]`.
