@@ -269,6 +269,24 @@ inline T read_as(const void* from) {
     return value;
 }
 
+// As twell.cuh has them.
+inline unsigned bf16_rounded(float value) {
+    const unsigned all = __float_as_uint(value);
+    return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
+}
+inline unsigned bf16_pair(float low, float high) {
+    return bf16_rounded(low) | bf16_rounded(high) << 16;
+}
+inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+    unsigned bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned which = selector >> 4 * i, byte = both >> 8 * (which & 7) & 255;
+        bytes |= (which & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return bytes;
+}
+
 inline int atomicAdd(int* to, int value) { return (*to += value) - value; }
 inline size_t __cvta_generic_to_shared(const void* pointer) {
     return static_cast<const char*>(pointer) - emulator::thread->block->memory();

@@ -6,19 +6,6 @@
 
 // ---- twell.cuh
 
-inline unsigned bf16_rounded(float value) {
-    const unsigned all = __float_as_uint(value);
-    return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
-}
-inline unsigned bf16_pair(float low, float high) {
-    return bf16_rounded(low) | bf16_rounded(high) << 16;
-}
-inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
-    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
-    unsigned bytes = 0;
-    for (int i = 0; i < 4; ++i) bytes |= (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return bytes;
-}
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
 inline uint4 load_shared(unsigned from) { return read_as<uint4>(own_shared(from, 16)); }
 inline uint2 load_shared_pair(unsigned from) { return read_as<uint2>(own_shared(from, 8)); }

@@ -45,22 +45,6 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
 
 // ---- twell.cuh
 
-inline unsigned bf16_rounded(float value) {
-    const unsigned all = __float_as_uint(value);
-    return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
-}
-inline unsigned bf16_pair(float low, float high) {
-    return bf16_rounded(low) | bf16_rounded(high) << 16;
-}
-inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
-    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
-    unsigned bytes = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned which = selector >> 4 * i, byte = both >> 8 * (which & 7) & 255;
-        bytes |= (which & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-    }
-    return bytes;
-}
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
 inline unsigned kept_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
 inline unsigned scale_and_add(unsigned a, unsigned b, unsigned c) { return a * b + c; }

@@ -27,7 +27,7 @@ _OCTETS = 6  # of gates, of a block, at most
 _OWNERS, _PARTS, _SOURCES = 128, 16, 9
 _TASKS = {64: 4, 128: 2}  # heads of rows, of a block, at most; by head size
 
-# pages of a row's table; with longer texts the kernels one by one would be as fast
+# pages of a row's table; beyond, by estimate (kernels/README.md), kernels one by one are as fast
 _PAGES, _FEW_ROWS, _PAGES_OF_FEW = 16, 8, 64
 
 
