@@ -54,9 +54,9 @@ from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
 from twellctl.training.optimizer import make_optimizer
+from twellctl.training.priced_gates import PricedGates
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
-from twellctl.training.trained_gates import TrainedGates
 from twellctl.training.trainer import SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
@@ -77,7 +77,6 @@ class FineTuned:
     cross_entropy: float | None
     density: float
     density_by_layer: list[float]
-    thresholds: list[float]
     target_density: float | None
 
 
@@ -198,13 +197,12 @@ def build_trainer(
     model = load_model(checkpoint, dtype=dtype)
     without_mask(model, recipe.seq_len)
     model.config.use_cache = False
-    penalty = _penalty(model, recipe, checkpoint.twell["thresholds"])
     if recipe.lora_rank:
         model = with_lora(model, recipe)
     else:
         model.requires_grad_(True)
-    for gate in penalty.gates:
-        gate.requires_grad_(recipe.train_thresholds)
+    soften = recipe.soften if is_fresh(checkpoint) and recipe.penalty == "count" else 0.0
+    penalty = _penalty(model, recipe, train, soften)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
@@ -228,7 +226,7 @@ def build_trainer(
         teacher_weight=recipe.teacher_weight,
         states=states,
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
-        soften=recipe.soften if is_fresh(checkpoint) and penalty.gates else 0.0,
+        soften=soften,
         leeway=0.0 if is_fresh(checkpoint) else LEEWAY,
         compiled=recipe.compile,
         model=model,
@@ -255,11 +253,17 @@ def _in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> 
 
 
 def _penalty(
-    model: PreTrainedModel, recipe: Recipe, thresholds: list[float]
-) -> TrainedGates | FfnPenalty:
+    model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float
+) -> PricedGates | FfnPenalty:
     if recipe.penalty == "count":
-        return TrainedGates(model, thresholds, recipe.l1_normalizer)
-    return FfnPenalty(model, thresholds, recipe.l1_normalizer, compiled=bool(recipe.compile))
+        gates = PricedGates(model, recipe.l1_normalizer)
+        gates.width = 1.0 if soften else None
+        device = model.device
+        batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            gates.find_directions(model.train(), batches)
+        return gates
+    return FfnPenalty(model, recipe.l1_normalizer, compiled=bool(recipe.compile))
 
 
 def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | TargetL1:
@@ -309,7 +313,6 @@ def _train(
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.report.density_by_layer,
-        thresholds=trainer.penalty.limits,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
 
@@ -344,7 +347,7 @@ def _save(
     trainer.penalty.remove()
     state = _as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
-    config["twell"] = checkpoint.twell | {"thresholds": result.thresholds}
+    config["twell"] = checkpoint.twell
     try:
         with staged(result.out, overwrite=overwrite) as stage:
             model.save_pretrained(stage, state_dict=state)

@@ -72,14 +72,9 @@ class Recipe:
     )
     penalty: str | None = setting(
         None,
-        "count: a price on every neuron that fires, thresholds are trained. l1: the paper's, on "
-        "|relu(gate) * up|, thresholds stay. [default: count; l1 if --l1-schedule is constant]",
+        "count: a price on every neuron that fires. l1: the paper's, on |relu(gate) * up|. "
+        "[default: count; l1 if --l1-schedule is constant]",
         choices=("count", "l1"),
-    )
-    train_thresholds: bool = setting(
-        True,
-        "Train thresholds (penalty count). Without, they stay as they are: a converted "
-        "model's are 0, and the result is plain ReLU, which stock classes run.",
     )
     l1_normalizer: str = setting(
         "sum",
@@ -106,8 +101,8 @@ class Recipe:
     )
     soften: float = setting(
         0.15,
-        "Share of the run over which the SiLU of a freshly converted model hardens into its "
-        "thresholded ReLU (penalty count).",
+        "Share of the run over which the SiLU of a freshly converted model hardens into a "
+        "ReLU (penalty count).",
         at_least=0,
         at_most=1,
     )

@@ -2,7 +2,7 @@
 
     loss += weight * mean over layers of |states - teacher's|^2 / |teacher's|^2
 
-As in `trained_gates`, the term's gradient is added in the backward pass and it is no part of the
+As in `priced_gates`, the term's gradient is added in the backward pass and it is no part of the
 loss tensor.
 """
 

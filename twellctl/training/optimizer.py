@@ -2,7 +2,7 @@
 
 Muon takes the momentum of a matrix, makes all its singular values about 1 and scales it to the size
 of an AdamW step: so rates are of the same order for both. It keeps one number a weight where AdamW
-keeps two. Thresholds have a rate of their own.
+keeps two. The shifts of gates have a rate of their own.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-THRESHOLD_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
+SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
@@ -82,9 +82,9 @@ def make_optimizer(
     kind: str = "muon",
 ) -> Muon:
     """Of all that is trained in `model`; with kind "adamw" matrices are like the rest."""
-    thresholds = [p for gate in gates for p in gate.parameters() if p.requires_grad]
+    shifts = [p for gate in gates for p in gate.parameters()]
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    trained = [(n, p) for n, p in trained if not any(p is t for t in thresholds)]
+    trained = [(n, p) for n, p in trained if not any(p is shift for shift in shifts)]
     inside = [p for n, p in trained if kind == "muon" and _is_inside(n, p)]
     rest = [p for n, p in trained if kind != "muon" or not _is_inside(n, p)]
     rate, decay = arguments.learning_rate, arguments.weight_decay
@@ -93,7 +93,7 @@ def make_optimizer(
         {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim > 1], "lr": rest_rate, "weight_decay": decay},
         {"params": [p for p in rest if p.ndim < 2], "lr": rest_rate},
-        {"params": thresholds, "lr": THRESHOLD_RATE},
+        {"params": shifts, "lr": SHIFT_RATE},
     ]
     return Muon(
         [{"matrices": False} | group for group in groups if group["params"]],

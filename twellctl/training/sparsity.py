@@ -1,4 +1,4 @@
-"""The paper's way to sparsity: an L1 penalty on `hidden = relu_t(gate) * up`, thresholds fixed.
+"""The paper's way to sparsity: an L1 penalty on `hidden = relu(gate) * up`.
 
 The penalty never becomes part of the loss tensor. Its gradient, `weight * sign(hidden)`, is added
 in the backward pass of each FFN (`train_ffn`): so it is right under every kind of gradient
@@ -27,7 +27,7 @@ class FfnPenalty:
 
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
     `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
-    used as `TrainedGates` is. The FFNs run over `train_ffn`, densely unless `LayerRoutes` or
+    used as `PricedGates` is. The FFNs run over `train_ffn`, densely unless `LayerRoutes` or
     TWELL_ROUTE say otherwise. `compiled`: in a compiled layer they are no part of its graph, which
     their routes would break; what they compute densely is compiled by itself.
     """
@@ -37,17 +37,16 @@ class FfnPenalty:
     def __init__(
         self,
         model: nn.Module,
-        thresholds: list[float],
         normalizer: str = "sum",
         *,
         compiled: bool = False,
     ):
         self.ffns = gated_ffns(model)
-        self.thresholds = self.limits = thresholds
+        self.state = None  # nothing of its own to keep
         self.l1 = 0.0
         self.normalizer = normalizer
         self._stock = [type(ffn) for ffn in self.ffns]
-        put_over_twell(model, new_twell(len(self.ffns), "", "") | {"thresholds": thresholds})
+        put_over_twell(model, new_twell(len(self.ffns), "", ""))
         use_kernels(model, own_kernels())
         self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
@@ -57,10 +56,10 @@ class FfnPenalty:
                 meter.plain = compiled_plain()
 
     def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Nothing: thresholds are as they were."""
+        """Nothing: the weights are all there is."""
 
     def remove(self) -> None:
-        """Give the FFNs back their own forward; `relu_t` stays in the place of the activation."""
+        """Give the FFNs back their own forward; the ReLU stays in the place of the activation."""
         for ffn, stock in zip(self.ffns, self._stock, strict=True):
             ffn.__class__ = stock
             del ffn.twell_meter

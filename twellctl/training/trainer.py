@@ -1,7 +1,7 @@
 """The Trainer of sparsification: losses, the schedule of the penalty, checkpoints and interrupts.
 
 Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
-the tokens of the step, plus what `TrainedGates` (or `FfnPenalty`) and `LayerStates` add in the
+the tokens of the step, plus what `PricedGates` (or `FfnPenalty`) and `LayerStates` add in the
 backward pass.
 """
 
@@ -23,8 +23,8 @@ from twellctl.training.head_loss import HeadLoss
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
+from twellctl.training.priced_gates import SLOPE, PricedGates
 from twellctl.training.sparsity import FfnPenalty
-from twellctl.training.trained_gates import SLOPE, TrainedGates
 
 LOST = 3  # so many evaluations in a row above the first end a run,
 RECOVERS = 0.1  # unless they make up this share of what they are above it
@@ -51,7 +51,7 @@ class SparseTrainer(Trainer):
     def __init__(
         self,
         *,
-        penalty: TrainedGates | FfnPenalty,
+        penalty: PricedGates | FfnPenalty,
         schedule: ConstantL1 | TargetL1,
         teacher: nn.Module | None,
         teacher_weight: float,
@@ -112,8 +112,6 @@ class SparseTrainer(Trainer):
 
     def finish_step(self, interrupted: bool) -> bool:
         """After an optimizer step: move the schedule; True if a process was interrupted."""
-        for gate in self.penalty.gates:
-            gate.threshold.data.clamp_(min=0)
         means = torch.stack(self._sums).mean(0)
         names, odd = self._checked
         told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
@@ -192,15 +190,17 @@ class SparseTrainer(Trainer):
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
-        thresholds = self.penalty.thresholds
-        state = {"schedule": self.schedule.state(), "report": vars(self.report)}
-        return state | {"thresholds": thresholds}
+        return {
+            "schedule": self.schedule.state(),
+            "report": vars(self.report),
+            "gates": self.penalty.state,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `sparsity_state()`."""
         self.schedule.load(state["schedule"])
         self.report = StepReport(**state["report"])
-        self.penalty.thresholds = state["thresholds"]
+        self.penalty.state = state["gates"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.report is not None:

@@ -1,0 +1,195 @@
+"""Gates of which every neuron that fires has a price, with shifts that are trained.
+
+    gate'  = gate - shift * (direction . x)      a shift a neuron, a direction a layer
+    active = relu(gate')
+    loss  += price * mean over layers and tokens of the sum over neurons of [gate' > 0]
+
+A gate becomes sparse when all of it moves down, as by a bias. Stock FFNs have none, and the weights
+alone are slow to act as one: such a change of all neurons by one direction is the largest there is
+by its norm, which bounds each step of Muon. But what an FFN reads is normalised and far from
+centred. There is a direction whose product with it is nearly 1 for every token (in a 29M Llama 1 to
+within 0.05 to 0.16, by layer). A shift along it does what a bias would, and at the end becomes part
+of the weights, exactly: `W_gate -= shift direction^T`. So what is stored is a plain ReLU model.
+
+Gradients are those of the soft ReLU `gate * soft` with `soft = sigmoid(gate / SLOPE)`, and the
+price is that of `soft`: a gate near zero feels what its neuron is worth and what it costs,
+whichever side it is on. What fires keeps its value: unlike an L1 penalty the price does not shrink
+it. Early on the soft ReLU is the forward too. Of width 1 it is SiLU, exactly, so that a converted
+model starts as what it was and hardens without a jump.
+
+The price is never part of the loss tensor. It is added in the backward pass, which is right under
+every kind of gradient checkpointing, where a sum collected on the side would be counted twice.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import activation_name, gated_ffns
+
+SLOPE = 0.05  # width of the sigmoid of the backward pass, once the forward is a ReLU
+RIDGE = 1e-2  # of the mean square of an input, added to each when a direction is fitted
+TOKENS_A_WEIGHT = 8  # so many tokens for each weight of a direction, to fit it
+
+
+class PricedGate(nn.Module):
+    """In the place of an FFN's activation, behind a product that `shifted` corrects."""
+
+    def __init__(self, num_neurons: int, hidden_size: int, settings: Tensor):
+        super().__init__()
+        device = settings.device
+        self.shift = nn.Parameter(torch.zeros(num_neurons, device=device))
+        direction = torch.zeros(hidden_size, device=device)
+        self.register_buffer("direction", direction, persistent=False)
+        self.settings = settings  # of all layers: (1 while soft else 0, width, price of one neuron)
+        self.fired = torch.zeros((), device=device)
+
+    def shifted(self, product: nn.Module, args: tuple[Tensor], gate: Tensor) -> Tensor:
+        """The forward hook of the gate product, which may have up behind its columns."""
+        by = (args[0].float() @ self.direction)[..., None] * self.shift
+        if gate.shape[-1] > len(self.shift):
+            by = nn.functional.pad(by, (0, gate.shape[-1] - len(self.shift)))
+        return (gate.float() - by).to(gate.dtype)
+
+    def forward(self, gate: Tensor) -> Tensor:
+        fires = gate > 0
+        self.fired = fires.sum(dtype=torch.float32)
+        return _Fire.apply(gate, self.settings) if self.training else torch.where(fires, gate, 0)
+
+
+class _Fire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, settings: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, settings)
+        values = gate.float()
+        soft = torch.sigmoid(values / settings[1])
+        active = values * torch.where(settings[0] > 0, soft, (values > 0).float())
+        # compiled by torch 2.11 what ends in a conversion of nothing has no gradient
+        return active if active.dtype == gate.dtype else active.to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        stored, settings = ctx.saved_tensors
+        gate, grad = stored.float(), grad.float()
+        soft = torch.sigmoid(gate / settings[1])
+        slope = soft * (1 - soft) / settings[1] * (grad * gate + settings[2])
+        return (grad * soft + slope).to(stored.dtype), None
+
+
+class PricedGates:
+    """Puts a `PricedGate` into every gated FFN of `model`, and counts what fires.
+
+    Set `l1`, the price of a neuron that fires, and `width`, that of the soft gate (None: a step).
+    The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`, or with
+    `normalizer="mean"` of the share of them.
+    """
+
+    def __init__(self, model: nn.Module, normalizer: str = "sum"):
+        self.ffns = gated_ffns(model)
+        self.hidden_size, self.num_neurons = self.ffns[0].down_proj.weight.shape
+        self.normalizer = normalizer
+        self.l1 = 0.0
+        self.width: float | None = None
+        settings = torch.zeros(3, device=next(model.parameters()).device)
+        sizes = self.num_neurons, self.hidden_size
+        self.gates = [PricedGate(*sizes, settings) for _ in self.ffns]
+        self._settings, self._written, self._num_tokens = settings, None, 0
+        self._stock = [getattr(ffn, activation_name(ffn)) for ffn in self.ffns]
+        self._hooks = []
+        for ffn, gate in zip(self.ffns, self.gates, strict=True):
+            setattr(ffn, activation_name(ffn), gate.train(ffn.training))
+            self._hooks.append(_gate_product(ffn).register_forward_hook(gate.shifted))
+
+    @torch.no_grad()
+    def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
+        """Fit each layer's direction on `batches` of ids `[B, L]`, some 8 tokens a weight."""
+        moments = [_Moments(ffn, self.hidden_size) for ffn in self.ffns]
+        wanted = TOKENS_A_WEIGHT * self.hidden_size
+        for ids in batches:
+            self.begin(ids.numel(), 1.0)
+            model(input_ids=ids, use_cache=False)
+            if (wanted := wanted - ids.numel()) <= 0:
+                break
+        for gate, seen in zip(self.gates, moments, strict=True):
+            gate.direction.copy_(seen.direction())
+
+    @property
+    def state(self) -> list[dict[str, list[float]]]:
+        """What a checkpoint must hold of each layer."""
+        return [
+            {"shift": gate.shift.tolist(), "direction": gate.direction.tolist()}
+            for gate in self.gates
+        ]
+
+    @state.setter
+    def state(self, layers: list[dict[str, list[float]]]) -> None:
+        for gate, values in zip(self.gates, layers, strict=True):
+            gate.shift.data.copy_(torch.tensor(values["shift"]))
+            gate.direction.copy_(torch.tensor(values["direction"]))
+
+    def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Make the shifts part of the gate's weights in `state`, `model`'s, and take them out."""
+        names = {id(module): name for name, module in model.named_modules()}
+        for ffn, gate in zip(self.ffns, self.gates, strict=True):
+            name = names[id(ffn)]
+            shift = state.pop(f"{name}.{activation_name(ffn)}.shift")
+            weight = state[f"{names[id(_gate_product(ffn))]}.weight"]
+            moved = weight[: self.num_neurons].float()
+            moved -= torch.outer(shift, gate.direction).to(moved.device)
+            weight = weight.clone()
+            weight[: self.num_neurons] = moved
+            state[f"{names[id(_gate_product(ffn))]}.weight"] = weight
+
+    def remove(self) -> None:
+        """Give the FFNs back their own activation."""
+        for hook in self._hooks:
+            hook.remove()
+        for ffn, stock in zip(self.ffns, self._stock, strict=True):
+            setattr(ffn, activation_name(ffn), stock)
+
+    def begin(self, num_tokens: int, scale: float) -> None:
+        """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
+        price = self.l1 * scale / (len(self.gates) * num_tokens)
+        if self.normalizer == "mean":
+            price /= self.num_neurons
+        soft = self.width is not None
+        settings = [float(soft), self.width if soft else SLOPE, price]
+        if settings != self._written:
+            self._settings.copy_(torch.tensor(settings))
+            self._written = settings
+        self._num_tokens = num_tokens
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
+        fired = torch.stack([gate.fired for gate in self.gates])
+        densities = fired / (self._num_tokens * self.num_neurons)
+        penalty = densities.mean() * (1 if self.normalizer == "mean" else self.num_neurons)
+        return penalty, densities
+
+
+class _Moments:
+    """The sums of what an FFN reads and of its products, while it is hooked."""
+
+    def __init__(self, ffn: nn.Module, hidden_size: int):
+        device = next(ffn.parameters()).device
+        self.count, self.sum = 0, torch.zeros(hidden_size, device=device)
+        self.products = torch.zeros(hidden_size, hidden_size, device=device)
+        self._hook = ffn.register_forward_pre_hook(self._add)
+
+    def _add(self, ffn: nn.Module, args: tuple[Tensor]) -> None:
+        x = args[0].flatten(0, -2).float()
+        self.count += len(x)
+        self.sum += x.sum(0)
+        self.products.addmm_(x.T, x)
+
+    def direction(self) -> Tensor:
+        """`[K]`: its product with what was read is nearest to 1, by least squares."""
+        self._hook.remove()
+        products, mean = self.products / self.count, self.sum / self.count
+        products.diagonal().add_(RIDGE * products.diagonal().mean() + 1e-20)
+        return torch.linalg.solve(products, mean)
+
+
+def _gate_product(ffn: nn.Module) -> nn.Module:
+    return ffn.gate_up_proj if hasattr(ffn, "gate_up_proj") else ffn.gate_proj
