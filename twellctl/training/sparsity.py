@@ -85,9 +85,9 @@ def compiled_plain() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     run = torch.compile(plain_train_ffn, dynamic=False)
 
     def plain(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, penalty, threshold, counted = given
+        *tensors, penalty, counted = given
         if penalty is not None and not isinstance(penalty, Tensor):  # it changes from step to step
             penalty = torch.full((1,), penalty, device=x.device)
-        return run(x, *tensors, penalty, threshold, counted)
+        return run(x, *tensors, penalty, counted)
 
     return plain
