@@ -61,6 +61,18 @@ def test_controller_meets_its_target(pretrained, text_file, tmp_path, start):
     assert done.density == pytest.approx(0.15, rel=0.1)
 
 
+def test_a_price_makes_gates_sparser(pretrained, text_file, tmp_path):
+    densities = {}
+    for l1 in (0.0, 0.01):
+        settings = {"l1": l1, "l1_schedule": "constant", "penalty": "count", "max_steps": 60}
+        out = tmp_path / str(l1)
+        done = finetune(
+            pretrained, out, small(text_file, **settings), progress=Progress(silent=True)
+        )
+        densities[l1] = done.density
+    assert densities[0.01] < 0.8 * densities[0.0]
+
+
 def test_finetuned_model_learns_from_its_source(pretrained, text_file, tmp_path):
     recipe = small(text_file, max_steps=2)
     finetune(pretrained, tmp_path / "once", recipe, progress=Progress(silent=True))
