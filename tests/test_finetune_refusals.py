@@ -198,6 +198,7 @@ def test_a_lost_run_leaves_the_last_good_checkpoint(
         ([2.0, 2.5, 2.6, 2.44], 0.0, False),
         ([2.0, 2.5, 2.5, 1.9], 0.0, False),
         ([2.0, 2.5, 2.5], 0.0, False),
+        ([2.0, 2.0000003, 2.0000003, 2.001], 0.0, False),  # as good as it began, but for rounding
         ([2.0, 2.4, 2.4, 2.4], 0.5, False),  # it began as a good ReLU model
         ([2.0, 2.6, 2.6, 2.6], 0.5, True),
     ],

@@ -28,6 +28,7 @@ from twellctl.training.sparsity import FfnPenalty
 
 LOST = 3  # so many evaluations in a row above the first end a run,
 RECOVERS = 0.1  # unless they make up this share of what they are above it
+SAME = 1e-3  # share of a held-out loss within which another one is no worse: above all rounding
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class SparseTrainer(Trainer):
     @property
     def _worst(self) -> float:
         """The held-out loss above which a run may be lost."""
-        return self._evaluations()[0][1] + self.leeway
+        return self._evaluations()[0][1] * (1 + SAME) + self.leeway
 
     def _evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out loss) of all so far."""
