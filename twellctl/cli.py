@@ -411,7 +411,7 @@ def main() -> None:
             raise
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "twellctl"
-        ui.fail(f"{error.format_message()} (see '{where} --help')")
+        ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
