@@ -1,6 +1,5 @@
 """Where the command line begins: Ctrl-C is one line, from the first import on."""
 
-import signal
 import sys
 
 from twellctl import interrupts
@@ -16,8 +15,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         sys.exit(130)
-    finally:  # all is done: what is left ends at once, and says nothing
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    finally:
+        interrupts.heed_no_more()
 
 
 if __name__ == "__main__":

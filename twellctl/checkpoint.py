@@ -35,8 +35,10 @@ SIZES = (
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "sliding_window",
     "vocab_size",
 )
+_BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 NOT_CARRIED = (*OTHER_FORMATS, ".safetensors", ".index.json", ".py", ".onnx")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -323,7 +325,7 @@ def _rows_by_config(
 def _size(name: str, config: dict, key: str) -> None:
     """Refuse what is no size: some families have none of a kind, or one a layer."""
     value = config.get(key)
-    if value is None or (isinstance(value, list) and key != "num_hidden_layers"):
+    if value is None or (isinstance(value, list) and key in _BY_LAYER):
         return
     if type(value) is not int or not 1 <= value < 2**31:
         raise TwellError(

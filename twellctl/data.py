@@ -219,6 +219,8 @@ def _some(names: Iterable[str]) -> str:
 def _chat_text(messages: list, tokenizer: Any, where: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise TwellError(f"{where} holds messages, but the tokenizer has no chat template")
+    if not all(isinstance(message, dict) for message in messages):
+        raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:

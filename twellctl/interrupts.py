@@ -16,10 +16,21 @@ _came = False
 
 
 def heed() -> None:
-    """From now on Ctrl-C is `KeyboardInterrupt`, and `came()` true. For the main thread."""
+    """From now on Ctrl-C is `KeyboardInterrupt`, and `came()` true. For the main thread.
+
+    Whoever started this process with Ctrl-C ignored, as a shell does behind `&`, has it so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
     sys.unraisablehook = _not_lost
+
+
+def heed_no_more() -> None:
+    """All is done: Ctrl-C ends at once, and without a word, what is left of the process."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def came() -> bool:

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -102,6 +103,7 @@ def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # they are refused below, by name
             **how,
         )
+        DynamicCache(config=model.config)  # reads what the model itself may not
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise TwellError(
             f"{checkpoint.name}: {name} is {list(stored)}, by config.json it is {list(wanted)}: "

@@ -4,6 +4,7 @@ Only headers are read, as strictly as the safetensors library reads them: what i
 refused here, by its name.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
     for shard in shards:
         if Path(shard).name != shard:
             raise TwellError(f"{path / INDEX} names {shard}, outside the folder: copy it again")
-        if not (path / shard).is_file():
+        if not os.path.isfile(path / shard):  # Path's raises for a name that is too long
             raise TwellError(f"{path / INDEX} names {shard}, which is missing: fetch it again")
         tensors |= read_header(path / shard)
     for tensor, shard in weight_map.items():
