@@ -35,12 +35,15 @@ class Judge:
         """`take(content)` may raise `refusal`, in one line of bounded length, and nothing else."""
         try:
             take(content)
-            self.taken += 1
         except refusal as error:
-            if refusal is TwellError:
-                assert str(error).isprintable(), error
-                assert len(str(error)) < 1000, error
-            self.refused += 1
+            said = str(error)
+        else:
+            self.taken += 1
+            return
+        self.refused += 1
+        if refusal is TwellError:
+            assert said.isprintable(), said
+            assert len(said) < 1000, said
 
     def feed_mutations(self, take, content: bytes, count: int, **how) -> None:
         for _ in range(count):

@@ -92,10 +92,14 @@ def as_refusal(what: str, remedy: str) -> Iterator[None]:
         raise TwellError(f"{what} ({said}): {remedy}") from error
 
 
+def _no_model_of(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+    what = f"{checkpoint.name}: transformers makes no model of its config.json and weights"
+    return as_refusal(what, "fetch both again, from one place")
+
+
 def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
     """The stock model with its weights, all of which are there and of the right shape."""
-    what = f"{checkpoint.name}: transformers makes no model of its config.json and weights"
-    with as_refusal(what, "fetch both again, from one place"):
+    with _no_model_of(checkpoint):
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             trust_remote_code=False,
@@ -166,9 +170,15 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
     checkpoint.require_tokenizer()
+    config = None  # of a random model any file may be the config
+    if checkpoint.shards:
+        with _no_model_of(checkpoint):
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     what = f"{checkpoint.name}: its tokenizer could not be loaded"
     with as_refusal(what, "fetch its tokenizer files again"):
-        return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, config=config, trust_remote_code=False
+        )
 
 
 @contextlib.contextmanager
