@@ -1,9 +1,9 @@
 """twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
 
-Weights stay as they are (or are cut anew, one shard in memory at a time), and are read once: NaN and
-infinity are refused. config.json names both
-the stock class and ours, and holds the slots and thresholds of a profile. Beside them goes the
-bundle: the code, the kernels' sources and the manifest with their sha256.
+Weights stay as they are (or are cut anew, one shard in memory at a time). They are read once: NaN
+and infinity are refused. config.json names both the stock class and ours, and holds the slots and
+thresholds of a profile. Beside them goes the bundle: the code, the kernels' sources and the
+manifest with their sha256.
 """
 
 import re
