@@ -5,7 +5,8 @@
 //   fields  int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
 //   fired   int32 [L, B], or null: how many neurons fired in each layer
 //   record  int32 [2, B, .], lines `record_stride` and halves `slot_stride` apart: the token, then
-//           what fired. May be the host's memory. By turns the first half and the second.
+//           what fired. May be the host's memory. By turns the first half and the second. In the
+//           place of the token -1 where the best is NaN: the row goes on, but tells of no token.
 //
 // A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
 // noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
@@ -125,8 +126,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     int* told = record + static_cast<long long>(row) * record_stride +
                 static_cast<long long>(slot) * slot_stride;
     if (threadIdx.x == 0) {
-        const int token = ~static_cast<unsigned>(atomicExch(best + row, 0ull));
-        told[0] = field(kToken) = token;
+        const unsigned long long number = atomicExch(best + row, 0ull);
+        const int token = ~static_cast<unsigned>(number);
+        told[0] = number >> 32 == ~0u ? -1 : token;
+        field(kToken) = token;
         field(kPosition) = min(position + 1, limit);
         field(kSlot) = 1 - slot;
     }

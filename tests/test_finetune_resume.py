@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 
 from twellctl.errors import TwellError, UsageError
@@ -109,6 +110,36 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
         )
     assert not (tmp_path / "out").exists()
     assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
+
+
+def test_full_disk_while_the_optimizer_is_written(relu_llama, text_file, tmp_path, monkeypatch):
+    """torch's zip writer says it with a RuntimeError of its own, and names no file."""
+    save = torch.save
+
+    def full_at_six(state, file, *more, **how):
+        if "checkpoint-6" in str(file) and "optimizer" in str(file):
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:672] . unexpected pos\n64 vs 0"
+            )
+        return save(state, file, *more, **how)
+
+    monkeypatch.setattr(torch, "save", full_at_six)
+    with pytest.raises(TwellError, match=r"room left\?.* --resume goes on from checkpoint-3$"):
+        finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3))
+    monkeypatch.undo()
+    finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3), resume=True)
+    finetune(relu_llama, tmp_path / "whole", small(text_file, save_steps=3))
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"schedule": NaN}'])
+def test_a_checkpoint_whose_state_is_broken(relu_llama, text_file, tmp_path, content):
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(3))
+    state = run_folder(tmp_path / "out") / "checkpoint-3" / "twell_state.json"
+    state.write_text(content)
+    with pytest.raises(TwellError, match=r"twell_state\.json is not valid JSON .*remove that"):
+        finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
 
 
 @pytest.mark.parametrize("save_steps", [0, 5])

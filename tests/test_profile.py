@@ -240,8 +240,8 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "is no JSON"),
-        ("[]", r"no schema_version"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
         ("{}", r"no schema_version"),
         ('{"schema_version": 2}', "schema_version 2, this twellctl reads 1"),
         ('{"schema_version": 1}', "no whole profile"),

@@ -143,7 +143,7 @@ def test_no_such_recipe(tmp_path):
     text = refusal(TwellError, "standart")
     assert "standart" in text
     assert all(name in text for name in recipe_names())
-    assert "Is a directory" in refusal(TwellError, tmp_path)
+    assert "is no regular file" in refusal(TwellError, tmp_path)
 
 
 def test_the_saved_recipe_repeats_the_run(tmp_path):

@@ -1,3 +1,23 @@
-from twellctl.cli import main
+"""Where the command line begins: Ctrl-C is one line, from the first import on."""
 
-main()
+import sys
+
+from twellctl import interrupts
+
+
+def main() -> None:
+    """`cli.main`, imported where Ctrl-C is heeded already."""
+    interrupts.heed()
+    try:
+        from twellctl.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+    finally:
+        interrupts.heed_no_more()
+
+
+if __name__ == "__main__":
+    main()

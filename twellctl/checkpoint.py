@@ -7,14 +7,13 @@ which commands carry parts of one folder over to the next.
 
 import hashlib
 import importlib.util
-import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, reason, shown
 from twellctl.outputs import link_or_copy
 from twellctl.shards import (
     FLOATS,
@@ -23,14 +22,28 @@ from twellctl.shards import (
     SINGLE,
     TensorInfo,
     other_weights,
-    read_json,
     read_shards,
 )
+from twellctl.strict_json import read_json, to_json
 
 SILU = ("silu", "swish")
+SIZES = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "sliding_window",
+    "vocab_size",
+)
+_BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 NOT_CARRIED = (*OTHER_FORMATS, ".safetensors", ".index.json", ".py", ".onnx")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
 _FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 _EXPERTS = re.compile(r"(\w+_)?(num|n)_(local_|routed_)?experts")
 _FUSED, _SPLIT = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}
@@ -129,8 +142,9 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
     _refuse_quantised(name, tensors)
-    shape = ffn_shape(name, config, tensors)
-    checkpoint = Checkpoint(name, path, config, tensors, shards, shape)
+    ffn = ffn_shape(name, config, tensors)
+    _compare_sizes(name, config, tensors, ffn)
+    checkpoint = Checkpoint(name, path, config, tensors, shards, ffn)
     _ = checkpoint.twell  # refuses a block that is not sound
     return checkpoint
 
@@ -179,7 +193,7 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
 
 def write_config(folder: Path, config: dict) -> None:
     """config.json as transformers writes it."""
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    text = to_json(config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -192,10 +206,9 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TwellError(
             f"{name} is no local folder and could not be fetched from the hub "
-            f"(check the id and the network): {reason}"
+            f"(check the id and the network): {reason(error)}"
         ) from error
 
 
@@ -218,12 +231,19 @@ def refuse_unsupported(name: str, config: dict) -> None:
             f"{name} ({model_type}) needs remote code (auto_map): take a model transformers knows"
         )
     classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise TwellError(
+            f"{name}: config.json's architectures must be a list, got {shown(classes)}: copy it "
+            "again"
+        )
     causal = ("ForCausalLM", "LMHeadModel")
     if classes and not any(str(cls).endswith(causal) for cls in classes):
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
+    for key in SIZES:
+        _size(name, config, key)
     if not isinstance(config.get("hidden_act"), str):
         seen = config.get("hidden_activation") or config.get("activation_function")
-        found = f"its activation is {seen!r}" if seen else "config.json has no hidden_act"
+        found = f"its activation is {shown(seen)}" if seen else "config.json has no hidden_act"
         raise TwellError(f"{name} ({model_type}) is no gated SiLU model: {found}; take another")
 
 
@@ -261,6 +281,60 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
             "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
     return _common_shape(name, gated)
+
+
+def _compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:
+    """Refuse a config.json that contradicts the weights, as far as their headers show it.
+
+    Only what stands there is compared: families differ in their defaults and names, and what this
+    passes by transformers judges when it loads the model.
+    """
+    again = "fetch config.json and weights again, from one place"
+    given = {key: config[key] for key in SIZES if type(config.get(key)) is int}
+    for key, size in (
+        ("hidden_size", ffn.hidden_size),
+        ("intermediate_size", ffn.intermediate_size),
+    ):
+        if given.get(key, size) != size:
+            raise TwellError(f"{name}: {key} is {given[key]}, but its FFNs have {size}: {again}")
+    for tensor in tensors.values():
+        rows = _rows_by_config(tensor.name, given, tensors)
+        if rows is not None and tensor.shape[:1] != (rows,):
+            raise TwellError(
+                f"{name}: {tensor.name} is {list(tensor.shape)}, by config.json it has {rows} rows:"
+                f" {again}"
+            )
+    untied = config.get("tie_word_embeddings") is False
+    if untied and _EMBEDDINGS in tensors and _HEAD not in tensors:
+        raise TwellError(f"{name} lacks {_HEAD}, which tie_word_embeddings false asks for: {again}")
+
+
+def _rows_by_config(
+    tensor: str, sizes: dict[str, int], tensors: dict[str, TensorInfo]
+) -> int | None:
+    """Rows of a weight by what config.json says; None where it does not say so much."""
+    if tensor in (_EMBEDDINGS, _HEAD):
+        return sizes.get("vocab_size")
+    if not (match := _KEYS_VALUES.fullmatch(tensor)) or "num_key_value_heads" not in sizes:
+        return None
+    head_dim, heads = sizes.get("head_dim"), sizes.get("num_attention_heads")
+    if head_dim is None and heads is not None:  # a family's own default, or what queries have
+        queries = tensors.get(f"{match[1]}.q_proj.weight")
+        if queries is not None and queries.shape[:1] == (sizes.get("hidden_size"),):
+            head_dim = sizes["hidden_size"] // heads
+    return head_dim and head_dim * sizes["num_key_value_heads"]
+
+
+def _size(name: str, config: dict, key: str) -> None:
+    """Refuse what is no size: some families have none of a kind, or one a layer."""
+    value = config.get(key)
+    if value is None or (isinstance(value, list) and key in _BY_LAYER):
+        return
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise TwellError(
+            f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: copy "
+            "it again"
+        )
 
 
 def _common_shape(name: str, ffns: list[dict[str, TensorInfo]]) -> FfnShape:

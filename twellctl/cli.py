@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import __version__, cli_bench, ui
+from twellctl import __version__, cli_bench, interrupts, ui
 from twellctl.bytecode import keep_bytecode
 from twellctl.errors import TwellError, UsageError
 
@@ -389,26 +389,31 @@ def main() -> None:
         code = app(standalone_mode=False)
         if code == 130:  # how typer passes on Ctrl-C
             raise KeyboardInterrupt
-    except TwellError as error:
-        ui.fail(str(error))
-        code = error.exit_code
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt) as error:
+        code = _told(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: BaseException) -> int:
+    """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
+    if isinstance(error, KeyboardInterrupt) or interrupts.came():
         ui.fail("interrupted")
-        code = 130
-    except BrokenPipeError:
-        code = 1
-    except OSError as error:
+        return 130
+    if isinstance(error, TwellError):
+        ui.fail(str(error))
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return 1
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         ui.fail(f"{where}{error.strerror or error}")
-        code = 1
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # not one of the parser's own
-            raise
-        context = getattr(error, "ctx", None)
-        where = context.command_path if context else "twellctl"
-        ui.fail(f"{error.format_message()} (see '{where} --help')")
-        code = getattr(error, "exit_code", 2)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 1
+    if not hasattr(error, "format_message"):  # not one of the parser's own
+        raise error
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "twellctl"
+    ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
+    return getattr(error, "exit_code", 2)
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:

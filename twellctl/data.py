@@ -5,7 +5,6 @@ with an end-of-text id before each, and the stream is cut into blocks: no paddin
 counts.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, bounded, reason, shown
+from twellctl.strict_json import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
@@ -143,6 +143,8 @@ def text_files(paths: list[str]) -> list[Path]:
             raise TwellError(f"{path} does not exist: give a text file or a folder of them")
         elif path.suffix not in SUFFIXES:
             raise TwellError(f"{path} is none of {', '.join(SUFFIXES)}: rename or convert it")
+        elif not path.is_file():
+            raise TwellError(f"{path} is no regular file: write its text to one, it is read twice")
         else:
             files.append(path)
     return files
@@ -160,9 +162,12 @@ def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
                     continue
                 where = f"{path}:{number}"
                 try:
-                    row = json.loads(_decoded(line, where))
+                    row = parse_json(_decoded(line, where), finite=False)
                 except ValueError as error:
-                    raise TwellError(f"{where} is not valid JSON: {error}") from error
+                    raise TwellError(
+                        f"{where} is not valid JSON ({reason(error)}): correct or leave out this "
+                        "line"
+                    ) from error
                 yield _row_text(row, text_column, tokenizer, where)
     except OSError as error:
         raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -178,14 +183,13 @@ def _read_parquet(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]
         wanted = [name for name in (text_column, "messages") if name in names]
         if not wanted:
             raise TwellError(
-                f"{path} has no column {text_column!r}, only {', '.join(names)}: see --text-column"
+                f"{path} has no column {shown(text_column)}, only {_some(names)}: see --text-column"
             )
         for batch in file.iter_batches(batch_size=1024, columns=wanted[:1]):
             for number, row in enumerate(batch.to_pylist()):
                 yield _row_text(row, text_column, tokenizer, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise TwellError(f"{path} is no readable parquet file: {reason}") from error
+        raise TwellError(f"{path} is no readable parquet file: {reason(error)}") from error
 
 
 _READERS = {
@@ -201,18 +205,29 @@ def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
         return row[text_column]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return _chat_text(row["messages"], tokenizer, where)
-    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    raise TwellError(f"{where} has no text in {text_column!r}, only {found}: see --text-column")
+    found = _some(row) if isinstance(row, dict) else type(row).__name__
+    raise TwellError(
+        f"{where} has no text in {shown(text_column)}, only {found}: see --text-column"
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of `names`, which others chose."""
+    return bounded(", ".join(islice(names, 20)), 200)
 
 
 def _chat_text(messages: list, tokenizer: Any, where: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise TwellError(f"{where} holds messages, but the tokenizer has no chat template")
+    if not all(isinstance(message, dict) for message in messages):
+        raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise TwellError(f"{where}: the chat template refuses these messages: {reason}") from error
+        raise TwellError(
+            f"{where}: the chat template refuses these messages ({reason(error)}): correct or "
+            "leave out this row"
+        ) from error
 
 
 def _bytes(path: Path) -> bytes:

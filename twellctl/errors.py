@@ -1,13 +1,49 @@
 """What this tool cannot take, in one line: what is wrong, what was seen, what to do."""
 
+import reprlib
+
+_LONGEST = 1000  # characters of a message: what others wrote may be of any length
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 80
+
 
 class TwellError(Exception):
-    """A failure the user can act on, in one line; the command line prints it and exits 1."""
+    """A failure the user can act on, in one line; the command line prints it and exits 1.
+
+    The message is kept to one line of bounded length, whatever names and values went into it.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str):
+        super().__init__(bounded(printable(message)))
 
 
 class UsageError(TwellError):
     """The call itself is wrong (a flag's value, two flags that exclude each other); exits 2."""
 
     exit_code = 2
+
+
+def reason(error: BaseException) -> str:
+    """What another library's error says, on one line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A value for a message: its repr, bounded however large or deep the value is."""
+    return _shown.repr(value)
+
+
+def printable(text: str) -> str:
+    """`text` with line breaks, control characters and lone surrogates escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def bounded(text: str, longest: int = _LONGEST) -> str:
+    """`text`, its middle left out if it is long: the offender and the remedy stand at the ends."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} ... {text[-longest // 3 :]}"

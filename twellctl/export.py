@@ -1,11 +1,11 @@
 """twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
 
-Weights stay as they are (or are cut anew, one shard in memory at a time). config.json names both
-the stock class and ours, and holds the slots of a profile. Beside them goes the bundle: the code,
-the kernels' sources and the manifest with their sha256.
+Weights stay as they are (or are cut anew, one shard in memory at a time). They are read once: NaN
+and infinity are refused. config.json names both the stock class and ours, and holds the slots of a
+profile. Beside them goes the bundle: the code, the kernels' sources and the manifest with their
+sha256.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from twellctl.outputs import check_output, staged
 from twellctl.profiled import Profile, read_profile
 from twellctl.resources import bundle_files
 from twellctl.shards import INDEX, SINGLE
+from twellctl.strict_json import to_json
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -62,8 +63,10 @@ def export(
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.exportable import stock_class
+    from twellctl.model import check_stored_weights
 
     entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
+    check_stored_weights(checkpoint)
     with staged(out, overwrite=overwrite) as stage:
         if shard_bytes is None:
             link_shards(checkpoint, stage)
@@ -122,7 +125,7 @@ def write_shards(checkpoint: Checkpoint, folder: Path, shard_bytes: int) -> None
     if len(shards) > 1:
         total = sum(tensor.stop - tensor.start for tensor in checkpoint.tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_tensors(checkpoint: Checkpoint, names: list[str]) -> dict:

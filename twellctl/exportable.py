@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from twellctl.bundle.twell_model import activation_name, gated_ffns
 from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
+from twellctl.model import skeleton
 
 _K, _N = 8, 24
 
@@ -23,16 +23,13 @@ _K, _N = 8, 24
 def stock_class(checkpoint: Checkpoint) -> str:
     """The transformers class of the model; `TwellError` if its FFNs cannot run over TwELL."""
     name, kind = checkpoint.name, checkpoint.config["model_type"]
-    named = (checkpoint.config.get("architectures") or [""])[0]
-    stock = named if _is_stock(named) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
-    if not _is_stock(stock):
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise TwellError(
             f"{name} is a {kind} model, which transformers {transformers.__version__} does not "
             "know as a causal language model: pip install -U transformers"
         )
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    with torch.device("meta"):
-        ffns = gated_ffns(getattr(transformers, stock)(config))
+    model = skeleton(checkpoint)
+    stock, ffns = type(model).__name__, gated_ffns(model)
     if len(ffns) != checkpoint.ffn.num_layers or not is_plain_ffn(ffns[0]):
         raise TwellError(
             f"{name} ({stock}) has FFNs that compute more than down(act(gate) * up), which TwELL "
@@ -56,7 +53,3 @@ def is_plain_ffn(ffn: nn.Module) -> bool:
         return torch.allclose(tried(x), down(F.relu(gate(x)) * up(x)), atol=1e-5)
     except (RuntimeError, TypeError, ValueError):
         return False  # it has more weights, or another activation, or takes more than x
-
-
-def _is_stock(name: str) -> bool:
-    return name.endswith("ForCausalLM") and hasattr(transformers, name)

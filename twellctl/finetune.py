@@ -6,7 +6,6 @@ OUT appears when the run is complete.
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -27,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
 from twellctl.data import Blocks
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.from_scratch import check_from_scratch
 from twellctl.model import (
     checkpoint_activations,
@@ -48,6 +47,7 @@ from twellctl.runs import (
     prepare_run,
     run_blocks,
 )
+from twellctl.strict_json import to_json
 from twellctl.training.arguments import micro_batch, trainer_arguments
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -130,8 +130,8 @@ def finetune(
                 "--param-dtype bfloat16"
             ) from error
         except TorchDynamoException as error:
-            reason = " ".join(str(error).split())[:300]
-            raise TwellError(f"compiling failed: {reason}; go on with --no-compile") from error
+            said = bounded(reason(error), 300)
+            raise TwellError(f"compiling failed: {said}; go on with --no-compile") from error
         finally:
             if world.is_main_process:
                 discard_unstarted(run)
@@ -293,7 +293,7 @@ def _train(
     except (OSError, SafetensorError) as error:
         kept = last_checkpoint(run)
         left = f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
-        raise TwellError(f"{run} could not be written: {error}; {left}") from error
+        raise TwellError(f"{run} could not be written: {reason(error)}; {left}") from error
     finally:
         sparsity.restore_signals()
         progress.stop()
@@ -360,7 +360,7 @@ def _save(
             write_config(stage, config)
             save_recipe(recipe, stage / RECIPE_FILE, _what_it_did(trainer, recipe, result))
             report = dataclasses.asdict(result) | {"out": result.out.name}
-            (stage / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
 

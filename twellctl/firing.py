@@ -76,6 +76,11 @@ class LayerCount:
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
 
+    @property
+    def not_finite(self) -> int:
+        """Rows that hold NaN or infinity."""
+        return int(self.fullest[self.tile + 1])
+
     def summary(self) -> LayerProfile:
         """The figures of the layer, with the fewest slots that overflow rarely enough."""
         nnz, num_rows = self.nnz.cpu(), int(self.nnz.sum())

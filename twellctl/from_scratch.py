@@ -9,10 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.bundle.twell_config import new_twell
 from twellctl.checkpoint import Checkpoint, ffn_shape, refuse_unsupported
-from twellctl.errors import TwellError, UsageError
-from twellctl.model import quiet_transformers
+from twellctl.errors import TwellError, UsageError, shown
+from twellctl.model import as_refusal
 from twellctl.recipe import Recipe
-from twellctl.shards import TensorInfo, read_json
+from twellctl.shards import TensorInfo
+from twellctl.strict_json import read_json
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -32,14 +33,16 @@ def open_config(config: str | Path) -> Checkpoint:
     given = {key: value for key, value in read_json(file).items() if key != "auto_map"}
     if given.get("hidden_act") != "relu":
         raise TwellError(
-            f"{name} has hidden_act {given.get('hidden_act')!r}: --from-scratch trains ReLU, write "
-            '"relu" there'
+            f"{name} has hidden_act {shown(given.get('hidden_act'))}: --from-scratch trains ReLU, "
+            'write "relu" there'
         )
     refuse_unsupported(name, given)
     complete, model = _without_weights(name, given)
     dtype = STORED.get(str(complete.get("dtype") or "float32"))
     if dtype is None:
-        raise TwellError(f"{name}: dtype must be {' or '.join(STORED)}, got {complete['dtype']!r}")
+        raise TwellError(
+            f"{name}: dtype must be {' or '.join(STORED)}, got {shown(complete['dtype'])}"
+        )
     tensors = {
         tensor: TensorInfo(tensor, dtype, tuple(parameter.shape), "", 0, 0)
         for tensor, parameter in model.named_parameters()
@@ -60,11 +63,8 @@ def check_from_scratch(recipe: Recipe) -> None:
 
 def _without_weights(name: str, given: dict) -> tuple[dict, nn.Module]:
     """The config as transformers completes it, and the model on no device."""
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            config = AutoConfig.for_model(**given)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever a family makes of odd numbers
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TwellError(f"{name}: transformers makes no model of it: {reason}") from error
+    what = f"{name}: transformers makes no model of it"
+    with as_refusal(what, "correct what is wrong in it"), torch.device("meta"):
+        config = AutoConfig.for_model(**given)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return json.loads(config.to_json_string()), model

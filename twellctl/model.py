@@ -2,14 +2,18 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -17,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
 from twellctl.checkpoint import Checkpoint
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, bounded, reason
 
 MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
 
@@ -38,29 +42,94 @@ def load_model(
 
     `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` (a
     freshly converted model with the SiLU it had). Weights of a checkpoint without shards are drawn.
+    `TwellError` for what transformers cannot load, and for a weight that is NaN or infinite.
     """
     device = device or default_device()
     if not checkpoint.shards:
         return _random_model(checkpoint, dtype, device)
     extra = {} if activation is None else {"hidden_act": activation}
+    model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
+    _refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
+    return model
+
+
+def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model on the meta device: what `load_model` would refuse is refused, no weight is read.
+
+    That is a config.json that transformers makes nothing of, and weights that are not those of its
+    model, by name or shape.
+    """
+    return _loaded(checkpoint, dtype="auto", device_map="meta")
+
+
+def check_stored_weights(checkpoint: Checkpoint) -> None:
+    """`TwellError` if a stored weight is NaN or infinite. Reads them all, one at a time."""
+    for shard in checkpoint.shards:
+        with safe_open(checkpoint.path / shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a handle, no dict
+                _refuse_not_finite(checkpoint, [(name, file.get_tensor(name))])
+
+
+@contextlib.contextmanager
+def as_refusal(what: str, remedy: str) -> Iterator[None]:
+    """Whatever transformers raises inside, about files that others wrote, as `TwellError`.
+
+    It raises nearly everything there is (ZeroDivisionError, AssertionError, its own kinds).
+    """
     try:
         with quiet_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
-                dtype=dtype or "auto",
-                trust_remote_code=False,
-                output_loading_info=True,
-                **extra,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TwellError(f"{checkpoint.name} could not be loaded: {reason}") from error
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {bounded(reason(error), 300)}"
+        raise TwellError(f"{what} ({said}): {remedy}") from error
+
+
+def _no_model_of(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+    what = f"{checkpoint.name}: transformers makes no model of its config.json and weights"
+    return as_refusal(what, "fetch both again, from one place")
+
+
+def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
+    """The stock model with its weights, all of which are there and of the right shape."""
+    with _no_model_of(checkpoint):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **how,
+        )
+        DynamicCache(config=model.config)  # reads what the model itself may not
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise TwellError(
+            f"{checkpoint.name}: {name} is {list(stored)}, by config.json it is {list(wanted)}: "
+            "fetch config.json and weights again, from one place"
+        )
     if missing := sorted(found["missing_keys"]):
         raise TwellError(
             f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: fetch its "
             "safetensors files again"
         )
-    return model.to(device).eval()
+    return model
+
+
+def _refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]]) -> None:
+    """`TwellError` that names tensor and file. One read of each tensor, one wait for the device."""
+    floats = {name: t.detach() for name, t in named if t.is_floating_point() and t.numel()}
+    if not floats:
+        return
+    # the least and the largest, through which NaN goes: 5 GB/s on one core, isfinite() 0.2
+    ends = torch.stack([torch.stack(t.aminmax()).float() for t in floats.values()])
+    for name, sound in zip(floats, ends.isfinite().all(1).tolist(), strict=True):
+        if not sound:
+            stored = checkpoint.tensors.get(name)
+            file = checkpoint.path / (stored.shard if stored else "config.json")
+            raise TwellError(
+                f"{name} holds NaN or infinity ({file}): fetch it again, or go back to a "
+                "checkpoint from before the weights broke"
+            )
 
 
 def _random_model(
@@ -95,14 +164,15 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
     checkpoint.require_tokenizer()
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TwellError(
-            f"{checkpoint.name}: its tokenizer could not be loaded: {reason}"
-        ) from error
+    config = None  # of a random model any file may be the config
+    if checkpoint.shards:
+        with _no_model_of(checkpoint):
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    what = f"{checkpoint.name}: its tokenizer could not be loaded"
+    with as_refusal(what, "fetch its tokenizer files again"):
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, config=config, trust_remote_code=False
+        )
 
 
 @contextlib.contextmanager

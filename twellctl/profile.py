@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from twellctl import __version__
 from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from twellctl.errors import UsageError
+from twellctl.errors import TwellError, UsageError
 from twellctl.firing import FiredMeter, LayerCount
 from twellctl.grouping import grouped_windows
 from twellctl.model import default_device, load_model, load_tokenizer
@@ -56,6 +56,7 @@ def profile(
         _count_batch(loaded, ids.to(device), groups.to(device), counts)
         done += len(ids)
         progress(done, len(text.ids))
+    _refuse_not_finite(checkpoint, counts)
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),
@@ -84,6 +85,16 @@ def _count_batch(model: nn.Module, ids: Tensor, groups: Tensor, counts: list[Lay
     groups = groups.flatten()
     with FiredMeter(model, lambda layer, *gates: counts[layer].add(*gates, groups)):
         model.base_model(ids, use_cache=False)
+
+
+def _refuse_not_finite(checkpoint: Checkpoint, counts: list[LayerCount]) -> None:
+    """Gates that are not numbers would be counted as firing or not, which says nothing."""
+    for number, count in enumerate(counts):
+        if rows := count.not_finite:
+            raise TwellError(
+                f"{checkpoint.name}: gates of layer {number} are NaN or infinite for {rows} tokens:"
+                " the model is broken or its dtype too narrow; go back to one that was sound"
+            )
 
 
 def _checked_length(checkpoint: Checkpoint, windows: int, seq_len: int | None) -> int:

@@ -1,13 +1,13 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
-import json
 import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, reason, shown
+from twellctl.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
 
@@ -103,7 +103,7 @@ class Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the JSON whole or not at all, replacing an older one."""
-    text = json.dumps(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
+    text = to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
         part = Path(aside) / path.name
         part.write_text(text, encoding="utf-8")
@@ -123,18 +123,14 @@ def check_profile_path(path: Path) -> None:
 def read_profile(path: str | Path) -> Profile:
     """The profile in a JSON file; `TwellError` if it is none, or of another schema."""
     again = "write it again with 'twellctl profile MODEL --data FILE --json FILE'"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise TwellError(f"{path} is no JSON ({error}): {again}") from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
+    content = read_json(Path(path), again)
+    version = content.get("schema_version")
     if version is None:
         raise TwellError(f"{path} is no profile (no schema_version): {again}")
     if version != SCHEMA_VERSION:
         raise TwellError(
-            f"{path} has schema_version {version!r}, this twellctl reads {SCHEMA_VERSION}: {again}"
+            f"{path} has schema_version {shown(version)}, this twellctl reads {SCHEMA_VERSION}: "
+            f"{again}"
         )
     try:
         content = {"by_position": [], "by_kind": []} | content  # the first profiles had neither
@@ -144,7 +140,7 @@ def read_profile(path: str | Path) -> Profile:
         fields["by_kind"] = _parts(KindDensity, fields["by_kind"])
         return Profile(**fields | {"data": tuple(fields["data"])})
     except (KeyError, TypeError) as error:
-        raise TwellError(f"{path} is no whole profile ({error}): {again}") from error
+        raise TwellError(f"{path} is no whole profile ({reason(error)}): {again}") from error
 
 
 def _parts(made: type[PartDensity], parts: list[dict]) -> tuple[PartDensity, ...]:

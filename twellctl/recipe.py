@@ -7,14 +7,16 @@ recipe, the recipe over the default. All that is wrong is said at once.
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.resources import resource_dir
+from twellctl.strict_json import read_file
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
 
@@ -213,24 +215,21 @@ def recipe_names() -> list[str]:
 def _read(recipe: str | Path) -> dict[str, Any]:
     import yaml
 
+    from twellctl.recipe_file import parse_settings
+
     path = Path(recipe)
     if str(recipe) in recipe_names():
         path = resource_dir("recipes") / f"{recipe}.yaml"
-    try:
-        text = path.read_text(encoding="utf-8")
-        content, nodes = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
-    except FileNotFoundError:
+    if not os.path.exists(path):
         known = ", ".join(recipe_names())
-        raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}") from None
-    except OSError as error:
-        raise TwellError(f"recipe {recipe} cannot be read: {error.strerror or error}") from error
+        raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}")
+    try:
+        content, twice = parse_settings(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise TwellError(f"recipe {recipe} is not valid YAML: {reason}") from error
+        raise TwellError(f"recipe {recipe} is not valid YAML: {reason(error)}") from error
     if not isinstance(content, dict):
-        raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {content!r}")
-    keys = [key.value for key, _ in nodes.value]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {shown(content)}")
+    if twice:
         raise TwellError(f"recipe {recipe} gives {', '.join(twice)} more than once: keep one")
     return content
 
@@ -241,12 +240,15 @@ def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[st
         field = by_key.get(key)
         if field is None:
             near = difflib.get_close_matches(str(key), by_key, n=1)
-            wrong.append(f"unknown key {key}" + (f", did you mean {near[0]}?" if near else ""))
+            wrong.append(
+                f"unknown key {bounded(str(key), 80)}"
+                + (f", did you mean {near[0]}?" if near else "")
+            )
             continue
         try:
             values[field.name] = _coerce(value, field)
         except ValueError as error:
-            wrong.append(f"{key} {error}, got {value!r}")
+            wrong.append(f"{key} {error}, got {shown(value)}")
     return values, wrong
 
 

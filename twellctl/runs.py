@@ -1,7 +1,6 @@
 """The folder `OUT.run` of a fine-tuning run: its recipe, its tokens and its checkpoints."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from twellctl.data import (
 )
 from twellctl.errors import TwellError, UsageError
 from twellctl.recipe import RECIPE_FILE, Recipe, flag_name, resolve_recipe, save_recipe
+from twellctl.strict_json import read_json, to_json
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
@@ -151,7 +151,7 @@ def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
 def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write what else a run needs into a checkpoint: from now on it counts."""
     part = checkpoint / f"{STATE_FILE}.part"
-    part.write_text(json.dumps(state), encoding="utf-8")
+    part.write_text(to_json(state), encoding="utf-8")
     part.rename(checkpoint / STATE_FILE)
 
 
@@ -163,4 +163,4 @@ def last_checkpoint(run: Path) -> Path | None:
 
 def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
     """What `mark_complete` wrote."""
-    return json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return read_json(checkpoint / STATE_FILE, "remove that checkpoint, and --resume from another")

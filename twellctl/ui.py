@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, printable
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -18,17 +18,17 @@ stderr = Console(stderr=True, highlight=False)
 
 def say(text: str) -> None:
     """One line of result."""
-    stdout.print(text, markup=False, soft_wrap=True)
+    stdout.print(printable(text), markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """One line beside the result, on stderr."""
-    stderr.print(text, markup=False, soft_wrap=True)
+    stderr.print(printable(text), markup=False, soft_wrap=True)
 
 
 def fail(text: str) -> None:
     """The one line of an error."""
-    stderr.print("error: " + " ".join(text.split()), markup=False, soft_wrap=True)
+    note(f"error: {text}")
 
 
 def read_stdin() -> str:
@@ -72,11 +72,13 @@ def generated(figures: Any) -> None:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table whose first column is text and whose others are numbers."""
-    made = Table(title=escape(title), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    made = Table(
+        title=escape(printable(title)), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(printable, row))
     stdout.print(made)
 
 

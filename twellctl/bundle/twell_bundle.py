@@ -29,7 +29,7 @@ def _digests(model: str | Path, manifest_bytes: bytes) -> dict[str, str]:
     try:
         manifest = json.loads(manifest_bytes)
         version, digests = manifest["format_version"], dict(manifest["sha256"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{model}: bundled file {MANIFEST} was changed: export the model again"
         ) from error

@@ -64,6 +64,12 @@ class TwellFFN:
     twell_route: str = "auto"
     twell_meter: FfnMeter | None = None  # while the model is trained with a penalty
 
+    def __reduce_ex__(self, protocol):
+        """For pickle, which knows the stock class by name and makes ours from it again."""
+        _, stock = type(self).__bases__
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _new_over_twell, (stock,), *state
+
     def forward(self, x: Tensor) -> Tensor:
         fused = hasattr(self, "gate_up_proj")
         projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
@@ -144,6 +150,11 @@ def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
 def _over_twell(stock: type) -> type:
     """One class for all FFNs of a kind: what is compiled for one serves the others."""
     return type(f"Twell{stock.__name__}", (TwellFFN, stock), {"__module__": __name__})
+
+
+def _new_over_twell(stock: type) -> nn.Module:
+    made = _over_twell(stock)
+    return made.__new__(made)
 
 
 def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:

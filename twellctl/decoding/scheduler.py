@@ -28,6 +28,10 @@ from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 
 _PROMPTS_TOGETHER = 16  # read between two steps, at most
+_NO_NUMBERS = (
+    "the model computed NaN in place of the next token's probabilities: change the prompt; if all "
+    "prompts fail so, the model is broken or its dtype too narrow"
+)
 # what became of a sequence: a token, its failure, or None for its end
 Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
@@ -179,6 +183,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, record: np.ndarray, events: list[Event]) -> None:
         token = self._batch.record.token(record, sequence.sampling)
+        if token is None:
+            self._end(sequence, events, EngineError(_NO_NUMBERS))
+            return
         sequence.tokens.append(token.id)
         self.generated_tokens += 1
         self.failed = 0

@@ -3,6 +3,7 @@
 On a GPU whose kernels are at hand one of them (kernels/choose.cu) does that, else torch.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.sampler import Field, Variant, choose, cut, log_probabilities
 
+NO_TOKEN = -1  # told in the place of a token whose logit is NaN; kernels/choose.cu does the same
 _BLOCK, _LOGITS = 256, 1024  # threads; logits that they take at a time
 _BLOCKS_AT_ONCE = 1024  # more would wait for each other
 
@@ -20,8 +22,9 @@ _BLOCKS_AT_ONCE = 1024  # more would wait for each other
 class Record:
     """What a step tells of each row: columns of int32, floats by their bits.
 
-    The token; how many neurons of each layer fired; the token's log-probability, the likeliest
-    tokens and theirs. The last three are only written by variants that ask for log-probabilities.
+    The token, or `NO_TOKEN`; how many neurons of each layer fired; the token's log-probability, the
+    likeliest tokens and theirs. The last three are only written by variants that ask for
+    log-probabilities.
     """
 
     def __init__(self, neurons: Sequence[int], vocab_size: int):
@@ -37,13 +40,19 @@ class Record:
         """Of rows `[.., width]`, which share of each layer's neurons fired, `[.., L]`."""
         return rows[..., self.fired] / np.asarray(self.neurons, np.float64)
 
-    def token(self, row: np.ndarray, sampling: Sampling) -> Token:
-        """The token of one row, with what `sampling` asks to be told."""
+    def token(self, row: np.ndarray, sampling: Sampling) -> Token | None:
+        """The token of one row, with what `sampling` asks to be told; None for what is no number.
+
+        That is a logit of NaN, and a log-probability beside an infinite logit.
+        """
+        if row[0] == NO_TOKEN:
+            return None
         if sampling.top_logprobs is None and not sampling.densities:
             return Token(int(row[0]))
         floats, logprob, top = row.view(np.float32), None, ()
         if (count := sampling.top_logprobs) is not None:
-            logprob = float(floats[self.logprob])
+            if math.isnan(logprob := float(floats[self.logprob])):
+                return None
             pairs = zip(row[self.top_ids].tolist(), floats[self.top_logprobs].tolist(), strict=True)
             top = tuple(pairs)[:count]
         densities = tuple(self.shares(row).tolist()) if sampling.densities else None
@@ -88,7 +97,10 @@ class StepEnd:
     def _by_torch(
         self, logits: Tensor, fired: Tensor, fields: Tensor, records: Tensor, drawn: bool
     ) -> None:
-        records[:, 0] = fields[Field.TOKEN] = choose(logits, fields, drawn)
+        tokens = choose(logits, fields, drawn)
+        is_nan = logits.gather(-1, tokens[:, None])[:, 0].isnan()
+        fields[Field.TOKEN] = tokens
+        records[:, 0] = tokens.masked_fill(is_nan, NO_TOKEN)
         records[:, self._record.fired] = fired.T
         position = fields[Field.POSITION]
         torch.minimum(position + 1, fields[Field.LIMIT], out=position)
@@ -112,7 +124,7 @@ class StepEnd:
 
     def _tell_logprobs(self, logits: Tensor, records: Tensor) -> None:
         record, floats = self._record, records.view(torch.float32)
-        chosen, ids, logprobs = log_probabilities(logits, records[:, 0].long())
+        chosen, ids, logprobs = log_probabilities(logits, records[:, 0].long().clamp(min=0))
         floats[:, record.logprob] = chosen
         records[:, record.top_ids] = ids.int()
         floats[:, record.top_logprobs] = logprobs

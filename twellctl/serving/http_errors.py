@@ -1,16 +1,24 @@
 """Every failure as an HTTP status and OpenAI's error JSON."""
 
 import logging
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from twellctl.decoding.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
+from twellctl.errors import reason
 from twellctl.serving.request_fields import ApiError
+from twellctl.strict_json import to_json
 
 log = logging.getLogger(__name__)
 aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")  # what aiohttp itself has to say, see below
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+
+
+def json_response(body: dict[str, Any], **how: Any) -> web.Response:
+    """An answer of JSON; `ValueError`, which becomes a 500, if it would hold NaN."""
+    return web.json_response(body, dumps=to_json, **how)
 
 
 @web.middleware
@@ -23,7 +31,7 @@ async def answer_errors(http: web.Request, handler: Handler) -> web.StreamRespon
         headers = dict(_HEADERS.get(failure.status, {}))
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = error.headers["Allow"]
-        return web.json_response(failure.body(), status=failure.status, headers=headers)
+        return json_response(failure.body(), status=failure.status, headers=headers)
 
 
 def as_api_error(error: Exception, http: web.Request) -> ApiError:
@@ -40,12 +48,12 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
         case web.HTTPException():
             return _of_http_error(error, http)
         case web.RequestPayloadError():
-            return ApiError(400, f"the body cannot be read: {_one_line(error)}", code="bad_body")
-    reason = _one_line(error)
+            return ApiError(400, f"the body cannot be read: {reason(error)}", code="bad_body")
+    said = reason(error)
     if not isinstance(error, EngineError):
-        reason = f"{type(error).__name__}: {reason}"
-    log.error("%s %s failed: %s", http.method, http.path, reason)
-    return ApiError(500, f"internal error: {reason}", code="internal_error")
+        said = f"{type(error).__name__}: {said}"
+    log.error("%s %s failed: %s", http.method, http.path, said)
+    return ApiError(500, f"internal error: {said}", code="internal_error")
 
 
 def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
@@ -61,14 +69,10 @@ def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
     return ApiError(error.status, error.reason)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
 def _shorten(record: logging.LogRecord) -> bool:
     """Malformed HTTP reaches no handler: aiohttp answers and logs it, with us in one line."""
     if record.exc_info:
-        record.msg, record.args = f"{record.getMessage()}: {_one_line(record.exc_info[1])}", ()
+        record.msg, record.args = f"{record.getMessage()}: {reason(record.exc_info[1])}", ()
         record.exc_info = None
     return True
 

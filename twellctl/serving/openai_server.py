@@ -1,7 +1,6 @@
 """OpenAI's endpoints for one model, over aiohttp: requests in, the engine's text out. No torch."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from aiohttp import web
 
 from twellctl.serving.access import Access, guard
 from twellctl.serving.completion import Piece, complete, joined
-from twellctl.serving.http_errors import answer_errors
+from twellctl.serving.http_errors import answer_errors, json_response
 from twellctl.serving.metrics import Metrics, note_failure
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import (
@@ -27,6 +26,7 @@ from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat
 from twellctl.serving.request_fields import ApiError, parse_json
 from twellctl.serving.together import together
 from twellctl.serving.traffic import Traffic
+from twellctl.strict_json import to_json
 from twellctl.text_tokens import Detokenizer, StopStrings
 
 Request = TypeVar("Request")
@@ -76,20 +76,20 @@ class Endpoints:
 
     async def health(self, http: web.Request) -> web.Response:
         if self._traffic.draining:
-            return web.json_response({"status": "draining"}, status=503)
+            return json_response({"status": "draining"}, status=503)
         if self._model.engine.stats().failed >= FAILING:
-            return web.json_response({"status": "failing"}, status=503)
-        return web.json_response({"status": "ok"})
+            return json_response({"status": "failing"}, status=503)
+        return json_response({"status": "ok"})
 
     async def metrics(self, http: web.Request) -> web.Response:
         return self._metrics.response()
 
     async def models(self, http: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._entry()]})
+        return json_response({"object": "list", "data": [self._entry()]})
 
     async def model(self, http: web.Request) -> web.Response:
         check_name(self._model, http.match_info["name"])
-        return web.json_response(self._entry())
+        return json_response(self._entry())
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         return await self._handle(http, parse_chat, plan_chat, ChatAnswer)
@@ -134,7 +134,7 @@ class Endpoints:
             async for index, piece in pieces:
                 choices[index].add(piece)
         usage = Usage(plan.prompt_tokens, sum(choice.num_tokens for choice in choices))
-        return web.json_response(answer.whole(choices, usage))
+        return json_response(answer.whole(choices, usage))
 
     async def _stream(self, http: web.Request, plan: Plan, answer: Answer) -> web.StreamResponse:
         events = EventStream(http)
@@ -211,7 +211,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, event: dict[str, Any]) -> None:
-        await self._write(json.dumps(event))
+        await self._write(to_json(event))
 
     async def end(self) -> None:
         """OpenAI's mark after the last event."""

@@ -203,6 +203,16 @@ class SparseTrainer(Trainer):
         self.report = StepReport(**state["report"])
         self.penalty.state = state["gates"]
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # how torch's writer says that the disk is full
+            raise OSError(
+                f"torch did not write a checkpoint, is there room left? {error}"
+            ) from error
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.report is not None:
             logs = logs | vars(self.report) | {"density": self.report.density}
@@ -224,6 +234,7 @@ class SparseTrainer(Trainer):
             losses.append(self._held_out_loss(self.head, ids))
             densities.append(self.penalty.measured()[1].mean())
         metrics = self._mean_of(eval_loss=losses, eval_density=densities)
+        _check_held_out(metrics["eval_loss"], "lower --learning-rate, and --overwrite")
         self.log(metrics)
         self._stop_if_lost()
         self.keep_good_checkpoint()
@@ -236,7 +247,9 @@ class SparseTrainer(Trainer):
         if self.teacher is None or self.eval_dataset is None:
             return None
         losses = [self._held_out_loss(self.teacher, ids) for ids in self._my_held_out()]
-        return self._mean_of(loss=losses)["loss"]
+        loss = self._mean_of(loss=losses)["loss"]
+        _check_held_out(loss, "take another --teacher, or none")
+        return loss
 
     def _held_out_loss(self, head: HeadLoss, ids: Tensor) -> Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -262,6 +275,11 @@ class SparseTrainer(Trainer):
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
+
+
+def _check_held_out(loss: float, remedy: str) -> None:
+    if not math.isfinite(loss):
+        raise TwellError(f"the held-out loss became {loss}: {remedy}")
 
 
 def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:

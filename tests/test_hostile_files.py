@@ -1,0 +1,247 @@
+"""What no honest tool writes: one line that names the offender, exit 1, and nothing written."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+from mutations import in_a_safetensors_file
+
+from twellctl.convert import convert
+from twellctl.errors import TwellError
+from twellctl.export import export
+from twellctl.profiled import read_profile
+from twellctl.recipe import resolve_recipe
+from twellctl.shards import INDEX, read_header, read_shards
+
+A, B = "a.weight", "b.weight"
+
+
+def entry(start: object, stop: object, shape: object = (4,), dtype: object = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ({A: entry(0, 16), B: entry(8, 24)}, "'b.weight' overlaps"),
+        ({A: entry(0, 16), B: entry(24, 40)}, "'b.weight' begins behind a gap"),
+        ({A: entry(8, 24)}, "'a.weight' begins behind a gap"),
+        ({A: entry(-16, 0)}, "whole numbers"),
+        ({A: entry(16, 0)}, "data_offsets [16, 0]"),
+        ({A: entry(0.0, 16.0)}, "whole numbers"),
+        ({A: entry(0, 16, [-2, -2])}, "whole numbers"),
+        ({A: entry(0, 16, [4.0])}, "whole numbers"),
+        ({A: entry(0, 16, [True, 4])}, "whole numbers"),
+        ({A: entry(0, 16, [1e30])}, "whole numbers"),
+        ({A: entry(0, 0, [2**40, 2**40, 0])}, "too many elements"),
+        ({A: entry(0, 16, [5])}, "16 bytes for [5] of F32"),
+        ({A: entry(0, 16, dtype="F17")}, "unknown dtype 'F17'"),
+        ({A: entry(0, 16) | {"data_offsets": [0, 8, 16]}}, "data_offsets [0, 8, 16]"),
+        ({A: {"dtype": "F32"}}, "needs a dtype, a shape"),
+        ({A: 5}, "needs a dtype, a shape"),
+        ({"\ud800": entry(0, 16)}, "lone surrogate \\ud800"),
+        ({"__metadata__": {"a": 1}, A: entry(0, 16)}, "__metadata__ must be texts"),
+        (b'{"a": {"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}', "not finite"),
+        (b'{"a": 1, "a": 2}', "'a' is given more than once"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested more than 64 deep"),
+        (b"[" * 100_000, "does not begin with {"),
+        (b' {"__metadata__": {}}', "does not begin with {"),
+    ],
+)
+def test_headers(tmp_path, header, said):
+    path = tmp_path / "model.safetensors"
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(in_a_safetensors_file(text, 40))
+    with pytest.raises(TwellError) as refused:
+        read_header(path)
+    assert str(path) in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_an_index_that_transformers_would_not_load(make_model, tmp_path):
+    model = make_model("llama", shard_size="40KB")
+    index = json.loads((model / INDEX).read_text())
+    del index["metadata"]
+    (model / INDEX).write_text(json.dumps(index))
+    with pytest.raises(TwellError, match=r'no metadata.*add "metadata": \{\} to it'):
+        read_shards("model", model)
+
+
+def spoilt(model: Path, folder: Path, changes: dict) -> Path:
+    """A copy of `model` by links, with another config.json."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((model / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+SIZES = [
+    ({"vocab_size": 100}, "lm_head.weight is [512, 32], by config.json it has 100 rows"),
+    ({"intermediate_size": 48}, "intermediate_size is 48, but its FFNs have 96"),
+    ({"hidden_size": 16}, "hidden_size is 16, but its FFNs have 32"),
+    ({"hidden_size": 10**12}, "hidden_size must be a whole number"),
+    ({"num_key_value_heads": 4}, "k_proj.weight is [16, 32], by config.json it has 32 rows"),
+    ({"num_key_value_heads": 4, "head_dim": None}, "k_proj.weight is [16, 32], by config.json"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads must be a whole number from 1, got 0"),
+    ({"head_dim": 0}, "head_dim must be a whole number from 1, got 0"),
+    ({"max_position_embeddings": "256"}, "max_position_embeddings must be a whole number"),
+    ({"num_attention_heads": True}, "num_attention_heads must be a whole number"),
+    ({"sliding_window": 1.5}, "sliding_window must be a whole number"),
+    ({"architectures": {"a": 1}}, "architectures must be a list, got {'a': 1}"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+    ({"rms_norm_eps": float("nan")}, "is not valid JSON (it holds a number that is not finite)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), SIZES)
+def test_configs_that_their_weights_belie(silu_llama, relu_llama, tmp_path, changes, said):
+    for model, command in ((silu_llama, convert), (relu_llama, export)):
+        folder = spoilt(model, tmp_path / command.__name__, changes)
+        with pytest.raises(TwellError) as refused:
+            command(folder, tmp_path / "out")
+        assert said in str(refused.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_is_not_there(make_model, tmp_path):
+    tied = make_model("llama", tie_word_embeddings=True)
+    folder = spoilt(tied, tmp_path / "model", {"tie_word_embeddings": False})
+    with pytest.raises(TwellError, match=r"lacks lm_head\.weight, which tie_word_embeddings false"):
+        convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 5},
+        {"pad_token_id": 5000},
+        {"dtype": 5},
+        {"dtype": "int8"},
+        {"eos_token_id": "x"},
+        {"layer_types": 5},
+        {"rope_parameters": {"rope_type": "x"}},
+        {"rms_norm_eps": "a"},
+        {"initializer_range": None},
+        {"id2label": 5},
+        {"auto_map": 5},
+        {"attn_implementation": "x"},
+        {"tie_word_embeddings": "x"},
+    ],
+    ids=str,
+)
+def test_configs_of_which_transformers_makes_nothing(relu_llama, tmp_path, cli, changes):
+    folder = spoilt(relu_llama, tmp_path / "model", changes)
+    for words in (("export", folder, tmp_path / "out"), ("generate", folder, "x")):
+        code, out, err = cli(*words)
+        assert (code, out, len(err)) == (1, "", 1), err
+        assert "transformers makes no model of its config.json and weights" in err[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_transformers_does_not_have(relu_llama, tmp_path):
+    folder = spoilt(relu_llama, tmp_path / "model", {"model_type": "nova9"})
+    with pytest.raises(TwellError, match="pip install -U transformers"):
+        export(folder, tmp_path / "out")
+
+
+def test_shapes_that_only_transformers_knows(make_model, tmp_path):
+    convert(make_model("qwen3"), tmp_path / "relu")
+    folder = spoilt(tmp_path / "relu", tmp_path / "model", {"num_attention_heads": 8})
+    with pytest.raises(
+        TwellError, match=r"o_proj\.weight is \[32, 32\], by config.json it is \[32"
+    ):
+        export(folder, tmp_path / "out")
+
+
+def bomb() -> str:
+    """Some 500 bytes that stand for 9 ** 9 texts."""
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x]"]
+    for old, new in itertools.pairwise("abcdefghi"):
+        lines.append(f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (bomb(), "uses an alias, *a"),
+        ("l1: &x 1\n", "uses an alias, *x"),
+        ("l1: !!float x\n", "uses a tag"),
+        ("max-steps: !!timestamp 99\n", "uses a tag"),
+        ("l1: " + "[" * 5000, "nested too deep"),
+        ("max-steps: " + "9" * 5000, "max-steps must be finite, got '9999"),
+        ("max-steps: 1:30\n", "max-steps must be a number, got '1:30'"),
+        ("max-steps: 0x10\n", "max-steps must be a number, got '0x10'"),
+        ("max-steps: 0b1\n", "max-steps must be a number, got '0b1'"),
+        ("l1: 1:30.5\n", "l1 must be a number, got '1:30.5'"),
+        (f"l1: [{'x, ' * 5000}]\n", "l1 must be a number, got ['x', 'x'"),
+        ("? " + "k" * 5000 + "\n: 1\n", "unknown key kkkk"),
+        ("? [l1]\n: 1\n", "is not valid YAML"),
+        ("l1: 1\n---\nl1: 2\n", "is not valid YAML"),
+        ("data: 'a\\\n", "is not valid YAML"),
+    ],
+)
+def test_recipes(tmp_path, text, said):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(TwellError) as refused:
+        resolve_recipe(tmp_path / "mine.yaml")
+    assert f"{tmp_path / 'mine.yaml'}" in str(refused.value)
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_recipes_are_read_as_they_are_written(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch-size: 020\ntext-column: 2001-01-01\nmax-tokens: 3_000\nl1: +1.5e-2\n")
+    recipe = resolve_recipe(path)
+    assert (recipe.batch_size, recipe.text_column) == (20, "2001-01-01")
+    assert (recipe.max_tokens, recipe.l1) == (3000, 0.015)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": "bad \\ud800 tail"}', "lone surrogate \\ud800"),
+        (b"[" * 200_000, "nested more than 64 deep"),
+        (b'{"text": ' * 70 + b"1" + b"}" * 70, "nested more than 64 deep"),
+        (b'{"text": "a", "text": "b"}', "'text' is given more than once"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+        (b'{"messages": [[{"role": "user", "content": "hi"}]]}', "messages must be objects"),
+        (b"{" + b",".join(b'"%0999d": 1' % i for i in range(500)) + b"}", "no text in 'text'"),
+    ],
+    ids=["surrogate", "deep", "less deep", "twice", "digits", "batch", "keys"],
+)
+def test_rows(relu_llama, tmp_path, cli, line, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "fine", "score": NaN}\n' + line + b"\n")
+    code, out, err = cli("profile", relu_llama, "--data", path, "--seq-len", "8")
+    assert (code, out, len(err)) == (1, "", 1), err
+    assert f"{path}:2" in err[0]
+    assert said in err[0]
+    assert len(err[0]) < 1000
+
+
+def test_a_pipe_is_no_text(relu_llama, tmp_path, cli):
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    code, _, err = cli("profile", relu_llama, "--data", pipe)
+    assert (code, len(err)) == (1, 1)
+    assert f"{pipe} is no regular file" in err[0]
+    os.rename(pipe, tmp_path / "pipe.json")
+    with pytest.raises(TwellError, match="no regular file"):
+        read_profile(tmp_path / "pipe.json")
+
+
+def test_line_breaks_in_names_are_escaped(silu_llama, tmp_path, cli):
+    out = tmp_path / "two\nlines"
+    code, said, _ = cli("convert", silu_llama, out)
+    assert (code, len(said.splitlines())) == (0, 2)
+    assert said.startswith(f"{tmp_path}/two\\nlines: ")
+    code, _, err = cli("convert", silu_llama, out)
+    assert (code, len(err)) == (1, 1)
+    assert f"{tmp_path}/two\\nlines exists" in err[0]

@@ -1,0 +1,91 @@
+"""Ctrl-C at any moment: one line, exit code 130, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from twellctl import __main__ as entry
+from twellctl import cli, interrupts
+
+
+@pytest.fixture
+def heeded(monkeypatch):
+    """Ctrl-C as the command line has it; what was before comes back after."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)}
+    hook = sys.unraisablehook
+    monkeypatch.setattr(interrupts, "_came", False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.heed()
+    yield
+    sys.unraisablehook = hook
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def run_with(monkeypatch, capfd, command) -> tuple[int, list[str]]:
+    monkeypatch.setattr(cli, "app", lambda **_: command())
+    with pytest.raises(SystemExit) as stop:
+        entry.main()
+    return stop.value.code, capfd.readouterr().err.splitlines()
+
+
+def test_an_error_made_of_it_is_told_as_what_it_is(heeded, monkeypatch, capfd):
+    """Libraries turn it into their own: torch's C code looks for a length, and finds none."""
+
+    def command():
+        try:
+            press()
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object type") from None
+
+    assert run_with(monkeypatch, capfd, command) == (130, ["error: interrupted"])
+
+
+def test_in_a_finalizer_it_comes_right_after(heeded, monkeypatch, capfd):
+    class Finalized:
+        def __del__(self):
+            press()
+
+    def command():
+        Finalized()  # and gone
+        signal.pause()  # until it comes again
+
+    assert run_with(monkeypatch, capfd, command) == (130, ["error: interrupted"])
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_while_modules_are_imported(module, relu_llama, tmp_path):
+    """The signal comes in the middle of the import, on the line that a finder stands in for."""
+    start = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {'torch._C' if module == 'torch' else 'typer'!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"sys.argv[1:] = ['export', {str(relu_llama)!r}, {str(tmp_path / 'out')!r}]\n"
+        "from twellctl.__main__ import main\n"
+        "main()\n"
+    )
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, **heeds)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_who_ignores_it_goes_on_ignoring_it():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupts.heed()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        interrupts.heed_no_more()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,165 @@
+"""Files spoilt at random: one clear refusal each, or a later step takes what was taken."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from mutations import in_a_safetensors_file, mutated
+from safetensors import safe_open
+
+from twellctl.bundle.twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
+from twellctl.checkpoint import open_checkpoint
+from twellctl.data import read_texts, token_stream
+from twellctl.errors import TwellError
+from twellctl.exportable import stock_class
+from twellctl.model import load_model
+from twellctl.recipe import resolve_recipe, save_recipe
+from twellctl.shards import INDEX, read_header, read_shards
+
+RECIPE = (
+    "data: [a.jsonl, b]\nl1: 2e-5\nseq-len: 1024\nbatch-size: 24\nteacher: none\n"
+    "lora-ffn: false\nmax-tokens: 300_000_000\nlora-rank: 0\n"
+)
+ROWS = [{"text": "déjà vu", "n": [1, 2.5]}, {"messages": [{"role": "user", "content": "hi"}]}]
+
+
+class Judge:
+    """Counts what was taken and what was refused."""
+
+    def __init__(self, seed: int = 0):
+        self.random = Random(seed)
+        self.taken = self.refused = 0
+
+    def feed(self, take, content: bytes, *, refusal: type[Exception] = TwellError) -> None:
+        """`take(content)` may raise `refusal`, in one line of bounded length, and nothing else."""
+        try:
+            take(content)
+        except refusal as error:
+            said = str(error)
+        else:
+            self.taken += 1
+            return
+        self.refused += 1
+        if refusal is TwellError:
+            assert said.isprintable(), said
+            assert len(said) < 1000, said
+
+    def feed_mutations(self, take, content: bytes, count: int, **how) -> None:
+        for _ in range(count):
+            self.feed(take, mutated(content, self.random), **how)
+        assert self.refused > count // 4
+
+
+def linked(source: Path, folder: Path, *left_out: str) -> Path:
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.name not in left_out:
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def feed_configs(judge: Judge, relu: Path, folder: Path, count: int) -> None:
+    linked(relu, folder, "config.json")
+
+    def take(content: bytes) -> None:
+        (folder / "config.json").write_bytes(content)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.require_relu()
+        assert checkpoint.twell
+        stock_class(checkpoint)  # what export asks
+        load_model(checkpoint)
+
+    judge.feed_mutations(take, (relu / "config.json").read_bytes(), count)
+
+
+def feed_headers(judge: Judge, relu: Path, folder: Path, count: int) -> None:
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    whole = (relu / "model.safetensors").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+
+    def take(header: bytes) -> None:
+        path.write_bytes(in_a_safetensors_file(header, len(whole) - 8 - length))
+        tensors = read_header(path)
+        with safe_open(path, framework="pt") as file:  # refuses no more than we do
+            assert {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()} == {  # noqa: SIM118
+                tensor.name: tensor.shape for tensor in tensors.values()
+            }
+
+    judge.feed_mutations(take, whole[8 : 8 + length].strip(), count)
+
+
+def feed_indices(judge: Judge, silu: Path, folder: Path, count: int) -> None:
+    linked(silu, folder, INDEX)
+
+    def take(content: bytes) -> None:
+        (folder / INDEX).write_bytes(content)
+        read_shards("model", folder)
+
+    judge.feed_mutations(take, (silu / INDEX).read_bytes(), count)
+
+
+def feed_recipes(judge: Judge, folder: Path, count: int) -> None:
+    folder.mkdir()
+
+    def take(content: bytes) -> None:
+        (folder / "mine.yaml").write_bytes(content)
+        recipe = resolve_recipe(folder / "mine.yaml")
+        save_recipe(recipe, folder / "saved.yaml")
+        assert resolve_recipe(folder / "saved.yaml") == recipe
+
+    judge.feed_mutations(take, RECIPE.encode(), count)
+
+
+def feed_rows(judge: Judge, tokenizer, folder: Path, count: int) -> None:
+    folder.mkdir()
+    path = folder / "rows.jsonl"
+
+    def take(content: bytes) -> None:
+        path.write_bytes(content)
+        for tokens in token_stream(read_texts([str(path)], "text", tokenizer), tokenizer, 512):
+            assert tokens.min() >= 0
+
+    for row in ROWS:
+        judge.feed_mutations(take, json.dumps(row, ensure_ascii=False).encode(), count // len(ROWS))
+
+
+def feed_manifests(judge: Judge, folder: Path, count: int) -> None:
+    write_bundle(folder, make_bundle({"a.py": b"1\n", "b/c.cu": b"2\n"}))
+    manifest = (folder / MANIFEST).read_bytes()
+
+    def take(content: bytes) -> None:
+        (folder / MANIFEST).write_bytes(content)
+        read_bundle(folder)
+
+    judge.feed_mutations(take, manifest, count, refusal=ValueError)
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge()
+
+
+def test_configs(judge, relu_llama, tmp_path):
+    feed_configs(judge, relu_llama, tmp_path / "model", 80)
+
+
+def test_headers(judge, relu_llama, tmp_path):
+    feed_headers(judge, relu_llama, tmp_path / "model", 150)
+
+
+def test_indices(judge, make_model, tmp_path):
+    feed_indices(judge, make_model("llama", shard_size="40KB"), tmp_path / "model", 80)
+
+
+def test_recipes(judge, tmp_path):
+    feed_recipes(judge, tmp_path / "recipes", 120)
+
+
+def test_rows(judge, tokenizer, tmp_path):
+    feed_rows(judge, tokenizer, tmp_path / "rows", 120)
+
+
+def test_manifests(judge, tmp_path):
+    feed_manifests(judge, tmp_path / "export", 80)

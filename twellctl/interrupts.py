@@ -1,0 +1,57 @@
+"""Ctrl-C, which may come at any moment: while modules are imported, inside of a library's C code.
+
+Python raises KeyboardInterrupt between any two bytecodes. C++ that was calling back into Python may
+abort on it, or raise an error of its own in its place; in a finalizer it is printed and lost. So it
+is kept in mind here that Ctrl-C came, for whoever tells of the error that followed.
+"""
+
+import os
+import signal
+import sys
+import types
+from typing import Any
+
+_AGAIN_SECONDS = 0.01
+_came = False
+
+
+def heed() -> None:
+    """From now on Ctrl-C is `KeyboardInterrupt`, and `came()` true. For the main thread.
+
+    Whoever started this process with Ctrl-C ignored, as a shell does behind `&`, has it so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    sys.unraisablehook = _not_lost
+
+
+def heed_no_more() -> None:
+    """All is done: Ctrl-C ends at once, and without a word, what is left of the process."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def came() -> bool:
+    """Whether there was a Ctrl-C: an error after it is its consequence."""
+    return _came
+
+
+def _interrupt(signum: int, frame: types.FrameType | None) -> None:
+    global _came
+    _came = True
+    torch = sys.modules.get("torch")
+    if getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        # its C++ would abort; commands import torch before they write anything
+        os.write(2, b"error: interrupted\n")
+        os._exit(130)
+    raise KeyboardInterrupt
+
+
+def _not_lost(unraisable: Any) -> None:
+    """A finalizer cannot be interrupted: what it is part of is, right after it."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    else:
+        sys.__unraisablehook__(unraisable)
