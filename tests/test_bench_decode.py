@@ -1,9 +1,11 @@
 """bench decode on the CPU: tiny models and FFNs, its floors, its JSON, and what it refuses."""
 
+import copy
 import json
 
 import pytest
 import torch
+from shapes import FAMILIES, TINY_CONFIG, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
@@ -19,8 +21,8 @@ from twellctl.bench.decode_forms import (
 )
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL
-from twellctl.bench.synthetic import make_body, with_head
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -30,8 +32,8 @@ from twellctl.firing import FiredMeter
 from twellctl.profile import profile
 
 TINY = {
-    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "layers": 2, "hidden_size": 256,
-    "intermediate_size": 512, "heads": 4, "vocabulary": 4096, "device": "cpu",
+    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
+    "device": "cpu",
 }  # fmt: skip
 NO_GPU = "the decode kernels need an NVIDIA GPU"
 
@@ -45,6 +47,7 @@ def _one_thread():
 def _less(monkeypatch):
     """Fewer tokens are counted, and less is copied."""
     monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
     monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
 
 
@@ -65,12 +68,12 @@ def both_forms(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny(tmp_path_factory):
     """A random Llama of which a third of the neurons fire, float32."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {"K": 128, "N": 256, "layers": 2, "heads": 2, "vocabulary": 1000, "context": 256}
-    body = make_body(**sizes, density=0.3, dtype=torch.float32, generator=generator)
-    return with_head(body, generator)
+    file = write_config(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, vocab_size=1000)
+    shape = open_shape(file, None, context=256)
+    return make_model(shape, 0.3, dtype=torch.float32, generator=generator)
 
 
 # ---- whole models ----
@@ -127,6 +130,32 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
     assert said.endswith(" steps/s")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
+    words = ("--config", write_config(tmp_path, family), "--layers", 2, "--no-generate")
+    words += ("--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2, "--density", 0.05)
+    code, out, err = cli("bench", "decode", *words, "--device", "cpu", "--json")
+    assert code == 0, err
+    (model,) = json.loads(out)["models"]
+    kv_heads = FAMILIES[family].get("num_key_value_heads", 4)
+    about = {"name": words[1], "type": family, "hidden_size": 128, "intermediate_size": 256}
+    about |= {"layers": 2, "heads": 4, "kv_heads": kv_heads, "vocabulary": 2048}
+    assert {key: model["model"][key] for key in about} == about
+    assert model["model"]["density_asked"] == 0.05
+    (point,) = model["points"]
+    assert list(point["forms"]) == ["dense"]
+    assert point["forms"]["dense"]["density"] == pytest.approx(0.05, rel=0.25)
+    assert 0 <= point["forms"]["dense"]["shortfall"] < 0.1
+
+
+def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(module, "free_memory", lambda device: 5e9)
+    with pytest.raises(
+        TwellError, match=r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
+    ):
+        bench_decode(DecodeSettings(**TINY | {"config": None}))
+
+
 def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
     class Wrong(BothForms):
         def __init__(self, model, sparse: bool = True):
@@ -138,9 +167,8 @@ def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
             return logits.roll(1, -1) if self._sparse else logits, fired
 
     monkeypatch.setattr(runs, "KernelDecoder", Wrong)
-    words = ("--layers", 2, "--hidden-size", 256, "--intermediate-size", 512, "--heads", 4)
-    words += ("--vocabulary", 4096, "--prompt-tokens", 16, "--new-tokens", 15, "--device", "cpu")
-    code, out, err = cli("bench", "decode", *words, "--batch", 1)
+    words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 1)
+    code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
     assert "generate" in out
     assert "twell chose a token" in err[-1]
@@ -197,7 +225,7 @@ def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_p
 def test_one_sequence_at_a_time_is_told(make_model, text_file, monkeypatch):
     monkeypatch.setattr(runs, "open_decoder", LoneDecoder)
     model = str(make_model("llama", hidden_act="relu"))
-    settings = TINY | {"model": model, "data": (str(text_file),)}
+    settings = TINY | {"config": None, "model": model, "data": (str(text_file),)}
     assert bench_decode(DecodeSettings(**settings | {"batches": (1,)})).models[0].points
     with pytest.raises(UsageError, match=r"batch must be 1 to 1 for .*model, got 3"):
         bench_decode(DecodeSettings(**settings))
@@ -214,7 +242,11 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"prompt_tokens": 0}, "prompt-tokens must be >= 1, got 0"),
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
-        ({"heads": 3}, "hidden-size must be a multiple of twice the heads, got 256 for 3"),
+        ({"new_tokens": 2500}, "must be 2048 at most together, the context, got 16 and 2500"),
+        (
+            {"model": str(relu_llama), "data": (str(text_file),)},
+            "config is of a random model: leave out MODEL and --data, or --config",
+        ),
         ({"densities": (0.0,)}, "density must lie above 0"),
         (
             {"batches": (64,), "densities": (0.3,)},
@@ -223,18 +255,24 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_decode(DecodeSettings(**TINY | settings))
-    real = TINY | {"data": (str(text_file),)}
+    real = TINY | {"config": None, "data": (str(text_file),)}
     with pytest.raises(TwellError, match="is a SiLU model"):
         bench_decode(DecodeSettings(**real | {"model": str(silu_llama)}))
     long = real | {"model": str(relu_llama), "new_tokens": 250}
     with pytest.raises(UsageError, match="must be 256 at most together, the context, got 16 and"):
         bench_decode(DecodeSettings(**long))
-    little = TINY | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
+    little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
     with pytest.raises(TwellError, match=r"prompts of 16 tokens, not 64: give more text"):
         bench_decode(DecodeSettings(**little))
-    code, _, err = cli("bench", "decode", relu_llama, "--ffn")
-    assert (code, len(err)) == (2, 1)
-    assert "leave out MODEL and --data" in err[0]
+    for words, sentence in [
+        ((relu_llama, "--ffn"), "MODEL does not go with this: leave out --ffn"),
+        (("--ffn", "--config", TINY_CONFIG), "--config does not go with this: leave out --ffn"),
+        (("--hidden-size", 128), "--hidden-size does not go with this: give --ffn, too"),
+        (("--rounds", 3), "--rounds does not go with this: give --ffn, too"),
+    ]:
+        code, _, err = cli("bench", "decode", *words)
+        assert (code, len(err)) == (2, 1)
+        assert sentence in err[0]
 
 
 def test_without_a_gpu_only_the_cpu_is_tried(cli, monkeypatch):
@@ -274,7 +312,7 @@ def test_the_judge_knows_greedy_tokens_from_others(tiny):
 
 
 def test_a_judge_of_nan_says_so(tiny):
-    model = with_head(tiny.model, torch.Generator().manual_seed(1))
+    model = copy.deepcopy(tiny)
     model.lm_head.weight[7] = torch.nan
     assert not judge(model, [[1], [2]], [[3, 4], [5, 6]], 2).shortfall <= 1
 

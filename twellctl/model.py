@@ -1,6 +1,7 @@
 """Checkpoints become torch models here, always through the stock transformers class."""
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator
 
@@ -70,6 +71,19 @@ def _random_model(
     with quiet_transformers(), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     return model.to(device).eval()
+
+
+def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
+    """The config `given` as transformers completes it, and its model on no device; `TwellError`."""
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            config = AutoConfig.for_model(**given)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever a family makes of odd numbers
+        said = error.__cause__ or error  # a validator's error names only itself
+        reason = (str(said).strip().splitlines() or [type(said).__name__])[0]
+        raise TwellError(f"{name}: transformers makes no model of it: {reason}") from error
+    return json.loads(config.to_json_string()), model
 
 
 def without_mask(model: PreTrainedModel, seq_len: int) -> None:

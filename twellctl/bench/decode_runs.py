@@ -60,9 +60,11 @@ class ModelForm:
 
 
 def forms_of(
-    model: PreTrainedModel, rows: int, *, static: bool
+    model: PreTrainedModel, rows: int, *, generate: bool, static: bool
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows; and why TwELL is not among them, if so.
+
+    transformers' generate is among them with `generate`, and with `static` its compiled form.
 
     The last one may lay the weights of `model` otherwise, with the same values.
     """
@@ -70,7 +72,9 @@ def forms_of(
     def engine(name: str, kind: str, opened: Callable[[], Decoder]) -> ModelForm:
         return ModelForm(name, kind, False, lambda: _engine(model, opened, rows))
 
-    forms = [ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False))]
+    forms = []
+    if generate:
+        forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False)))
     if static:
         forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
     if (said := KernelDecoder.why_not(model)) is not None:
