@@ -37,7 +37,7 @@ def body():
 
 
 def test_the_twin_shares_its_weights_and_gives_the_same(body):
-    numbers = TwellNumbers(256, (0.0,) * 3, (64,) * 3, (0.1,) * 3)
+    numbers = TwellNumbers(256, (64,) * 3, (0.1,) * 3)
     twin = twell_twin(body, numbers, "auto")
     assert all(isinstance(ffn, TwellFFN) for ffn in gated_ffns(twin))
     assert not any(isinstance(ffn, TwellFFN) for ffn in gated_ffns(body))
