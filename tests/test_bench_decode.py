@@ -60,6 +60,8 @@ class BothForms(HFDecoder):
 
     def __init__(self, model, sparse: bool = True):
         super().__init__(model)
+        if sparse:
+            self.chosen = lambda rows: "union" if rows > 1 else None
 
 
 @pytest.fixture
@@ -119,6 +121,8 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
             twell, dense = point["forms"]["twell"], point["forms"]["dense"]
             assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
             assert dense["over_dense"] == 1
+            assert dense["chosen"] is None
+            assert twell["chosen"] == ("union" if point is three else None)
             assert twell["floor_bytes"] < dense["floor_bytes"]
             # the same tokens: float noise apart they fire alike
             assert twell["density"] == pytest.approx(dense["density"], rel=0.05)
@@ -167,12 +171,13 @@ def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
             return logits.roll(1, -1) if self._sparse else logits, fired
 
     monkeypatch.setattr(runs, "KernelDecoder", Wrong)
-    words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 1)
+    words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2)
     code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
     assert "generate" in out
+    assert "twell (union)" in out
     assert "twell chose a token" in err[-1]
-    assert "standard deviations of the logits below the likeliest at batch 1" in err[-1]
+    assert "standard deviations of the logits below the likeliest at batch 2" in err[-1]
 
 
 def test_generate_may_fail_and_the_engine_may_not(monkeypatch):
@@ -396,9 +401,9 @@ def test_json_holds_everything():
     (told,) = saved["models"][0]["points"]
     assert (told["ffn_ms"], told["skipped"]) == ({"dense eager": 1.0}, {"generate": "no"})
     assert set(told["forms"]["twell"]) == {
-        "kind", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90", "steps",
-        "over_dense", "density", "union", "shortfall", "floor_bytes", "floor_steps_per_second",
-        "of_floor",
+        "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
+        "steps", "over_dense", "density", "union", "shortfall", "floor_bytes",
+        "floor_steps_per_second", "of_floor",
     }  # fmt: skip
     assert told["forms"]["twell"]["over_dense"] == 2
     assert told["forms"]["twell"]["tokens_per_second"] == 4000

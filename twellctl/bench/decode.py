@@ -159,6 +159,7 @@ class _Taken:
     batch: int
     step_seconds: tuple[float, ...]
     judged: Judged
+    chosen: str | None
 
 
 def _measured(
@@ -194,6 +195,7 @@ def _measured(
             t.judged.shortfall,
             floor,
             floor / bandwidth,
+            t.chosen,
         )
 
     points = tuple(
@@ -263,7 +265,7 @@ def _run_batch(
             f"where independent ones fire {alike.expected:.1%}: so little is not measured; take "
             "another --seed or a larger --vocabulary, or a real model"
         )
-    return _Taken(form, batch, steps, judged)
+    return _Taken(form, batch, steps, judged, opened.chosen(batch))
 
 
 def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:

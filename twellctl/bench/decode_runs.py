@@ -47,6 +47,7 @@ class OpenForm:
     most_rows: int | None
     warm_up_tokens: int | None  # None: as many as are timed
     cache_bytes: int  # of one token, in all layers; 0: not known
+    chosen: Callable[[int], str | None] = lambda rows: None  # the form of a step, if there are many
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ def _engine(model: PreTrainedModel, opened: Callable[[], Decoder], rows: int) ->
 
     on_gpu = model.device.type == "cuda"
     per_token = scheduler.decoder.page_bytes // PAGE
-    yield OpenForm(run, scheduler.max_running, None if on_gpu else SHORT_RUN, per_token)
+    warm_up = None if on_gpu else SHORT_RUN
+    # a decoder with one form of its steps has nothing to choose
+    chosen = getattr(scheduler.decoder, "chosen", lambda rows: None)
+    yield OpenForm(run, scheduler.max_running, warm_up, per_token, chosen)
 
 
 @contextlib.contextmanager

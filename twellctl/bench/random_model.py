@@ -4,9 +4,9 @@ Channel 0 of every embedding is 1 and nothing writes to it. Column 0 of each gat
 layer, to where the neuron fires for the density asked of some random tokens. So every neuron of
 every layer fires equally often, for each token anew.
 
-What would make tokens alike is kept small at any width and depth: attention and FFNs add fixed
-shares to the variance of a token, over all layers together, and attention is sharp, so that tokens
-take from different places. The LM head has weights of its own even where the config ties it to the
+What would make tokens alike is kept small at any width and depth: attention adds a fixed share to
+the variance of a token, over all layers together, and it is sharp, so that tokens take from
+different places. The LM head has weights of its own even where the config ties it to the
 embeddings: else the likeliest token would be the last one again. A step reads as many bytes.
 """
 
@@ -44,7 +44,8 @@ PLAIN = {
     "dtype": "bfloat16",
 }
 SHARPNESS = 2.0  # standard deviation of a head's scores
-ATTENTION_SHARE, FFN_SHARE = 0.4, 0.05  # what all layers add to a token's variance, which is 1
+# what is added to a token's variance, which is 1: by attention in all layers, by each FFN
+ATTENTION_SHARE, FFN_SHARE = 0.4, 0.002
 SET_TOKENS, SET_LENGTH = 4096, 1024  # by which the gates are set
 WORKSPACE = 4 << 30  # bytes beside weights, to be sure
 _DRAWN = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
@@ -181,7 +182,7 @@ def _stds(model: PreTrainedModel, density: float) -> dict[str, float]:
     stds |= {"q_proj": SHARPNESS * unit, "qkv_proj": SHARPNESS**0.5 * unit}
     values = SHARPNESS**0.5 if hasattr(attention, "qkv_proj") else 1.0
     stds["o_proj"] = (ATTENTION_SHARE / (layers * heads)) ** 0.5 / values
-    stds["down_proj"] = (FFN_SHARE / (layers * N * _relu_squared(density))) ** 0.5
+    stds["down_proj"] = (FFN_SHARE / (N * _relu_squared(density))) ** 0.5
     return stds
 
 

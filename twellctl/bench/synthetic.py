@@ -180,7 +180,7 @@ def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
         active = F.relu(gate)
         count.add(gate, active)
         union_count.add(active)
-    layer = count.summary(0.0)
+    layer = count.summary()
     union = union_count.summary(layer.density)
     check_union(union)
     keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
