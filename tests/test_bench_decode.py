@@ -1,7 +1,9 @@
 """bench decode on the CPU: tiny models and FFNs, its floors, its JSON, and what it refuses."""
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -158,6 +160,22 @@ def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
         TwellError, match=r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
     ):
         bench_decode(DecodeSettings(**TINY | {"config": None}))
+
+
+def test_one_model_is_gone_before_the_next_is_made(monkeypatch):
+    made, alive = [], []
+
+    def watched(*shape, **how):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in made))
+        model = make_model(*shape, **how)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "make_model", watched)
+    short = {"batches": (1,), "generate": False, "densities": (0.02, 0.1)}
+    bench_decode(DecodeSettings(**TINY | short))
+    assert alive == [0, 0]
 
 
 def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):

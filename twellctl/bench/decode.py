@@ -6,8 +6,9 @@ greedily, and what counts is the median of the last steps, sampling included. Th
 what must be read in a step, at the speed at which this device copies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -114,8 +115,9 @@ def bench_decode(
         note("the device's copy bandwidth")
         bandwidth = copy_bandwidth(device)
         models = tuple(
-            _measured(settings, subject, bandwidth, note, progress)
-            for subject in _subjects(settings, shape, device, note)
+            # opened in the call, so that one is gone before the next is made
+            _measured(settings, open_subject(), bandwidth, note, progress)
+            for open_subject in _subjects(settings, shape, device, note)
         )
     return DecodeBench(device_facts(device), asdict(settings), bandwidth, models)
 
@@ -141,14 +143,10 @@ def _subjects(
     shape: Shape | None,
     device: torch.device,
     note: Callable[[str], None],
-) -> Iterator[Subject]:
+) -> list[Callable[[], Subject]]:
     if shape is None:
-        yield _open_model(settings, open_checkpoint(settings.model), device, note)
-        return
-    for density in settings.densities:
-        note(f"making {shape.name} of {shape.layers} layers")
-        shape.require_memory(free_memory(device), down_copies=1)
-        yield _make_model(settings, shape, density, device)
+        return [lambda: _open_model(settings, open_checkpoint(settings.model), device, note)]
+    return [partial(_make_model, settings, shape, d, device, note) for d in settings.densities]
 
 
 @dataclass(frozen=True)
@@ -292,8 +290,14 @@ def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[
 
 
 def _make_model(
-    settings: DecodeSettings, shape: Shape, density: float, device: torch.device
+    settings: DecodeSettings,
+    shape: Shape,
+    density: float,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> Subject:
+    note(f"making {shape.name} of {shape.layers} layers")
+    shape.require_memory(free_memory(device), down_copies=1)
     generator = torch.Generator(device).manual_seed(settings.seed)
     model = make_model(shape, density, dtype=DTYPE, generator=generator)
 

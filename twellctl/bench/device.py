@@ -1,5 +1,6 @@
 """Where a bench runs, and all about it that a figure hangs on."""
 
+import gc
 import math
 import os
 import platform
@@ -71,6 +72,7 @@ def free_memory(device: torch.device) -> float:
     """Bytes that are free on a GPU, what torch keeps unused included; no bound on the CPU."""
     if device.type != "cuda":
         return math.inf
+    gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
