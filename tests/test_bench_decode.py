@@ -1,9 +1,13 @@
 """bench decode on the CPU: tiny models and FFNs, its floors, its JSON, and what it refuses."""
 
+import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
+from shapes import FAMILIES, TINY_CONFIG, write_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
@@ -11,17 +15,13 @@ from twellctl.bench import decode_runs as runs
 from twellctl.bench.decode import DecodeSettings, bench_decode
 from twellctl.bench.decode_forms import (
     copy_bandwidth,
-    few_weights,
     ffn_bytes,
     step_bytes,
-    torch_ffn,
-    weights_of,
 )
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL
-from twellctl.bench.synthetic import make_body, with_head
-from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
@@ -30,8 +30,8 @@ from twellctl.firing import FiredMeter
 from twellctl.profile import profile
 
 TINY = {
-    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "layers": 2, "hidden_size": 256,
-    "intermediate_size": 512, "heads": 4, "vocabulary": 4096, "device": "cpu",
+    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
+    "device": "cpu",
 }  # fmt: skip
 NO_GPU = "the decode kernels need an NVIDIA GPU"
 
@@ -45,6 +45,7 @@ def _one_thread():
 def _less(monkeypatch):
     """Fewer tokens are counted, and less is copied."""
     monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
     monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
 
 
@@ -57,6 +58,8 @@ class BothForms(HFDecoder):
 
     def __init__(self, model, sparse: bool = True):
         super().__init__(model)
+        if sparse:
+            self.chosen = lambda rows: "union" if rows > 1 else None
 
 
 @pytest.fixture
@@ -65,12 +68,12 @@ def both_forms(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def tiny(tmp_path_factory):
     """A random Llama of which a third of the neurons fire, float32."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {"K": 128, "N": 256, "layers": 2, "heads": 2, "vocabulary": 1000, "context": 256}
-    body = make_body(**sizes, density=0.3, dtype=torch.float32, generator=generator)
-    return with_head(body, generator)
+    file = write_config(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, vocab_size=1000)
+    shape = open_shape(file, None, context=256)
+    return make_model(shape, 0.3, dtype=torch.float32, generator=generator)
 
 
 # ---- whole models ----
@@ -116,6 +119,8 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
             twell, dense = point["forms"]["twell"], point["forms"]["dense"]
             assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
             assert dense["over_dense"] == 1
+            assert dense["chosen"] is None
+            assert twell["chosen"] == ("union" if point is three else None)
             assert twell["floor_bytes"] < dense["floor_bytes"]
             # the same tokens: float noise apart they fire alike
             assert twell["density"] == pytest.approx(dense["density"], rel=0.05)
@@ -125,6 +130,48 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
     assert " its dense form at batch 1: " in said
     assert " its dense form at batch 3: " in said
     assert said.endswith(" steps/s")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
+    words = ("--config", write_config(tmp_path, family), "--layers", 2, "--no-generate")
+    words += ("--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2, "--density", 0.05)
+    code, out, err = cli("bench", "decode", *words, "--device", "cpu", "--json")
+    assert code == 0, err
+    (model,) = json.loads(out)["models"]
+    kv_heads = FAMILIES[family].get("num_key_value_heads", 4)
+    about = {"name": words[1], "type": family, "hidden_size": 128, "intermediate_size": 256}
+    about |= {"layers": 2, "heads": 4, "kv_heads": kv_heads, "vocabulary": 2048}
+    assert {key: model["model"][key] for key in about} == about
+    assert model["model"]["density_asked"] == 0.05
+    (point,) = model["points"]
+    assert list(point["forms"]) == ["dense"]
+    assert point["forms"]["dense"]["density"] == pytest.approx(0.05, rel=0.25)
+    assert 0 <= point["forms"]["dense"]["shortfall"] < 0.1
+
+
+def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(module, "free_memory", lambda device: 5e9)
+    with pytest.raises(
+        TwellError, match=r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
+    ):
+        bench_decode(DecodeSettings(**TINY | {"config": None}))
+
+
+def test_one_model_is_gone_before_the_next_is_made(monkeypatch):
+    made, alive = [], []
+
+    def watched(*shape, **how):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in made))
+        model = make_model(*shape, **how)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "make_model", watched)
+    short = {"batches": (1,), "generate": False, "densities": (0.02, 0.1)}
+    bench_decode(DecodeSettings(**TINY | short))
+    assert alive == [0, 0]
 
 
 def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
@@ -138,13 +185,13 @@ def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
             return logits.roll(1, -1) if self._sparse else logits, fired
 
     monkeypatch.setattr(runs, "KernelDecoder", Wrong)
-    words = ("--layers", 2, "--hidden-size", 256, "--intermediate-size", 512, "--heads", 4)
-    words += ("--vocabulary", 4096, "--prompt-tokens", 16, "--new-tokens", 15, "--device", "cpu")
-    code, out, err = cli("bench", "decode", *words, "--batch", 1)
+    words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2)
+    code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
     assert "generate" in out
+    assert "twell (union)" in out
     assert "twell chose a token" in err[-1]
-    assert "standard deviations of the logits below the likeliest at batch 1" in err[-1]
+    assert "standard deviations of the logits below the likeliest at batch 2" in err[-1]
 
 
 def test_generate_may_fail_and_the_engine_may_not(monkeypatch):
@@ -197,7 +244,7 @@ def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_p
 def test_one_sequence_at_a_time_is_told(make_model, text_file, monkeypatch):
     monkeypatch.setattr(runs, "open_decoder", LoneDecoder)
     model = str(make_model("llama", hidden_act="relu"))
-    settings = TINY | {"model": model, "data": (str(text_file),)}
+    settings = TINY | {"config": None, "model": model, "data": (str(text_file),)}
     assert bench_decode(DecodeSettings(**settings | {"batches": (1,)})).models[0].points
     with pytest.raises(UsageError, match=r"batch must be 1 to 1 for .*model, got 3"):
         bench_decode(DecodeSettings(**settings))
@@ -214,7 +261,11 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"prompt_tokens": 0}, "prompt-tokens must be >= 1, got 0"),
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
-        ({"heads": 3}, "hidden-size must be a multiple of twice the heads, got 256 for 3"),
+        ({"new_tokens": 2500}, "must be 2048 at most together, the context, got 16 and 2500"),
+        (
+            {"model": str(relu_llama), "data": (str(text_file),)},
+            "config is of a random model: leave out MODEL and --data, or --config",
+        ),
         ({"densities": (0.0,)}, "density must lie above 0"),
         (
             {"batches": (64,), "densities": (0.3,)},
@@ -223,18 +274,24 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_decode(DecodeSettings(**TINY | settings))
-    real = TINY | {"data": (str(text_file),)}
+    real = TINY | {"config": None, "data": (str(text_file),)}
     with pytest.raises(TwellError, match="is a SiLU model"):
         bench_decode(DecodeSettings(**real | {"model": str(silu_llama)}))
     long = real | {"model": str(relu_llama), "new_tokens": 250}
     with pytest.raises(UsageError, match="must be 256 at most together, the context, got 16 and"):
         bench_decode(DecodeSettings(**long))
-    little = TINY | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
+    little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
     with pytest.raises(TwellError, match=r"prompts of 16 tokens, not 64: give more text"):
         bench_decode(DecodeSettings(**little))
-    code, _, err = cli("bench", "decode", relu_llama, "--ffn")
-    assert (code, len(err)) == (2, 1)
-    assert "leave out MODEL and --data" in err[0]
+    for words, sentence in [
+        ((relu_llama, "--ffn"), "MODEL does not go with this: leave out --ffn"),
+        (("--ffn", "--config", TINY_CONFIG), "--config does not go with this: leave out --ffn"),
+        (("--hidden-size", 128), "--hidden-size does not go with this: give --ffn, too"),
+        (("--rounds", 3), "--rounds does not go with this: give --ffn, too"),
+    ]:
+        code, _, err = cli("bench", "decode", *words)
+        assert (code, len(err)) == (2, 1)
+        assert sentence in err[0]
 
 
 def test_without_a_gpu_only_the_cpu_is_tried(cli, monkeypatch):
@@ -274,7 +331,7 @@ def test_the_judge_knows_greedy_tokens_from_others(tiny):
 
 
 def test_a_judge_of_nan_says_so(tiny):
-    model = with_head(tiny.model, torch.Generator().manual_seed(1))
+    model = copy.deepcopy(tiny)
     model.lm_head.weight[7] = torch.nan
     assert not judge(model, [[1], [2]], [[3, 4], [5, 6]], 2).shortfall <= 1
 
@@ -358,78 +415,10 @@ def test_json_holds_everything():
     (told,) = saved["models"][0]["points"]
     assert (told["ffn_ms"], told["skipped"]) == ({"dense eager": 1.0}, {"generate": "no"})
     assert set(told["forms"]["twell"]) == {
-        "kind", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90", "steps",
-        "over_dense", "density", "union", "shortfall", "floor_bytes", "floor_steps_per_second",
-        "of_floor",
+        "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
+        "steps", "over_dense", "density", "union", "shortfall", "floor_bytes",
+        "floor_steps_per_second", "of_floor",
     }  # fmt: skip
     assert told["forms"]["twell"]["over_dense"] == 2
     assert told["forms"]["twell"]["tokens_per_second"] == 4000
     assert told["forms"]["twell"]["of_floor"] == 1
-
-
-# ---- the FFN alone ----
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_weights_of_a_model_compute_its_ffn(make_model, family):
-    model = AutoModelForCausalLM.from_pretrained(make_model(family, hidden_act="relu"))
-    x = torch.randn(5, 32)
-    for ffn in gated_ffns(model):
-        weights = weights_of(ffn)
-        with torch.no_grad():
-            torch.testing.assert_close(torch_ffn(x, weights), ffn(x))
-        assert weights.ffn.w_down.is_contiguous()
-        assert weights.down.is_contiguous()
-
-
-def test_either_layout_of_down_is_taken():
-    w_gate, w_up, w_down = torch.randn(24, 16), torch.randn(24, 16), torch.randn(16, 24)
-    turned = w_down.t().contiguous().t()
-    for given in (w_down, turned):
-        weights = few_weights(w_gate, w_up, given, None, None, None)
-        assert torch.equal(weights.down, w_down)
-        assert torch.equal(weights.ffn.w_down, w_down.t())
-        assert weights.down.is_contiguous()
-        assert weights.ffn.w_down.is_contiguous()
-
-
-def test_one_ffn_alone(cli):
-    words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
-    words += ("--device", "cpu", "--batch", "1", "--batch", "16", "--density", "0.05")
-    code, out, err = cli("bench", "decode", "--ffn", *words, "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["command"] == "bench decode --ffn"
-    assert [point["tokens"] for point in found["points"]] == [1, 16]
-    for point in found["points"]:
-        assert list(point["candidates"]) == ["dense eager", "twell plain"]
-        assert all(0 < c["error"] < 0.01 for c in point["candidates"].values())
-        assert point["floor_bytes"]["dense"] == 3 * 512 * 1024 * 2
-        union = point["fired_for_some_token"]
-        assert point["floor_bytes"]["twell"] == pytest.approx(512 * 1024 * 2 * (1 + 2 * union))
-        assert point["floor_ms"]["dense"] == pytest.approx(
-            point["floor_bytes"]["dense"] / found["bandwidth_gb_s"] / 1e6
-        )
-    one, many = found["points"]
-    assert one["fired_for_some_token"] == pytest.approx(one["density"])
-    assert many["fired_for_some_token"] == pytest.approx(1 - 0.95**16, rel=0.15)
-    code, out, _ = cli("bench", "decode", "--ffn", *words)
-    assert code == 0
-    assert "batch 16, density " in out
-    assert "over fastest dense" in out
-    assert out.splitlines()[-1].startswith("on this CPU this FFN of 512 x 1024 at 5.00% density is")
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--hidden-size", "100"], "hidden-size must be a multiple of 64, got 100"),
-        (["--batch", "65"], "batch must be 1 to 64, got 65"),
-        (["--density", "2"], "density must lie above 0 and be at most 1, got 2"),
-        (["--rounds", "0"], "rounds must be >= 1, got 0"),
-    ],
-)
-def test_bad_ffns_are_refused(cli, words, sentence):
-    code, out, err = cli("bench", "decode", "--ffn", *words)
-    assert (code, out, len(err)) == (2, "", 1)
-    assert sentence in err[0]

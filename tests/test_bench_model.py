@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from shapes import TINY_CONFIG
 
 from twellctl.bench import model as module
 from twellctl.bench.body import last_hidden
 from twellctl.bench.model import ModelSettings, bench_model
-from twellctl.bench.synthetic import make_body
+from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.twell_side import TwellNumbers, twell_twin
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError, UsageError
@@ -17,28 +18,22 @@ from twellctl.model import MASKLESS, load_model, without_mask
 from twellctl.profile import profile
 
 TINY = {
-    "tokens": (256, 16), "seq_len": 256, "layers": 2, "hidden_size": 512, "heads": 4,
-    "intermediate_size": 768, "vocabulary": 500, "density": 0.02, "rounds": 1, "device": "cpu",
+    "tokens": (256, 16), "seq_len": 256, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
+    "device": "cpu",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _count_less(monkeypatch):
     monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
 
 
 @pytest.fixture(scope="module")
 def body():
     generator = torch.Generator().manual_seed(0)
-    sizes = {"K": 256, "N": 512, "layers": 3, "heads": 4, "vocabulary": 300, "context": 64}
-    return make_body(**sizes, density=0.1, dtype=torch.float32, generator=generator)
-
-
-def test_the_random_body_keeps_channel_0(body):
-    ids = torch.randint(300, (2, 64))
-    with torch.no_grad():
-        before = body(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-    assert all(bool((state[..., 0] == 1).all()) for state in before[:-1])
+    shape = open_shape(TINY_CONFIG, 3, context=64)
+    return make_model(shape, 0.1, dtype=torch.float32, generator=generator).model
 
 
 def test_the_twin_shares_its_weights_and_gives_the_same(body):
@@ -136,7 +131,11 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
         ({"data": (str(text_file),)}, "give --data FILE with it, or neither"),
         ({"tokens": (300,)}, r"tokens must be a multiple of seq-len \(256\), or less: got 300"),
         ({"seq_len": 0}, "seq-len must be >= 1, got 0"),
-        ({"heads": 3}, "hidden-size must be a multiple of twice the heads, got 512 for 3"),
+        ({"tokens": (4096,), "seq_len": 4096}, "seq-len must be 1 to 2048, the context, got 4096"),
+        (
+            {"model": str(relu_llama), "data": (str(text_file),)},
+            "config is of a random model: leave out MODEL and --data, or --config",
+        ),
         ({"layers": 0}, "layers must be >= 1"),
         ({"density": 0.0}, "density must lie above 0"),
         ({"routes": ("fast",)}, "route must be one of"),
@@ -144,7 +143,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_model(ModelSettings(**TINY | settings))
-    real = TINY | {"data": (str(text_file),), "tokens": (64,), "seq_len": 32}
+    real = TINY | {"config": None, "data": (str(text_file),), "tokens": (64,), "seq_len": 32}
     with pytest.raises(TwellError, match="is a SiLU model"):
         bench_model(ModelSettings(**real | {"model": str(silu_llama)}))
     with pytest.raises(UsageError, match="seq-len must be 1 to 256, the context, got 512"):

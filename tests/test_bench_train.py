@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
+from shapes import TINY_CONFIG, write_config
 
 from twellctl.bench import train_forms as forms
 from twellctl.bench import train_step as step_module
 from twellctl.bench.contest import relative_error
 from twellctl.bench.peak_memory import MIB, passes_memory, step_memory
+from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Candidate, Outcome, Point
-from twellctl.bench.synthetic import EVEN, make_body, make_rows, make_weights, with_head
+from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bench.train_ffn import TrainFfnSettings, bench_train_ffn
 from twellctl.bench.train_results import TrainBench, train_sentence
 from twellctl.bench.train_step import TrainStepSettings, bench_train_step
@@ -18,8 +20,8 @@ from twellctl.errors import TwellError, UsageError
 
 TINY = ("--device", "cpu", "--hidden-size", "256", "--intermediate-size", "512", "--rounds", "1")
 MODEL = {
-    "batch": 2, "seq_len": 128, "layers": 2, "hidden_size": 256, "intermediate_size": 512,
-    "heads": 4, "vocabulary": 500, "density": 0.02, "rounds": 1, "device": "cpu",
+    "batch": 2, "seq_len": 128, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
+    "device": "cpu",
 }  # fmt: skip
 CPU = torch.device("cpu")
 GRADIENTS = ["y_error", "grad_x_error", "grad_gate_error", "grad_up_error", "grad_down_error"]
@@ -28,6 +30,7 @@ GRADIENTS = ["y_error", "grad_x_error", "grad_gate_error", "grad_up_error", "gra
 @pytest.fixture(autouse=True)
 def _count_less(monkeypatch):
     monkeypatch.setattr(step_module, "COUNTED_TOKENS", 1024)
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
 
 
 # ---- what the forms compute ----
@@ -67,11 +70,12 @@ def test_the_reference_hangs_on_no_chunk(problem, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama(tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
-    sizes = {"K": 128, "N": 256, "layers": 2, "heads": 2, "vocabulary": 100, "context": 64}
-    body = make_body(**sizes, density=0.1, dtype=torch.float32, generator=generator)
-    return with_head(body, generator).requires_grad_(True).train()
+    file = write_config(tmp_path_factory.mktemp("llama"), num_hidden_layers=2, vocab_size=100)
+    shape = open_shape(file, None, context=64)
+    model = make_model(shape, 0.1, dtype=torch.float32, generator=generator)
+    return model.requires_grad_(True).train()
 
 
 def test_sides_share_all_weights_but_those_of_down(llama):
@@ -272,10 +276,9 @@ def test_steps_of_a_model():
 
 
 def test_steps_with_float32_weights(cli):
-    sizes = (word for name in ("batch", "seq_len", "layers", "heads", "vocabulary")
-             for word in (f"--{name.replace('_', '-')}", MODEL[name]))  # fmt: skip
-    words = ("--density", "0.02", "--checkpointing", "off", "--param-dtype", "float32")
-    code, out, err = cli("bench", "train", "--model", *TINY, *words, *sizes)
+    words = ("--config", TINY_CONFIG, "--batch", 2, "--seq-len", 128, "--rounds", 1)
+    words += ("--density", 0.02, "--checkpointing", "off", "--param-dtype", "float32")
+    code, out, err = cli("bench", "train", "--model", *words, "--device", "cpu")
     assert code == 0, err
     assert "relative errors against float32" in out
     assert ", checkpointing off; wall clock" in " ".join(out.split())
@@ -327,7 +330,11 @@ def test_tokens_that_are_alike_are_refused(monkeypatch):
         (["--model", "--batch", "0"], "batch must be >= 1, got 0"),
         (["--model", "--seq-len", "1"], "seq-len must be >= 2, got 1"),
         (["--model", "--layers", "0"], "layers must be >= 1"),
-        (["--model", "--heads", "3"], "hidden-size must be a multiple of twice the heads"),
+        (["--model", "--hidden-size", "64"], "--hidden-size does not go with this: leave out"),
+        (
+            ["--model", "--config", TINY_CONFIG, "--seq-len", "4096"],
+            "seq-len must be 2 to 2048, the context of",
+        ),
         (["--model", "--checkpointing", "yes"], "checkpointing must be off, on or both, got yes"),
         (["--model", "--param-dtype", "int8"], "param-dtype must be one of float32, bfloat16"),
         (["--model", "--rounds", "0"], "rounds must be >= 1, got 0"),

@@ -149,6 +149,19 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     return checkpoint
 
 
+def open_config_file(config: str | Path) -> tuple[Path, dict]:
+    """A config.json without weights, a file or a folder with one: where it lies, what it holds.
+
+    `TwellError` if there is none. `auto_map` is left out: no code of it is run.
+    """
+    file = Path(config)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise TwellError(f"{file} does not exist: give a config.json, or a folder with one")
+    return file, {key: value for key, value in read_json(file).items() if key != "auto_map"}
+
+
 def fingerprint(checkpoint: Checkpoint) -> str:
     """sha256 over name, dtype, shape and bytes of all tensors in the order of their names.
 

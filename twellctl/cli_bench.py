@@ -32,6 +32,18 @@ Device = Annotated[
     str | None,
     typer.Option(help="cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]"),
 ]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A config.json, or a folder with one: random weights of its shape, with ReLU. Llama, "
+        "Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, 28 layers]",
+    ),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Layers of the random model, where its whole does not fit. [default: all]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="All figures as JSON on stdout, no table.")]
 
 
@@ -136,13 +148,17 @@ def model(
         int | None, typer.Option(help="In place of --tokens: so many times --seq-len.")
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence, at most.")] = 2048,
-    layers: Annotated[int, typer.Option(help="Of the random model, as all below it.")] = 38,
-    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
-    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
-    heads: Annotated[int, typer.Option(help="Heads of attention.")] = 32,
-    vocabulary: Annotated[int, typer.Option(help="Tokens it knows.")] = 49152,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A config.json, or a folder with one: random weights of its shape, with ReLU. "
+            "Llama, Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, 38 layers]",
+        ),
+    ] = None,
+    layers: Layers = None,
     density: Annotated[
-        float, typer.Option(help="Share of the neurons that fire in the first layer.")
+        float, typer.Option(help="Of the random model: share of the neurons that fire.")
     ] = 0.005,
     route: Route = None,
     rounds: Rounds = 5,
@@ -162,7 +178,7 @@ def model(
     """A whole model over TwELL against the dense one.
 
     The prefill of its body, without the LM head: eager and under torch.compile, all by turns in one
-    run. The ratio is that of the fastest form of either side. Without MODEL it is a random Llama.
+    run. The ratio is that of the fastest form of either side. Without MODEL it is a random one.
     Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA graphs are
     replayed, else plain calls are timed.
     """
@@ -179,11 +195,8 @@ def model(
         model=model,
         text_column=text_column,
         seq_len=seq_len,
+        config=config,
         layers=layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        heads=heads,
-        vocabulary=vocabulary,
         density=density,
         rounds=rounds,
         max_autotune=max_autotune,
@@ -217,6 +230,10 @@ def decode(
     new_tokens: Annotated[
         int, typer.Option(help="Tokens after it; the last four fifths of the steps count.")
     ] = 160,
+    generate: Annotated[
+        bool,
+        typer.Option("--generate/--no-generate", help="transformers' generate, too; it is slow."),
+    ] = True,
     generate_static: Annotated[
         bool,
         typer.Option(
@@ -225,25 +242,30 @@ def decode(
             "minutes.",
         ),
     ] = False,
+    config: Config = None,
+    layers: Layers = None,
     ffn: Annotated[
         bool,
         typer.Option(
             "--ffn", help="One FFN alone, in place of a model; of the above only --batch."
         ),
     ] = False,
-    layers: Annotated[int, typer.Option(help="Of the random model, as all below it.")] = 28,
-    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
-    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
-    heads: Annotated[int, typer.Option(help="Heads of attention.")] = 32,
-    vocabulary: Annotated[int, typer.Option(help="Tokens it knows.")] = 49152,
+    hidden_size: Annotated[
+        int | None, typer.Option(help="Of --ffn: K, the width of the model. [default: 2048]")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Of --ffn: N, the neurons of the FFN. [default: 5632]")
+    ] = None,
     density: Annotated[
         list[float] | None,
         typer.Option(
-            help="Share of the neurons that fire in the first layer. Repeatable. [default: 0.02; "
-            "with --ffn 0.005, 0.05]"
+            help="Share of the neurons that fire. Repeatable. [default: 0.02; with --ffn 0.005, "
+            "0.05]"
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Of --ffn: samples of each form.")] = 11,
+    rounds: Annotated[
+        int | None, typer.Option(help="Of --ffn: samples of each form. [default: 11]")
+    ] = None,
     seed: Seed = 0,
     device: Device = None,
     json: Json = False,
@@ -252,33 +274,32 @@ def decode(
 
     Both in the engine of serve-local, the dense form over kernels of its own for few tokens;
     transformers' generate beside them. All continue the same prompts greedily in one run, and the
-    medians of the last steps count. Without MODEL it is a random Llama. Beside each figure stands
-    its floor: the bytes that a step must read, at the speed at which this device copies.
+    medians of the last steps count. Without MODEL it is a random one, of the shape of --config.
+    Beside each figure stands its floor: the bytes that a step must read, at the speed at which this
+    device copies.
     """
-    given: dict[str, Any] = {"batches": tuple(batch or ()), "densities": tuple(density or ())}
-    given = {name: values for name, values in given.items() if values}
-    given |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    given |= {"seed": seed, "device": device}
+    of_ffn = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    of_ffn |= {"rounds": rounds}
+    of_model = {"model": model, "data": tuple(data or ()) or None, "config": config}
+    of_model |= {"layers": layers}
+    _refuse_strange(of_model if ffn else of_ffn, "--ffn", given=ffn)
+    more = {"batches": tuple(batch or ()) or None, "densities": tuple(density or ()) or None}
+    more |= {"seed": seed, "device": device}
+    given = {k: v for k, v in (more | (of_ffn if ffn else of_model)).items() if v is not None}
     if ffn:
-        if model is not None or data:
-            raise UsageError("--ffn measures an FFN made here: leave out MODEL and --data")
         from twellctl.bench.decode_ffn import DecodeFfnSettings, bench_decode_ffn
 
-        found = _measured(bench_decode_ffn, DecodeFfnSettings(rounds=rounds, **given))
+        found = _measured(bench_decode_ffn, DecodeFfnSettings(**given))
         _show(found, json, ui_bench_decode.ffn_decoded)
         return
     from twellctl.bench.decode import DecodeSettings, bench_decode
 
     settings = DecodeSettings(
-        model=model,
-        data=tuple(data or ()),
         text_column=text_column,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
+        generate=generate,
         generate_static=generate_static,
-        layers=layers,
-        heads=heads,
-        vocabulary=vocabulary,
         **given,
     )
     _show(_measured(bench_decode, settings), json, ui_bench_decode.decoded)
@@ -288,15 +309,19 @@ def decode(
 def train(
     model: Annotated[
         bool,
-        typer.Option("--model", help="Steps of a whole random Llama, in place of one FFN."),
+        typer.Option("--model", help="Steps of a whole random model, in place of one FFN."),
     ] = False,
-    hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
-    intermediate_size: Annotated[int, typer.Option(help="N, the neurons of an FFN.")] = 5632,
+    hidden_size: Annotated[
+        int | None, typer.Option(help="Of the FFN: K, the width of the model. [default: 2048]")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Of the FFN: N, its neurons. [default: 5632]")
+    ] = None,
     density: Annotated[
         list[float] | None,
         typer.Option(
             help="Share of the neurons that fire; 1 is all. Repeatable. "
-            "[default: 0.005, 0.01, 0.02, 1; with --model one, 0.005, of the first layer]"
+            "[default: 0.005, 0.01, 0.02, 1; with --model one, 0.005]"
         ),
     ] = None,
     tokens: Annotated[
@@ -316,13 +341,8 @@ def train(
     seq_len: Annotated[
         int | None, typer.Option(help="Of --model: tokens of a sequence. [default: 2048]")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Of --model. [default: 28]")] = None,
-    heads: Annotated[
-        int | None, typer.Option(help="Of --model: heads of attention. [default: 32]")
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Of --model: tokens it knows. [default: 49152]")
-    ] = None,
+    config: Config = None,
+    layers: Layers = None,
     checkpointing: Annotated[
         list[str] | None,
         typer.Option(
@@ -353,17 +373,12 @@ def train(
     by turns in one run. With --model: steps with AdamW, eager and compiled on both sides. Memory of
     the FFN is what comes on top of x, the weights and the gradient of y.
     """
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    more = {"rounds": rounds, "seed": seed, "device": device}
-    of_ffn = {"tokens": tokens, "spread": spread}
-    of_model = {"batch": batch, "seq_len": seq_len, "layers": layers, "heads": heads}
-    of_model |= {"vocabulary": vocabulary, "checkpointing": checkpointing}
-    of_model |= {"param_dtype": param_dtype}
-    strange = [name for name, value in (of_ffn if model else of_model).items() if value is not None]
-    if strange:
-        where = "leave out --model" if model else "give --model, too"
-        raise UsageError(f"--{strange[0].replace('_', '-')} does not go with this: {where}")
-    given = sizes | more | (of_model if model else of_ffn)
+    of_ffn = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    of_ffn |= {"tokens": tokens, "spread": spread}
+    of_model = {"batch": batch, "seq_len": seq_len, "config": config, "layers": layers}
+    of_model |= {"checkpointing": checkpointing, "param_dtype": param_dtype}
+    _refuse_strange(of_ffn if model else of_model, "--model", given=model)
+    given = {"rounds": rounds, "seed": seed, "device": device} | (of_model if model else of_ffn)
     given = {name: value for name, value in given.items() if value is not None}
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     if model:
@@ -382,6 +397,17 @@ def train(
     given |= {"densities": tuple(density)} if density else {}
     found = _measured(bench_train_ffn, TrainFfnSettings(**given))
     _show(found, json, ui_bench_train.trained)
+
+
+def _refuse_strange(options: dict[str, Any], flag: str, *, given: bool) -> None:
+    """`UsageError` if one of `options` was given, which `flag`, as it was `given`, excludes."""
+    strange = [name for name, value in options.items() if value is not None]
+    if not strange:
+        return
+    name = strange[0].replace("_", "-")
+    called = "MODEL" if name == "model" else f"--{name}"
+    where = f"leave out {flag}" if given else f"give {flag}, too"
+    raise UsageError(f"{called} does not go with this: {where}")
 
 
 def _measured(bench: Callable[..., Any], settings: Any) -> Any:

@@ -1,19 +1,13 @@
 """A model that does not exist yet: a config and a tokenizer, to be trained from random weights."""
 
-import json
 from pathlib import Path
 
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from twellctl.bundle.twell_config import new_twell
-from twellctl.checkpoint import Checkpoint, ffn_shape, refuse_unsupported
+from twellctl.checkpoint import Checkpoint, ffn_shape, open_config_file, refuse_unsupported
 from twellctl.errors import TwellError, UsageError, shown
-from twellctl.model import as_refusal
+from twellctl.model import without_weights
 from twellctl.recipe import Recipe
 from twellctl.shards import TensorInfo
-from twellctl.strict_json import read_json
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -25,19 +19,15 @@ def open_config(config: str | Path) -> Checkpoint:
     not read. `TwellError` names what is wrong: no config, a family transformers does not have, FFNs
     that are not gated or not ReLU, no tokenizer.
     """
-    name, file = str(config), Path(config)
-    if file.is_dir():
-        file = file / "config.json"
-    if not file.is_file():
-        raise TwellError(f"{file} does not exist: give a config.json, or a folder with one")
-    given = {key: value for key, value in read_json(file).items() if key != "auto_map"}
+    name = str(config)
+    file, given = open_config_file(config)
     if given.get("hidden_act") != "relu":
         raise TwellError(
             f"{name} has hidden_act {shown(given.get('hidden_act'))}: --from-scratch trains ReLU, "
             'write "relu" there'
         )
     refuse_unsupported(name, given)
-    complete, model = _without_weights(name, given)
+    complete, model = without_weights(name, given)
     dtype = STORED.get(str(complete.get("dtype") or "float32"))
     if dtype is None:
         raise TwellError(
@@ -59,12 +49,3 @@ def check_from_scratch(recipe: Recipe) -> None:
     """`UsageError` for settings that random weights make no sense of."""
     if recipe.lora_rank:
         raise UsageError("from-scratch trains all weights: leave lora-rank out")
-
-
-def _without_weights(name: str, given: dict) -> tuple[dict, nn.Module]:
-    """The config as transformers completes it, and the model on no device."""
-    what = f"{name}: transformers makes no model of it"
-    with as_refusal(what, "correct what is wrong in it"), torch.device("meta"):
-        config = AutoConfig.for_model(**given)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return json.loads(config.to_json_string()), model

@@ -1,6 +1,7 @@
 """Checkpoints become torch models here, always through the stock transformers class."""
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -139,6 +140,15 @@ def _random_model(
     with quiet_transformers(), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     return model.to(device).eval()
+
+
+def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
+    """The config `given` as transformers completes it, and its model on no device; `TwellError`."""
+    what = f"{name}: transformers makes no model of it"
+    with as_refusal(what, "correct what is wrong in it"), torch.device("meta"):
+        config = AutoConfig.for_model(**given)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return json.loads(config.to_json_string()), model
 
 
 def without_mask(model: PreTrainedModel, seq_len: int) -> None:

@@ -35,7 +35,8 @@ def _model_table(point: Any) -> None:
         figures = [f"{rate:.4g}", f"{1000 * form.seconds:.4g}", f"{point.batch * rate:.4g}"]
         figures += [f"{point.over_dense(form):.2f}x", f"{form.density:.2%}"]
         figures += [f"{1 / form.floor_seconds:.4g}", f"{form.floor_seconds / form.seconds:.0%}"]
-        rows.append([form.name, *figures])
+        name = f"{form.name} ({form.chosen})" if form.chosen else form.name
+        rows.append([name, *figures])
     steps = len(point.dense.step_seconds)
     ui.table(f"batch {point.batch}; medians of {steps} steps; floor in steps/s", columns, rows)
     for name, reason in point.skipped.items():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from shapes import write_config
 
 from twellctl.bench import model as bench_model_module
 from twellctl.bench.energy import open_counter
@@ -17,7 +18,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 FFN = ("--hidden-size", "1024", "--intermediate-size", "2048", "--density", "0.02")
-MODEL = ("--layers", "2", "--hidden-size", "1024", "--intermediate-size", "2048", "--heads", "16")
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 16384,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
 DENSE = ["dense eager", "dense eager, fused", "dense compile", "dense compile, fused"]
 
 
@@ -110,10 +115,11 @@ def test_a_dtype_without_kernels_is_told_or_refused(cli, has_kernels):
     assert "--route twell cannot run here" in err[-1]
 
 
-def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch):
+def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "8192", "--tokens", "256", "--seq-len", "1024", "--density", "0.02")
-    code, out, err = cli("bench", "model", *MODEL, *words, "--rounds", "2", "--json")
+    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json")
+    code, out, err = cli("bench", "model", *words)
     assert code == 0, err[-1]
     found = json.loads(out)
     assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from shapes import FAMILIES, write_config
 
 from twellctl.bench.timing import GRAPHS
 from twellctl.bundle.twell_nvrtc import what_is_missing
@@ -13,8 +14,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 FFNS = ["dense eager", "dense few", "twell", "twell, no overlap"]
-MODEL = ("--layers", "2", "--hidden-size", "1024", "--intermediate-size", "2048", "--heads", "16")
-SHORT = ("--vocabulary", "16384", "--prompt-tokens", "32", "--new-tokens", "40")
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 16384,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+SHORT = ("--prompt-tokens", "32", "--new-tokens", "40")
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +46,10 @@ def test_one_ffn_in_all_forms(cli):
             assert candidate["error"] < 0.01, name
 
 
-def test_a_model_in_all_forms(cli):
+def test_a_model_in_all_forms(cli, tmp_path):
     words = ("--batch", "1", "--batch", "5", "--generate-static", "--json")
-    code, out, err = cli("bench", "decode", *MODEL, *SHORT, *words)
+    words += ("--config", write_config(tmp_path, **SIZES))
+    code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]
     found = json.loads(out)
     (model,) = found["models"]
@@ -53,9 +59,33 @@ def test_a_model_in_all_forms(cli):
         assert list(point["ffn_ms"]) == FFNS
         for name, form in point["forms"].items():
             assert form["shortfall"] < 0.1, name
-            assert form["density"] == pytest.approx(0.02, rel=0.5), name
+            assert form["density"] == pytest.approx(0.02, rel=0.2), name
             assert 0.01 < form["ms"] < 1000, name
         assert point["forms"]["twell"]["floor_bytes"] < point["forms"]["dense"]["floor_bytes"]
         assert point["forms"]["dense"]["over_dense"] == 1
     assert "x " in found["sentences"][0]
     assert found["sentences"][0].startswith("on this GPU this model (random, 2 layers, ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured_over_twell(cli, family, tmp_path):
+    sizes = SIZES | FAMILIES[family] | {"num_key_value_heads": 4, "head_dim": 64}
+    sizes |= {"layer_types": None} if family == "qwen3" else {}
+    words = ("--config", write_config(tmp_path, family, **sizes), "--no-generate", "--json")
+    words += ("--batch", "1", "--batch", "16", "--density", "0.02", "--density", "0.05")
+    code, out, err = cli("bench", "decode", *SHORT, *words)
+    assert code == 0, err[-1]
+    for model, density in zip(json.loads(out)["models"], (0.02, 0.05), strict=True):
+        assert model["without_twell"] is None
+        for point in model["points"]:
+            assert list(point["forms"]) == ["dense", "twell"]
+            for name, form in point["forms"].items():
+                assert form["shortfall"] < 0.1, name
+                assert form["density"] == pytest.approx(density, rel=0.2), name
+
+
+def test_a_model_that_does_not_fit_is_told(cli):
+    code, _, err = cli("bench", "decode", "--layers", "2000")
+    assert code == 1
+    assert "random Llama with 2000 layers needs " in err[-1]
+    assert " or fewer" in err[-1]

@@ -1,9 +1,11 @@
 """bench train on a GPU, with small shapes: all forms run, TwELL over kernels, memory is told."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from shapes import write_config
 
 from twellctl.bench import train_step as bench_train_step
 from twellctl.bench.contest import relative_error
@@ -87,11 +89,13 @@ def test_memory_is_that_of_the_allocator():
     assert found == pytest.approx({"peak_mib": 28}, abs=1)
 
 
-def steps_of_a_model(cli, monkeypatch, *more: str) -> list[dict]:
+def steps_of_a_model(cli, monkeypatch, folder: Path, *more: str) -> list[dict]:
     """The points of a small random model, checked."""
     monkeypatch.setattr(bench_train_step, "COUNTED_TOKENS", 4096)
-    words = ("--layers", "2", "--hidden-size", "1024", "--intermediate-size", "2048")
-    words += ("--heads", "16", "--vocabulary", "4096", "--batch", "8", "--seq-len", "1024")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 4096}
+    config = write_config(folder, **sizes, max_position_embeddings=1024)
+    words = ("--config", config, "--batch", "8", "--seq-len", "1024")
     words += ("--density", "0.01", "--rounds", "2", "--json", *more)
     code, out, err = cli("bench", "train", "--model", *words)
     assert code == 0, err[-1]
@@ -110,12 +114,12 @@ def steps_of_a_model(cli, monkeypatch, *more: str) -> list[dict]:
     return found["points"]
 
 
-def test_steps_with_bf16_weights(cli, monkeypatch):
-    (point,) = steps_of_a_model(cli, monkeypatch, "--checkpointing", "off")
+def test_steps_with_bf16_weights(cli, monkeypatch, tmp_path):
+    (point,) = steps_of_a_model(cli, monkeypatch, tmp_path, "--checkpointing", "off")
     assert not point["checkpointing"]
 
 
-def test_steps_with_float32_weights_and_checkpointing(cli, monkeypatch):
+def test_steps_with_float32_weights_and_checkpointing(cli, monkeypatch, tmp_path):
     words = ("--param-dtype", "float32", "--checkpointing", "on")
-    (point,) = steps_of_a_model(cli, monkeypatch, *words)
+    (point,) = steps_of_a_model(cli, monkeypatch, tmp_path, *words)
     assert point["checkpointing"]

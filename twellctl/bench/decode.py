@@ -1,13 +1,14 @@
 """twellctl bench decode: token by token, a whole model dense and over TwELL in the same engine.
 
 Besides them transformers' own generate. The model is one of the user's with prompts from real text,
-or a random ReLU Llama made here (`synthetic`). Each form continues the same prompts
+or a random ReLU model made here (`random_model`). Each form continues the same prompts
 greedily, and what counts is the median of the last steps, sampling included. The floor of a form is
 what must be read in a step, at the speed at which this device copies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,9 +26,10 @@ from twellctl.bench.decode_forms import (
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
-from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.random_model import Shape, make_model, open_shape, refuse_shape
 from twellctl.bench.results import DENSE, TWELL
-from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body, with_head
+from twellctl.bench.synthetic import EVEN, check_union
 from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_few import FEW_TOKENS
@@ -40,14 +42,16 @@ from twellctl.machine import line
 from twellctl.model import load_model, load_tokenizer
 
 CONTEXT = 2048  # of the random model, at least
-COUNTED_TOKENS = 32768
+COUNTED_TOKENS = 8192
 FFN_SAMPLES = 5
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What to measure: `model` on prompts from `data`, or without them a random Llama a density.
+    """What to measure: `model` on prompts from `data`, or without them a random model a density.
+
+    The random one has the shape of `config` (None: a Llama of 1.5B), with `layers` layers if given.
 
     `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
     count.
@@ -59,12 +63,10 @@ class DecodeSettings:
     batches: tuple[int, ...] = (1, 16)
     prompt_tokens: int = 64
     new_tokens: int = 160
+    generate: bool = True
     generate_static: bool = False
-    layers: int = 28
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    heads: int = 32
-    vocabulary: int = 49152
+    config: str | None = None
+    layers: int | None = None
     densities: tuple[float, ...] = (0.02,)
     seed: int = 0
     device: str | None = None
@@ -72,6 +74,18 @@ class DecodeSettings:
     @property
     def timed_steps(self) -> int:
         return self.new_tokens * 4 // 5
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    def check_context(self, context: int) -> None:
+        """`UsageError` unless a text is no longer than the model's `context`."""
+        if self.length > context:
+            raise UsageError(
+                f"prompt-tokens and new-tokens must be {context} at most together, the context, "
+                f"got {self.prompt_tokens} and {self.new_tokens}"
+            )
 
     def check(self) -> None:
         """`UsageError` for what makes no sense, before any work."""
@@ -83,7 +97,7 @@ class DecodeSettings:
             raise UsageError(f"prompt-tokens must be >= 1, got {self.prompt_tokens}")
         if self.new_tokens < 10:
             raise UsageError(f"new-tokens must be >= 10, got {self.new_tokens}")
-        check_llama(self)
+        refuse_shape(self)
         for density in self.densities:
             EVEN.check(density)
 
@@ -95,13 +109,15 @@ def bench_decode(
 ) -> DecodeBench:
     """Measure each model at each batch size; `note` is told what comes. Raises `TwellError`."""
     settings.check()
+    shape = None if settings.model else _shape(settings)
     device = bench_device(settings.device)
     with torch.no_grad():
         note("the device's copy bandwidth")
         bandwidth = copy_bandwidth(device)
         models = tuple(
-            _measured(settings, subject, bandwidth, note, progress)
-            for subject in _subjects(settings, device, note)
+            # opened in the call, so that one is gone before the next is made
+            _measured(settings, open_subject(), bandwidth, note, progress)
+            for open_subject in _subjects(settings, shape, device, note)
         )
     return DecodeBench(device_facts(device), asdict(settings), bandwidth, models)
 
@@ -116,14 +132,21 @@ class Subject:
     synthetic: bool
 
 
+def _shape(settings: DecodeSettings) -> Shape:
+    shape = open_shape(settings.config, settings.layers, context=max(CONTEXT, settings.length))
+    settings.check_context(shape.context)
+    return shape
+
+
 def _subjects(
-    settings: DecodeSettings, device: torch.device, note: Callable[[str], None]
-) -> Iterator[Subject]:
-    if settings.model is not None:
-        yield _open_model(settings, open_checkpoint(settings.model), device, note)
-    else:
-        for density in settings.densities:
-            yield _make_model(settings, density, device, note)
+    settings: DecodeSettings,
+    shape: Shape | None,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> list[Callable[[], Subject]]:
+    if shape is None:
+        return [lambda: _open_model(settings, open_checkpoint(settings.model), device, note)]
+    return [partial(_make_model, settings, shape, d, device, note) for d in settings.densities]
 
 
 @dataclass(frozen=True)
@@ -134,6 +157,7 @@ class _Taken:
     batch: int
     step_seconds: tuple[float, ...]
     judged: Judged
+    chosen: str | None
 
 
 def _measured(
@@ -144,7 +168,9 @@ def _measured(
     progress: Callable[[int, int], None],
 ) -> DecodeModel:
     model, batches = subject.model, settings.batches
-    forms, without_twell = forms_of(model, max(batches), static=settings.generate_static)
+    forms, without_twell = forms_of(
+        model, max(batches), generate=settings.generate, static=settings.generate_static
+    )
     taken: list[_Taken] = []
     skipped: dict[int, dict[str, str]] = {batch: {} for batch in batches}
     cache_bytes = 0
@@ -167,6 +193,7 @@ def _measured(
             t.judged.shortfall,
             floor,
             floor / bandwidth,
+            t.chosen,
         )
 
     points = tuple(
@@ -179,7 +206,7 @@ def _measured(
         for batch in batches
     )
     density = points[0].forms[-1].density
-    random = f"random, {settings.layers} layers, " if subject.synthetic else ""
+    random = f"random, {subject.described['layers']} layers, " if subject.synthetic else ""
     what = f"this model ({random}{density:.2%} of the neurons fire)"
     return DecodeModel(what, subject.described, points, without_twell)
 
@@ -236,7 +263,7 @@ def _run_batch(
             f"where independent ones fire {alike.expected:.1%}: so little is not measured; take "
             "another --seed or a larger --vocabulary, or a real model"
         )
-    return _Taken(form, batch, steps, judged)
+    return _Taken(form, batch, steps, judged, opened.chosen(batch))
 
 
 def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:
@@ -263,35 +290,28 @@ def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[
 
 
 def _make_model(
-    settings: DecodeSettings, density: float, device: torch.device, note: Callable[[str], None]
+    settings: DecodeSettings,
+    shape: Shape,
+    density: float,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> Subject:
-    note(f"making a random Llama of {settings.layers} layers")
+    note(f"making {shape.name} of {shape.layers} layers")
+    shape.require_memory(free_memory(device), down_copies=1)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    context = max(CONTEXT, settings.prompt_tokens + settings.new_tokens)
-    body = make_body(
-        K=settings.hidden_size,
-        N=settings.intermediate_size,
-        layers=settings.layers,
-        heads=settings.heads,
-        vocabulary=settings.vocabulary,
-        context=context,
-        density=density,
-        dtype=DTYPE,
-        generator=generator,
-    )
+    model = make_model(shape, density, dtype=DTYPE, generator=generator)
 
     def random_ids(*size: int) -> Tensor:
-        return torch.randint(settings.vocabulary, size, generator=generator, device=device)
+        return torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
-    counted = random_ids(max(1, COUNTED_TOKENS // context), context)
-    measured, unions = count_layers(body, counted, TILE)
+    counted = random_ids(max(1, COUNTED_TOKENS // shape.context), shape.context)
+    measured, unions = count_layers(model.model, counted, TILE)
     for union in unions:
         check_union(union)
-    for ffn, layer in zip(gated_ffns(body), measured, strict=True):
+    for ffn, layer in zip(gated_ffns(model), measured, strict=True):
         ffn.twell_density = layer.density  # as a profile would tell it
-    model = with_head(body, generator)
     prompts = random_ids(max(settings.batches), settings.prompt_tokens).tolist()
-    described = model_facts("random Llama", model) | {"density_asked": density}
+    described = model_facts(shape.name, model) | shape.described | {"density_asked": density}
     return Subject(model, prompts, described, synthetic=True)
 
 
@@ -302,13 +322,7 @@ def _open_model(
     note: Callable[[str], None],
 ) -> Subject:
     checkpoint.require_relu()
-    length = settings.prompt_tokens + settings.new_tokens
-    context = checkpoint.config.get("max_position_embeddings") or length
-    if length > context:
-        raise UsageError(
-            f"prompt-tokens and new-tokens must be {context} at most together, the context, got "
-            f"{settings.prompt_tokens} and {settings.new_tokens}"
-        )
+    settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.length)
     tokenizer = load_tokenizer(checkpoint)
     texts = read_texts(list(settings.data), settings.text_column, tokenizer)
     stream = token_stream(texts, tokenizer, checkpoint.config.get("vocab_size"))

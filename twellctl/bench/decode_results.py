@@ -15,7 +15,8 @@ class DecodeForm:
 
     `density`: the mean share of neurons that fired for a row, `union` that for some row of a step,
     both in the text that this form wrote. `shortfall` as in `Judged`. `floor_seconds`: what reading
-    the weights and the cache of a step takes at the device's copy bandwidth.
+    the weights and the cache of a step takes at the device's copy bandwidth. `chosen`: which of the
+    engine's own forms its steps took; None: it has one.
     """
 
     name: str
@@ -26,6 +27,7 @@ class DecodeForm:
     shortfall: float
     floor_bytes: int
     floor_seconds: float
+    chosen: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -40,6 +42,7 @@ class DecodeForm:
         low, *_, high = quantiles(self.step_seconds, n=10)
         return {
             "kind": self.kind,
+            "chosen": self.chosen,
             "steps_per_second": self.steps_per_second,
             "tokens_per_second": batch * self.steps_per_second,
             "ms": 1000 * self.seconds,

@@ -47,6 +47,7 @@ class OpenForm:
     most_rows: int | None
     warm_up_tokens: int | None  # None: as many as are timed
     cache_bytes: int  # of one token, in all layers; 0: not known
+    chosen: Callable[[int], str | None] = lambda rows: None  # the form of a step, if there are many
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class ModelForm:
 
 
 def forms_of(
-    model: PreTrainedModel, rows: int, *, static: bool
+    model: PreTrainedModel, rows: int, *, generate: bool, static: bool
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows; and why TwELL is not among them, if so.
+
+    transformers' generate is among them with `generate`, and with `static` its compiled form.
 
     The last one may lay the weights of `model` otherwise, with the same values.
     """
@@ -70,7 +73,9 @@ def forms_of(
     def engine(name: str, kind: str, opened: Callable[[], Decoder]) -> ModelForm:
         return ModelForm(name, kind, False, lambda: _engine(model, opened, rows))
 
-    forms = [ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False))]
+    forms = []
+    if generate:
+        forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False)))
     if static:
         forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
     if (said := KernelDecoder.why_not(model)) is not None:
@@ -91,7 +96,10 @@ def _engine(model: PreTrainedModel, opened: Callable[[], Decoder], rows: int) ->
 
     on_gpu = model.device.type == "cuda"
     per_token = scheduler.decoder.page_bytes // PAGE
-    yield OpenForm(run, scheduler.max_running, None if on_gpu else SHORT_RUN, per_token)
+    warm_up = None if on_gpu else SHORT_RUN
+    # a decoder with one form of its steps has nothing to choose
+    chosen = getattr(scheduler.decoder, "chosen", lambda rows: None)
+    yield OpenForm(run, scheduler.max_running, warm_up, per_token, chosen)
 
 
 @contextlib.contextmanager

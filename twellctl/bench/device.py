@@ -1,5 +1,7 @@
 """Where a bench runs, and all about it that a figure hangs on."""
 
+import gc
+import math
 import os
 import platform
 from typing import Any
@@ -64,6 +66,15 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         }
         versions["nvrtc"] = _nvrtc_version()
     return facts
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that are free on a GPU, what torch keeps unused included; no bound on the CPU."""
+    if device.type != "cuda":
+        return math.inf
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def model_facts(name: str, model: nn.Module) -> dict[str, Any]:

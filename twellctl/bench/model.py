@@ -1,7 +1,7 @@
 """twellctl bench model: the body of a whole model over TwELL against the stock class.
 
-The model is one of the user's with real text, or a random ReLU Llama made here
-(`synthetic`). Both sides share their weights and differ in their FFNs only. What is timed
+The model is one of the user's with real text, or a random ReLU model made here
+(`random_model`). Both sides share their weights and differ in their FFNs only. What is timed
 is a prefill: token ids in, last hidden states out, no LM head and no cache.
 
 Attention is PyTorch's SDPA with `is_causal` on every side. The stock code would make a whole mask
@@ -26,9 +26,10 @@ from twellctl.bench.contest import (
     relative_errors,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.random_model import Shape, make_model, open_shape, refuse_shape
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
-from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body
+from twellctl.bench.synthetic import EVEN, check_union
 from twellctl.bench.twell_side import (
     TwellNumbers,
     check_routes,
@@ -48,12 +49,14 @@ from twellctl.profiled import LayerProfile
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
+LAYERS = 38  # of the random model without a config: 2B
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What to measure: `model` on the text of `data`, or without them a random Llama.
+    """What to measure: `model` on the text of `data`, or without them a random model.
 
+    The random one has the shape of `config` (None: a Llama of 2B), with `layers` layers if given.
     `tokens` are those of one prefill, in sequences of `seq_len`, or in one shorter sequence.
     """
 
@@ -62,11 +65,8 @@ class ModelSettings:
     text_column: str = "text"
     tokens: tuple[int, ...] = (131072, 256)
     seq_len: int = 2048
-    layers: int = 38
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    heads: int = 32
-    vocabulary: int = 49152
+    config: str | None = None
+    layers: int | None = None
     density: float = 0.005
     routes: tuple[str, ...] = ("auto",)
     rounds: int = 5
@@ -87,10 +87,15 @@ class ModelSettings:
                 raise UsageError(
                     f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
                 )
-        check_llama(self)
+        refuse_shape(self)
         EVEN.check(self.density)
         check_routes(self.routes)
         check_course(self.rounds, self.energy_seconds)
+
+    def check_context(self, context: int) -> None:
+        """`UsageError` unless a sequence is no longer than the model's `context`."""
+        if self.seq_len > context:
+            raise UsageError(f"seq-len must be 1 to {context}, the context, got {self.seq_len}")
 
     def shape(self, tokens: int) -> tuple[int, int]:
         """(sequences, tokens of each)."""
@@ -104,11 +109,12 @@ def bench_model(
 ) -> Bench:
     """Measure each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
+    shape = None if settings.model else _shape(settings)
     device = bench_device(settings.device)
     energy_seconds = settings.energy_seconds if settings.energy else None
     course = open_course(device, settings.rounds, energy_seconds, note, progress)
     with torch.no_grad():
-        subject = _open(settings, device, note)
+        subject = _open(settings, shape, device, note)
         without_mask(subject.body, settings.seq_len)
         note("counting what fires")
         measured, unions = count_fired(subject)
@@ -131,12 +137,12 @@ def bench_model(
         points = tuple(
             _point(settings, subject, numbers, about, tokens, course) for tokens in settings.tokens
         )
-    what = "this model" if settings.model else f"this model (random, {settings.layers} layers)"
+    random = "" if settings.model else f" (random, {subject.described['layers']} layers)"
     return Bench(
         command="bench model",
         facts=device_facts(device) | {"model": subject.described},
         settings=asdict(settings),
-        groups=((what, points),),
+        groups=((f"this model{random}", points),),
     )
 
 
@@ -205,32 +211,35 @@ def _reference(body: nn.Module, ids: Tensor) -> Tensor:
     return last_hidden(wide, ids[:1, :REFERENCE_TOKENS])[0]
 
 
-def _open(settings: ModelSettings, device: torch.device, note: Callable[[str], None]) -> Subject:
-    dtype = torch.bfloat16
-    if settings.model is not None:
+def _shape(settings: ModelSettings) -> Shape:
+    layers = LAYERS if settings.config is None and settings.layers is None else settings.layers
+    shape = open_shape(settings.config, layers, context=settings.seq_len)
+    settings.check_context(shape.context)
+    return shape
+
+
+def _open(
+    settings: ModelSettings,
+    shape: Shape | None,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> Subject:
+    if shape is None:
         return _open_model(settings, open_checkpoint(settings.model), device, note)
-    note(f"making a random Llama of {settings.layers} layers")
+    note(f"making {shape.name} of {shape.layers} layers")
+    shape.require_memory(free_memory(device))
     generator = torch.Generator(device).manual_seed(settings.seed)
-    body = make_body(
-        K=settings.hidden_size,
-        N=settings.intermediate_size,
-        layers=settings.layers,
-        heads=settings.heads,
-        vocabulary=settings.vocabulary,
-        context=settings.seq_len,
-        density=settings.density,
-        dtype=dtype,
-        generator=generator,
-    )
+    model = make_model(shape, settings.density, dtype=torch.bfloat16, generator=generator)
 
     def random_ids(sequences: int, length: int) -> Tensor:
         size = (sequences, length)
-        return torch.randint(settings.vocabulary, size, generator=generator, device=device)
+        return torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
     ids = {tokens: random_ids(*settings.shape(tokens)) for tokens in settings.tokens}
     # whole sequences: the first tokens of each attend to so few that they become alike
     counted = random_ids(max(1, COUNTED_TOKENS // settings.seq_len), settings.seq_len)
-    return Subject(body, ids, counted, None, model_facts("random Llama", body))
+    described = model_facts(shape.name, model.model) | shape.described
+    return Subject(model.model, ids, counted, None, described)
 
 
 def _open_model(
@@ -240,9 +249,7 @@ def _open_model(
     note: Callable[[str], None],
 ) -> Subject:
     checkpoint.require_relu()
-    context = checkpoint.config.get("max_position_embeddings") or settings.seq_len
-    if settings.seq_len > context:
-        raise UsageError(f"seq-len must be 1 to {context}, the context, got {settings.seq_len}")
+    settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.seq_len)
     tokenizer = load_tokenizer(checkpoint)
     texts = read_texts(list(settings.data), settings.text_column, tokenizer)
     stream = list(token_stream(texts, tokenizer, checkpoint.config.get("vocab_size")))

@@ -1,4 +1,4 @@
-"""Inputs of which the density is known beforehand: one gated FFN, or the body of a whole Llama.
+"""Inputs of one gated FFN of which the density is known beforehand.
 
 `x ~ N(0, 1)` with channel 0 set to 1, gate weights `N(0, 1/K)` with column 0 set to the normal
 quantile of the density. So neurons fire independently of each other, and for every token anew: no
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
 from twellctl.errors import TwellError, UsageError
@@ -142,18 +142,6 @@ def check_sizes(K: int, N: int) -> None:
         raise UsageError(f"intermediate-size must be a multiple of 8 to {MAX_COLUMNS}, got {N}")
 
 
-def check_llama(sizes: Any) -> None:
-    """`UsageError` unless `make_body` can make a body of the `sizes` that settings hold."""
-    for name in ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary"):
-        if getattr(sizes, name) < 1:
-            raise UsageError(f"{name.replace('_', '-')} must be >= 1")
-    if sizes.hidden_size % (2 * sizes.heads):
-        raise UsageError(
-            f"hidden-size must be a multiple of twice the heads, got {sizes.hidden_size} "
-            f"for {sizes.heads}"
-        )
-
-
 def rotated_weights(
     weights: FfnWeights, device: torch.device, at_least: int = 1
 ) -> list[FfnWeights]:
@@ -192,77 +180,11 @@ def measure_firing(x: Tensor, weights: FfnWeights) -> dict[str, Any]:
         active = F.relu(gate)
         count.add(gate, active)
         union_count.add(active)
-    layer = count.summary(0.0)
+    layer = count.summary()
     union = union_count.summary(layer.density)
     check_union(union)
     keys = ("density", "nnz_mean", "nnz_p50", "nnz_p99", "nnz_max", "slots")
     return {key: getattr(layer, key) for key in keys} | {"union": asdict(union)}
-
-
-@torch.no_grad()
-def make_body(
-    *,
-    K: int,
-    N: int,
-    layers: int,
-    heads: int,
-    vocabulary: int,
-    context: int,
-    density: float,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> nn.Module:
-    """The body of a random ReLU Llama whose FFNs fire at about `density`, without an LM head.
-
-    Channel 0 of every embedding is 1 and nothing writes to it. Density rises with depth, because
-    the norm divides channel 0 by what the other channels grow to.
-    """
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=K,
-        intermediate_size=N,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=context,
-        hidden_act="relu",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with generator.device:
-        body = LlamaModel._from_config(config, dtype=dtype)
-
-    def fill(weight: Tensor, std: float) -> Tensor:
-        return weight.normal_(0, std, generator=generator)
-
-    fill(body.embed_tokens.weight, 1)[:, 0] = 1
-    for layer in body.layers:
-        attention, ffn = layer.self_attn, layer.mlp
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            fill(projection.weight, config.initializer_range)
-        fill(attention.o_proj.weight, 0.2 * config.initializer_range)[0] = 0
-        fill(ffn.gate_proj.weight, K**-0.5)[:, 0] = _quantile(density)
-        fill(ffn.up_proj.weight, K**-0.5)
-        fill(ffn.down_proj.weight, 0.1 * (N * density) ** -0.5)[0] = 0
-    return body.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def with_head(body: nn.Module, generator: torch.Generator) -> nn.Module:
-    """The random Llama around `body`: an LM head that hears nothing of channel 0, and no end token.
-
-    Its likeliest token hangs on all that came before as a hash does, so a text does not loop.
-    """
-    from transformers import LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(body.config)
-    model.model, head = body, torch.empty_like(body.embed_tokens.weight)
-    head.normal_(0, body.config.initializer_range, generator=generator)[:, 0] = 0
-    model.lm_head.weight = nn.Parameter(head, requires_grad=False)
-    return model.eval()
 
 
 def _quantile(density: float) -> float:

@@ -154,7 +154,7 @@ class TrainedFfn(nn.Module):
 
 
 def trained_dense(model: nn.Module, penalty: Tensor) -> nn.Module:
-    """The random Llama `model` with its FFNs trained densely: a copy that shares its weights."""
+    """The random `model` with its FFNs trained densely: a copy that shares its weights."""
     twin = shared_copy(model)
     for layer in twin.model.layers:
         layer.mlp = TrainedFfn(layer.mlp, split_train, penalty)

@@ -1,4 +1,4 @@
-"""twellctl bench train --model: whole training steps of a random ReLU Llama, dense and over TwELL.
+"""twellctl bench train --model: whole training steps of a random ReLU model, dense and over TwELL.
 
 A step is forward, cross-entropy some tokens at a time (`head_loss`), the L1 penalty,
 backward, clipping and AdamW. Body and cross-entropy are compiled or not; all but the FFNs is alike
@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,11 @@ from twellctl.bench.contest import (
     relative_error,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, model_facts
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
 from twellctl.bench.peak_memory import step_memory
+from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Point
-from twellctl.bench.synthetic import EVEN, check_llama, check_union, make_body, with_head
+from twellctl.bench.synthetic import EVEN, check_union
 from twellctl.bench.train_forms import trained_dense, trained_over_twell
 from twellctl.bench.train_results import TrainBench
 from twellctl.bench.twell_side import require_kernels, shared_copy, twell_name
@@ -49,15 +51,15 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class TrainStepSettings:
-    """What to measure: steps of `batch` sequences of `seq_len` tokens."""
+    """What to measure: steps of `batch` sequences of `seq_len` tokens.
+
+    The model has the shape of `config` (None: a Llama of 1.5B), with `layers` layers if given.
+    """
 
     batch: int = 16
     seq_len: int = 2048
-    layers: int = 28
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    heads: int = 32
-    vocabulary: int = 49152
+    config: str | None = None
+    layers: int | None = None
     density: float = 0.005
     checkpointing: tuple[str, ...] = CHECKPOINTING
     param_dtype: str = "bfloat16"
@@ -71,7 +73,6 @@ class TrainStepSettings:
             raise UsageError(f"batch must be >= 1, got {self.batch}")
         if self.seq_len < 2:
             raise UsageError(f"seq-len must be >= 2, got {self.seq_len}")
-        check_llama(self)
         EVEN.check(self.density)
         given = self.checkpointing
         if not given or len(set(given)) < len(given) or not set(given) <= set(CHECKPOINTING):
@@ -94,19 +95,20 @@ def bench_train_step(
 ) -> TrainBench:
     """Measure steps with and without checkpointing; `note` is told what comes. `TwellError`."""
     settings.check()
+    shape = _shape(settings)
     device = bench_device(settings.device)
     course = open_course(device, settings.rounds, None, note, progress)
-    subject = _open(settings, course)
+    subject = _open(settings, shape, course)
     course.note("reference in float32")
     expected = _reference(subject)
     groups = []
     for checkpointing in settings.checkpointing:
         with fresh_compiler():
             point = _point(settings, subject, expected, checkpointing == "on", course)
-        groups.append((_called(settings, checkpointing == "on"), (point,)))
+        groups.append((_called(shape, checkpointing == "on"), (point,)))
     return TrainBench(
         command="bench train --model",
-        facts=device_facts(device) | {"model": model_facts("random Llama", subject.model)},
+        facts=device_facts(device) | {"model": subject.described},
         settings=asdict(settings),
         groups=tuple(groups),
     )
@@ -114,9 +116,10 @@ def bench_train_step(
 
 @dataclass(frozen=True)
 class Subject:
-    """A random Llama, the ids `[B, S]` of a step, the penalty a token, and what fires by layer."""
+    """A random model, the ids `[B, S]` of a step, the penalty a token, and what fires by layer."""
 
     model: nn.Module
+    described: dict[str, Any]
     ids: Tensor
     penalty: Tensor
     measured: list[LayerProfile]
@@ -131,37 +134,35 @@ class Subject:
         return tuple(layer.density for layer in self.measured)
 
 
-def _open(settings: TrainStepSettings, course: Course) -> Subject:
-    course.note(f"making a random Llama of {settings.layers} layers")
+def _shape(settings: TrainStepSettings) -> Shape:
+    shape = open_shape(settings.config, settings.layers, context=settings.seq_len)
+    if settings.seq_len > shape.context:
+        raise UsageError(f"seq-len must be 2 to {shape.context}, the context of {shape.name}")
+    return shape
+
+
+def _open(settings: TrainStepSettings, shape: Shape, course: Course) -> Subject:
+    course.note(f"making {shape.name} of {shape.layers} layers")
+    shape.require_memory(free_memory(course.device))
     generator = torch.Generator(course.device).manual_seed(settings.seed)
-    body = make_body(
-        K=settings.hidden_size,
-        N=settings.intermediate_size,
-        layers=settings.layers,
-        heads=settings.heads,
-        vocabulary=settings.vocabulary,
-        context=settings.seq_len,
-        density=settings.density,
-        dtype=torch.bfloat16,
-        generator=generator,
-    )
-    without_mask(body, settings.seq_len)
+    model = make_model(shape, settings.density, dtype=torch.bfloat16, generator=generator)
+    without_mask(model.model, settings.seq_len)
 
     def random_ids(sequences: int) -> Tensor:
         size = (sequences, settings.seq_len)
-        return torch.randint(settings.vocabulary, size, generator=generator, device=course.device)
+        return torch.randint(shape.vocabulary, size, generator=generator, device=course.device)
 
     course.note("counting what fires")
     counted = random_ids(max(1, COUNTED_TOKENS // settings.seq_len))
     with torch.no_grad():
-        measured, unions = count_layers(body, counted, TILE)
+        measured, unions = count_layers(model.model, counted, TILE)
     for union in unions:
         check_union(union)
     # float32 weights hold bf16 numbers, so that what is rounded of them is nothing
-    model = with_head(body, generator).to(DTYPES[settings.param_dtype])
-    model.requires_grad_(True).train()
+    model.to(DTYPES[settings.param_dtype]).requires_grad_(True).train()
     penalty = torch.full((1,), PENALTY / settings.tokens, device=course.device)
-    return Subject(model, random_ids(settings.batch), penalty, measured, unions)
+    described = model_facts(shape.name, model) | shape.described
+    return Subject(model, described, random_ids(settings.batch), penalty, measured, unions)
 
 
 class Trained:
@@ -280,6 +281,6 @@ def _reference(subject: Subject) -> dict[str, Tensor]:
     return Trained(wide, "eager", autocast=False).gradients(list(subject.ids.split(1)))
 
 
-def _called(settings: TrainStepSettings, checkpointing: bool) -> str:
+def _called(shape: Shape, checkpointing: bool) -> str:
     more = ", activations checkpointed" if checkpointing else ""
-    return f"a training step of this model (random, {settings.layers} layers{more})"
+    return f"a training step of this model (random, {shape.layers} layers{more})"
