@@ -29,6 +29,7 @@ _BLOCK, _WARPS = 256, 8
 _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 4, 4
+_DOWN_STATIC = 32  # bytes of shared memory that few_down declares; the other kernels have none
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
 # kernels are built for GPUs with much shared memory, and with little
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
@@ -168,7 +169,8 @@ def takes_few(M: int, N: int, limits: Limits) -> bool:
     if not 1 <= M <= FEW_TOKENS:
         return False
     plan = plan_few(M, N, _ANY_LENGTH, limits)
-    return _fits(limits, plan.hidden, plan.down)
+    down = Launch(plan.down.name, plan.down.smem_bytes + _DOWN_STATIC)
+    return _fits(limits, plan.hidden, down)
 
 
 def takes_few_dense(M: int, limits: Limits) -> bool:
