@@ -1,4 +1,4 @@
-// few_gated: relu_t(x W_gate^T + b_gate) * (x W_up^T + b_up), [M, K] to [M, N], for 1 to 64 tokens
+// few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up), [M, K] to [M, N], for 1 to 64 tokens
 // (few.cuh): the dense form, both products in one kernel.
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
@@ -27,8 +27,8 @@ struct GatedRows {
 template <class SIZES>
 __device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* w_gate,
                                       const unsigned short* w_up, const unsigned short* b_gate,
-                                      const unsigned short* b_up, float threshold, int M, int N,
-                                      int K, unsigned short* hidden) {
+                                      const unsigned short* b_up, int M, int N, int K,
+                                      unsigned short* hidden) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
     extern __shared__ uint4 memory[];
     if (dynamic_smem_bytes() < SIZES::kBytes + SIZES::x_bytes(M, K)) __trap();
@@ -50,8 +50,7 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
             float up = product.sum(2 * block + 1, row, token);
             if (b_gate) gate += bf16_value(b_gate[n]);
             if (b_up) up += bf16_value(b_up[n]);
-            gate = rounded(gate);
-            const float h = gate <= threshold ? 0.f : gate;  // NaN stays
+            const float h = keep_fired(rounded(gate));
             hidden[static_cast<long long>(token) * N + n] =
                 static_cast<unsigned short>(bf16_bits(h * rounded(up)));
         });
@@ -64,10 +63,10 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                         \
         few_gated_##name(const unsigned short* x, const unsigned short* w_gate,            \
                          const unsigned short* w_up, const unsigned short* b_gate,         \
-                         const unsigned short* b_up, float threshold, int M, int N, int K, \
+                         const unsigned short* b_up, int M, int N, int K,                  \
                          unsigned short* hidden) {                                         \
         gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                 \
-            x, w_gate, w_up, b_gate, b_up, threshold, M, N, K, hidden);                    \
+            x, w_gate, w_up, b_gate, b_up, M, N, K, hidden);                               \
     }
 
 #if TWELL_SHARED_KB >= 163

@@ -1,7 +1,7 @@
 // few_hidden: the sparse hidden state of 1 to 64 tokens (few.cuh). The gate product is made whole;
 // of what fires, and of nothing else, up follows at once, in the block that found it:
 //
-//     gate = x W_gate^T + b_gate        fires where above the threshold, or NaN
+//     gate = x W_gate^T + b_gate        fires where above 0, or NaN
 //     hidden[n, token] = gate * up where it fires, else 0     for each neuron n that fires for any
 //
 // hidden bf16 [N, 8 OCTETS]: rows of neurons that fired for no token are not written, nor what lies
@@ -85,8 +85,7 @@ template <class SIZES>
 __device__ __forceinline__ void hidden_state(
     const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
     const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up,
-    float threshold, int M, int N, int K, unsigned short* hidden, unsigned short* fired,
-    int* counts) {
+    int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
     if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K))
@@ -152,7 +151,7 @@ __device__ __forceinline__ void hidden_state(
                             static_cast<unsigned short>(bits);
                         return;
                     }
-                    if (bf16_value(bits) <= threshold) bits = 0;
+                    if (!fires(bf16_value(bits))) bits = 0;
                     gate = static_cast<unsigned short>(bits);
                     if (bits && counts) atomicAdd(&hand.counts[token], 1);
                     const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
@@ -184,10 +183,9 @@ __device__ __forceinline__ void hidden_state(
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1) few_hidden_##name(           \
         const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,      \
         const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up, \
-        float threshold, int M, int N, int K, unsigned short* hidden, unsigned short* fired,    \
-        int* counts) {                                                                          \
+        int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {      \
         hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(               \
-            x, w_gate, w_up, w_down, b_gate, b_up, threshold, M, N, K, hidden, fired, counts);  \
+            x, w_gate, w_up, w_down, b_gate, b_up, M, N, K, hidden, fired, counts);             \
     }
 
 #if TWELL_SHARED_KB >= 163

@@ -63,7 +63,6 @@ class Hidden {
   public:
     const TensorMap *x_map, *gate_map;
     const unsigned short *w_up, *w_down, *b_gate, *b_up;
-    float threshold;
     int M, N, K, rows, stages, octets;
     unsigned short *hidden, *fired;
     int* counts;
@@ -253,7 +252,7 @@ class Hidden {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 bits[j] = bf16_bits(sums[j] + bias);
-                if (n >= N || 4 * quad + j >= M || bf16_value(bits[j]) <= threshold) bits[j] = 0;
+                if (n >= N || 4 * quad + j >= M || !fires(bf16_value(bits[j]))) bits[j] = 0;
                 any |= bits[j];
                 if (bits[j] && counts) add_shared_word(at_.counts + 4 * (4 * quad + j), 1);
             }
@@ -378,13 +377,12 @@ extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(few::kThr
     few_hidden_hopper(const __grid_constant__ TensorMap x_map,
                       const __grid_constant__ TensorMap gate_map, const unsigned short* w_up,
                       const unsigned short* w_down, const unsigned short* b_gate,
-                      const unsigned short* b_up, float threshold, int M, int N, int K, int rows,
-                      int stages, int octets, unsigned short* hidden, unsigned short* fired,
-                      int* counts) {
+                      const unsigned short* b_up, int M, int N, int K, int rows, int stages,
+                      int octets, unsigned short* hidden, unsigned short* fired, int* counts) {
     extern __shared__ uint4 memory[];
     Hidden state;
     state.x_map = &x_map, state.gate_map = &gate_map, state.w_up = w_up, state.w_down = w_down;
-    state.b_gate = b_gate, state.b_up = b_up, state.threshold = threshold;
+    state.b_gate = b_gate, state.b_up = b_up;
     state.M = M, state.N = N, state.K = K;
     state.rows = rows, state.stages = stages, state.octets = octets;
     state.hidden = hidden, state.fired = fired, state.counts = counts;

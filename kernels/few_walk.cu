@@ -1,5 +1,6 @@
 // few_walk_S: a token by a cluster of S blocks (few_walk.cuh). `_all`: each block looks at all
-// neurons.
+// neurons. `columns` is the first number lest N and K lie in eight bytes and are loaded as a pair: the
+// pair costs registers where there are none left, and some entries spill.
 #include "few_walk.cuh"
 
 #define TWELL_FEW_WALK(name, all, size)                                                           \
@@ -7,10 +8,10 @@
         __launch_bounds__(few_walk::kMostThreads, 1) few_walk_##name(                             \
             const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,    \
             const unsigned short* b_up, const unsigned short* b_down,                             \
-            const unsigned short* gate, const unsigned short* residual, float threshold, int N,   \
-            int K, int cap, int ways, int warps, int columns, int* counts, unsigned short* y) {   \
+            const unsigned short* gate, const unsigned short* residual, int columns, int N,       \
+            int K, int cap, int ways, int warps, int* counts, unsigned short* y) {                \
         extern __shared__ uint4 memory[];                                                         \
-        few_walk::walk_token<all, size>(x, w_up, w_down, b_up, b_down, gate, residual, threshold, \
+        few_walk::walk_token<all, size>(x, w_up, w_down, b_up, b_down, gate, residual,            \
                                         {N, K, cap, ways, warps, columns}, counts, y, memory);    \
     }
 

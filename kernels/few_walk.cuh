@@ -57,13 +57,6 @@ __device__ __forceinline__ int unknown(int value) {
     return value;
 }
 
-// 0x3f80 in each half where the value lies above the limit, or is NaN.
-__device__ __forceinline__ unsigned above(unsigned values, unsigned limits) {
-    unsigned found;
-    asm("set.gtu.bf16x2.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(values), "r"(limits));
-    return found;
-}
-
 namespace few_walk {
 
 constexpr int kBatch = 8;  // pairs of which rows are under way, of a way
@@ -98,12 +91,10 @@ class Walk {
     int num;                                     // pairs of the block
 
     // How many of the neurons that the block looks at fired.
-    __device__ __forceinline__ int make_list(const unsigned short* gate, float threshold, int N,
-                                             int rank) {
+    __device__ __forceinline__ int make_list(const unsigned short* gate, int N, int rank) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = blockDim.x;
         const int begin = ALL ? 0 : N / 8 * rank / SIZE;
         const int end = ALL ? N / 8 : N / 8 * (rank + 1) / SIZE;
-        const unsigned limits = bf16_pair(threshold, threshold);
         unsigned sums = head;
         int found = 0;
 #pragma unroll 1
@@ -124,10 +115,7 @@ class Walk {
             }
             unsigned fired = 0;  // bit i: low half of word i; bit 16 + i: high half
 #pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                const unsigned ones = above(words[i], limits);
-                fired |= (i < 7 ? ones >> (7 - i) : ones << (i - 7)) & 0x10001u << i;
-            }
+            for (int i = 0; i < kWords; ++i) fired |= fires_pair(words[i]) & 0x10001u << i;
             const int own = __popc(fired), upto = scan_warp(own, lane);
             if (lane == 31) store_shared_word(sums + 4 * warp, upto);
             __syncthreads();
@@ -263,8 +251,8 @@ template <bool ALL, int SIZE>
 __device__ __forceinline__ void walk_token(
     const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
     const unsigned short* b_up, const unsigned short* b_down, const unsigned short* gate,
-    const unsigned short* residual, float threshold, const Sizes& sizes, int* counts,
-    unsigned short* y, const uint4* memory) {
+    const unsigned short* residual, const Sizes& sizes, int* counts, unsigned short* y,
+    const uint4* memory) {
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     if (dynamic_smem_bytes() < sizes.bytes(SIZE) ||
         (ALL && sizes.N / 8 > kChunks * static_cast<int>(blockDim.x)))
@@ -294,8 +282,7 @@ __device__ __forceinline__ void walk_token(
     cluster_wait();  // all blocks are there, and their barriers
 
     wait_for_previous();
-    const int found =
-        walk.make_list(gate + static_cast<long long>(token) * sizes.N, threshold, sizes.N, rank);
+    const int found = walk.make_list(gate + static_cast<long long>(token) * sizes.N, sizes.N, rank);
     if (counts && threadIdx.x == 0 && found && (!ALL || rank == 0))
         atomicAdd(counts + token, found);
     float sums[4][4] = {};

@@ -18,13 +18,6 @@ namespace {
 
 static_assert(product::kBlockColumns == TILE);
 
-// 0xffff in each half that lies above the threshold or is NaN.
-__device__ __forceinline__ unsigned fires(unsigned pair, unsigned threshold_pair) {
-    unsigned fired;
-    asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(fired) : "r"(pair), "r"(threshold_pair));
-    return fired;
-}
-
 // Stays zero (of either sign) in each half while every pair it was given is finite.
 __device__ __forceinline__ unsigned add_zero_times(unsigned pair, unsigned sum) {
     unsigned next;
@@ -74,12 +67,12 @@ class Row {
     }
 
     // compare, remember: bit j (low) and 16 + j (high) of mask[j / 16] for pair j; then count
-    __device__ __forceinline__ void compare(unsigned threshold_pair, int* count) {
+    __device__ __forceinline__ void compare(int* count) {
         unsigned poison = 0;
         mask_[0] = mask_[1] = 0;
 #pragma unroll
         for (int j = 0; j < 32; ++j) {
-            mask_[j / 16] |= fires(pairs_[j], threshold_pair) & (0x10001u << (j % 16));
+            mask_[j / 16] |= fires_pair(pairs_[j]) & (0x10001u << (j % 16));
             poison = add_zero_times(pairs_[j], poison);
         }
         // prefix sum over the quad: fired in the low half, lanes that saw NaN or Inf in the high
@@ -127,7 +120,6 @@ class Row {
 // What becomes of a tile: rounded at once, packed while the next one is multiplied.
 struct Packing {
     const unsigned short* b_gate;
-    unsigned threshold_pair;
     int num_rows, num_columns, num_tiles, num_slots;
     int* counts;
     int* entries;
@@ -164,7 +156,7 @@ struct Packing {
         const long long cell = static_cast<long long>(own_row) * num_tiles + column_tile;
         Row& part = STEP < 2 ? upper : lower;
         if constexpr (STEP % 2 == 0)
-            part.compare(threshold_pair, inside ? counts + cell : nullptr);
+            part.compare(inside ? counts + cell : nullptr);
         else
             part.store(column, inside ? num_slots : 0, entries + cell * num_slots);
     }
@@ -186,12 +178,12 @@ __device__ __forceinline__ void pack_product(const TensorMap* x_map, const Tenso
         __launch_bounds__(product::threads(groups), 1)                                            \
             name(const __grid_constant__ TensorMap x_map,                                         \
                  const __grid_constant__ TensorMap w_map, const unsigned short* b_gate,           \
-                 float threshold, int num_rows, int num_columns, int num_inner, int num_slots,    \
-                 int* counts, int* entries, int* heavy_count) {                                   \
+                 int num_rows, int num_columns, int num_inner, int num_slots, int* counts,        \
+                 int* entries, int* heavy_count) {                                                \
         const product::Shape<groups> shape{num_rows, num_columns, num_inner,                      \
                                            product::kBlockColumns};                               \
-        Packing packing{b_gate,    bf16_pair(threshold, threshold), num_rows, num_columns,       \
-                        shape.column_tiles(), num_slots, counts, entries};                        \
+        Packing packing{b_gate,    num_rows, num_columns, shape.column_tiles(),                   \
+                        num_slots, counts,   entries};                                            \
         pack_product(&x_map, &w_map, shape, packing, heavy_count);                                \
     }
 

@@ -14,7 +14,7 @@
 // by blocks that run. So no block waits for one that does not, however few run at a time.
 //
 // Gate and up are multiplied once more than the forward pass did, so that nothing dense is kept; in
-// another order, so that a gate within a rounding of the threshold may fire in one of them alone.
+// another order, so that a gate within a rounding of 0 may fire in one of them alone.
 // All products go over one loop: tiles of 128 x 128, 64 of the inner dimension at a time, three
 // stages by cp.async, warps of 64 x 32 by mma.sync. An operand lies along (what is summed over is
 // contiguous) or across; rows of x and grad_y are found through the list.
@@ -190,7 +190,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4][2 * PAIRS][4], unsigne
 // What a launch works on.
 struct Job {
     const unsigned short *x, *grad_y, *w_gate, *w_up, *w_down, *b_gate, *b_up;
-    float threshold, penalty;
+    float penalty;
     const int* heavy_rows;
     int N, K;
     unsigned short *grad_gate, *grad_up, *hidden;  // of a window
@@ -219,12 +219,12 @@ struct PairGrads {
         for (int i = 0; i < 2; ++i) {
             const float gate = rounded(gates[i] + bias_at(job.b_gate, column + i));
             const float up_value = rounded(ups[i] + bias_at(job.b_up, column + i));
-            const bool fires = !(gate <= job.threshold);
-            const float kept = fires ? gate : 0.f;
+            const bool fired = fires(gate);
+            const float kept = fired ? gate : 0.f;
             h[i] = rounded(kept * up_value);
             const float sign = h[i] > 0.f ? job.penalty : h[i] < 0.f ? -job.penalty : 0.f;
             const float grad = rounded(grads[i] + sign);
-            of_gate[i] = fires ? grad * up_value : 0.f;
+            of_gate[i] = fired ? grad * up_value : 0.f;
             of_up[i] = grad * kept;
         }
         gate = bf16_pair(of_gate[0], of_gate[1]), up = bf16_pair(of_up[0], of_up[1]);
@@ -362,7 +362,7 @@ __device__ __forceinline__ int tiles_of(int size, int tile) { return (size + til
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_heavy(const unsigned short* x, const unsigned short* grad_y, const unsigned short* w_gate,
                const unsigned short* w_up, const unsigned short* w_down,
-               const unsigned short* b_gate, const unsigned short* b_up, float threshold,
+               const unsigned short* b_gate, const unsigned short* b_up,
                const float* penalty_at, const int* heavy_rows, const int* heavy_count, int window,
                int N, int K, unsigned short* grad_gate, unsigned short* grad_up,
                unsigned short* hidden, float* sums_gate, float* sums_up, float* sums_down,
@@ -373,9 +373,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (count == 0) return;
     const unsigned stages = smem_address(memory);
     const Job job{x,         grad_y,    w_gate,    w_up,
-                  w_down,    b_gate,    b_up,      threshold,
-                  penalty_at ? *penalty_at : 0.f, heavy_rows, N,         K,
-                  grad_gate, grad_up,   hidden};
+                  w_down,    b_gate,    b_up,      penalty_at ? *penalty_at : 0.f,
+                  heavy_rows, N,        K,         grad_gate,
+                  grad_up,   hidden};
     const int neuron_tiles = tiles_of(N, kTile), weight_tiles = neuron_tiles * tiles_of(K, kTile);
     const int of_weights = ((sums_gate ? 2 : 0) + (sums_down ? 1 : 0)) * weight_tiles;
     const int of_biases = sums_biases ? tiles_of(2 * N, kThreads) : 0;

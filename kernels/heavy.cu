@@ -4,7 +4,7 @@
 // The host launches the three kernels for one window of the list of heavy rows after another; a
 // window that starts behind the count costs an empty launch.
 //   heavy_gather   x_rows [window, K] = x[heavy_rows]
-//   heavy_hidden   hidden [window, N] = relu_t(x_rows W_gate^T + b_gate) * (x_rows W_up^T + b_up)
+//   heavy_hidden   hidden [window, N] = relu(x_rows W_gate^T + b_gate) * (x_rows W_up^T + b_up)
 //   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
 // `heavy_count` null: every row of the window (heavy_hidden then is a fused dense gate and up), and
@@ -38,16 +38,10 @@ __device__ __forceinline__ float high_half(unsigned pair) {
     return __uint_as_float(pair & 0xffff0000);
 }
 
-// relu_t: the number itself above the threshold or where it is NaN, else +0.
-__device__ __forceinline__ float keep_fired(float gate, float threshold) {
-    return gate <= threshold ? 0.f : gate;
-}
-
-__device__ __forceinline__ unsigned hidden_pair(const float* gate, const float* up,
-                                                float threshold) {
+__device__ __forceinline__ unsigned hidden_pair(const float* gate, const float* up) {
     const unsigned gates = bf16_pair(gate[0], gate[1]), ups = bf16_pair(up[0], up[1]);
-    return bf16_pair(keep_fired(bf16_value(gates), threshold) * bf16_value(ups),
-                      keep_fired(high_half(gates), threshold) * high_half(ups));
+    return bf16_pair(keep_fired(bf16_value(gates)) * bf16_value(ups),
+                     keep_fired(high_half(gates)) * high_half(ups));
 }
 
 // A warp's 16 rows of 128 bf16 columns on their way from fragments to whole lines.
@@ -106,7 +100,6 @@ __device__ __forceinline__ void add_bias(float (&sums)[128], int j0, const unsig
 struct HiddenTiles {
     Patch patch;
     const unsigned short *b_gate, *b_up;
-    float threshold;
     int num_rows, num_columns;
     unsigned short* hidden;
 
@@ -119,7 +112,7 @@ struct HiddenTiles {
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 const float* gate = sums + 4 * j + 2 * lower;
-                patch.put(j, lower, hidden_pair(gate, gate + 64, threshold));
+                patch.put(j, lower, hidden_pair(gate, gate + 64));
             }
         const int first_row = tile.row + threadIdx.x / 32 % 4 * 16;
         patch.write(num_columns - tile.column, [&](int row) -> unsigned short* {
@@ -189,16 +182,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     heavy_hidden(const __grid_constant__ TensorMap x_map,
                  const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
-                 const unsigned short* b_up, float threshold, const int* heavy_count,
-                 const int* flags, int window_start, int window, int num_columns, int num_inner,
+                 const unsigned short* b_up, const int* heavy_count, const int* flags,
+                 int window_start, int window, int num_columns, int num_inner,
                  unsigned short* hidden) {
     extern __shared__ unsigned char dynamic_memory[];
     wait_for_previous();
     let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0 || !any_flag(flags, window)) return;
-    HiddenTiles tiles{Patch(patches(dynamic_memory)), b_gate, b_up, threshold, num_rows,
-                      num_columns, hidden};
+    HiddenTiles tiles{Patch(patches(dynamic_memory)), b_gate, b_up, num_rows, num_columns, hidden};
     const product::Shape<2> shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
     product::run(shape, &x_map, &gate_map, &up_map, dynamic_memory, tiles);
 }

@@ -8,6 +8,7 @@
 // Slots behind a count are left as they were. Sets heavy_count to 0 for `plan`.
 //
 // Launch: one block of 256 threads a row, no dynamic shared memory. gate is aligned to 16 bytes.
+#include "twell.cuh"
 #include "twell_lists.cuh"
 #include "warp.cuh"
 
@@ -40,11 +41,6 @@ __device__ __forceinline__ bool not_finite(unsigned short gate) {
     return (gate & 0x7f80) == 0x7f80;
 }
 
-// Above the threshold, or NaN: only then is the comparison false.
-__device__ __forceinline__ bool fires(unsigned short gate, float threshold) {
-    return !(__uint_as_float(static_cast<unsigned>(gate) << 16) <= threshold);
-}
-
 __device__ __forceinline__ bool any_not_finite(const unsigned short* row, int N, int warp,
                                                int lane) {
     bool found = false;
@@ -58,15 +54,15 @@ __device__ __forceinline__ bool any_not_finite(const unsigned short* row, int N,
 
 // One tile: lane l holds columns first + 8l to first + 8l + 7.
 __device__ __forceinline__ void pack_tile(const unsigned short* row, int first, int N,
-                                          float threshold, bool all_columns, int* count,
-                                          int* entries, int lane) {
+                                          bool all_columns, int* count, int* entries,
+                                          int lane) {
     const int column = first + lane * kColumns;
     const Columns columns = load_columns(row, column, N);
     unsigned fired = 0, listed = 0;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
         if (column + i < N) {
-            fired |= static_cast<unsigned>(fires(columns.gate[i], threshold)) << i;
+            fired |= static_cast<unsigned>(fires(bf16_value(columns.gate[i]))) << i;
             listed |= 1u << i;
         }
     }
@@ -87,8 +83,7 @@ __device__ __forceinline__ void pack_tile(const unsigned short* row, int first, 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256)
-    pack(const unsigned short* gate, float threshold, int M, int N, int* counts, int* entries,
-         int* heavy_count) {
+    pack(const unsigned short* gate, int M, int N, int* counts, int* entries, int* heavy_count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;
     if (row == 0 && threadIdx.x == 0) *heavy_count = 0;
@@ -97,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int num_tiles = (N + TILE - 1) / TILE;
     for (int tile = warp; tile < num_tiles; tile += kWarps) {
         const long long cell = row * num_tiles + tile;
-        pack_tile(gate_row, tile * TILE, N, threshold, all_columns, counts + cell,
-                  entries + cell * TILE, lane);
+        pack_tile(gate_row, tile * TILE, N, all_columns, counts + cell, entries + cell * TILE,
+                  lane);
     }
 }

@@ -1,7 +1,7 @@
 // step: a whole step of one token, all layers and the head, in one kernel; a block a multiprocessor
 // (Hopper). For models of hidden size K = TWELL_STEP_K whose heads of q are K columns together.
 //
-//   layers      Layer [num_layers]: a layer's weights by rows, its cache, its threshold and window;
+//   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
 //               biases and the norms of q and k may be null, windows are the same in all layers
 //   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16

@@ -36,18 +36,18 @@ struct Neurons : Attention {
         for (int first = 0; first < kQuad * share.num; first += 32) {
             const int row = first + lane, neuron = kQuad * share.first + row;
             float gate = 0.f;
-            bool fires = false;
+            bool fired = false;
             if (row < kQuad * share.num) {
                 float sum = sum_of_warps(sums() + row * kWarps);
                 if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
                 gate = rounded(sum);
-                fires = !(gate <= layer.threshold);
+                fired = fires(gate);
             }
-            const unsigned fired = __ballot_sync(~0u, fires);
-            if (fires)
-                list[num + __popc(fired & ((1u << lane) - 1))] =
+            const unsigned all = __ballot_sync(~0u, fired);
+            if (fired)
+                list[num + __popc(all & ((1u << lane) - 1))] =
                     make_float2(__int_as_float(neuron), gate);
-            num += __popc(fired);
+            num += __popc(all);
         }
         __syncwarp();
         return num;
@@ -124,7 +124,7 @@ struct Neurons : Attention {
             if (layer.gate_bias) gate += bf16_value(layer.gate_bias[neuron]);
             if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
             gate = rounded(gate);
-            hidden[row] = gate <= layer.threshold ? 0.f : rounded(gate * rounded(up));
+            hidden[row] = fires(gate) ? rounded(gate * rounded(up)) : 0.f;
         }
         sums_at ^= 1;
         sync_consumers();

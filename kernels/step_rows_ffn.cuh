@@ -142,12 +142,11 @@ struct Neurons : Attention {
         int num = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool fires = token < args.num_tokens && !(gates[i] <= layer.threshold);
-            at<float>(kGates)[(first + i) * kTokens + token] =
-                fires ? gates[i] : 0.f;
-            const unsigned fired = __ballot_sync(~0u, fires);
-            mask |= (fired & 0x55555555 ? 1 << i : 0) | (fired & 0xaaaaaaaa ? 16 << i : 0);
-            num += fires;
+            const bool fired = token < args.num_tokens && fires(gates[i]);
+            at<float>(kGates)[(first + i) * kTokens + token] = fired ? gates[i] : 0.f;
+            const unsigned all = __ballot_sync(~0u, fired);
+            mask |= (all & 0x55555555 ? 1 << i : 0) | (all & 0xaaaaaaaa ? 16 << i : 0);
+            num += fired;
         }
         num += __shfl_xor_sync(~0u, num, 1);
         if (lane() % 2 == 0 && num)

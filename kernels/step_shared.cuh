@@ -14,8 +14,7 @@ struct Layer {
     const unsigned short *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
     unsigned short *keys, *values;
     const unsigned short *q_norm, *k_norm;
-    float threshold;
-    int window;
+    int window;  // in a word of its own
 };
 constexpr int kLayerWords = sizeof(Layer) / 8;
 // The next one's comes where nobody can be reading any more, without a barrier.

@@ -19,6 +19,20 @@ __device__ __forceinline__ unsigned bf16_bits(float value) {
     return bf16_pair(value, 0.f) & 0xffff;
 }
 
+// ---- what fires (README.md): a gate above 0, or NaN, as it is once it is rounded to bf16
+
+__device__ __forceinline__ bool fires(float gate) { return !(gate <= 0.f); }
+
+// The gate where it fires, else +0.
+__device__ __forceinline__ float keep_fired(float gate) { return fires(gate) ? gate : 0.f; }
+
+// 0xffff in each half that fires. From sm_90 on.
+__device__ __forceinline__ unsigned fires_pair(unsigned gates) {
+    unsigned fired;
+    asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(fired) : "r"(gates), "r"(0u));
+    return fired;
+}
+
 // ---- integers
 
 // a b + c, as one instruction.

@@ -81,21 +81,19 @@ struct Packed {
     }
 };
 
-// A row of the gate. Compared as integers: of finite numbers and a threshold that is not negative,
-// those above it have bits above its bits, the sign included; the others make the row heavy.
+// A row of the gate. What is not finite makes it heavy.
 struct Dense {
     const unsigned short* gate;
-    float threshold;
     int num_neurons;
 
     static constexpr int kChunks = 3;  // of 8 neurons, that a thread has at a time
 
     __device__ __forceinline__ int make_list(int cap, unsigned* list) const {
-        const int low = threshold > 0 ? __float_as_uint(threshold) & 0xffff0000 : 0;
         int num = 0, heavy = 0;
 #pragma unroll 1
         for (int base = 0; base < num_neurons; base += 8 * kChunks * blockDim.x) {
-            unsigned words[4 * kChunks], fired = 0, odd = 0;
+            unsigned words[4 * kChunks], odd = 0;
+            unsigned fired = 0;  // bit i: low half of word i; bit 16 + i: high half
 #pragma unroll
             for (int i = 0; i < kChunks; ++i) {
                 const int first = base + 8 * (i * blockDim.x + threadIdx.x);
@@ -107,15 +105,14 @@ struct Dense {
 #pragma unroll
             for (int i = 0; i < 4 * kChunks; ++i) {
                 odd |= (words[i] & 0x7f807f80) + 0x00800080;  // the sign's bit: not finite
-                if (static_cast<int>(words[i] << 16) > low) fired |= 1u << 2 * i;
-                if (static_cast<int>(words[i]) > (low | 0xffff)) fired |= 2u << 2 * i;
+                fired |= fires_pair(words[i]) & 0x10001u << i;
             }
             heavy |= (odd & 0x80008000) != 0;
             int total, to = num + scan_block(__popc(fired), total, heavy);
             if (fired) {
 #pragma unroll
                 for (int i = 0; i < 8 * kChunks; ++i) {
-                    if (!(fired >> i & 1)) continue;
+                    if (!(fired >> (i / 2 + 16 * (i % 2)) & 1)) continue;
                     const int chunk = i / 8 * blockDim.x + threadIdx.x;
                     const unsigned bits = words[i / 2] >> 16 * (i % 2) << 16;
                     if (to < cap) list[to] = bits | (base + 8 * chunk + i % 8);
@@ -331,14 +328,14 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024, 1)
     walk_gate(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
               const unsigned short* b_up, const unsigned short* b_down, const unsigned short* gate,
-              float threshold, int N, int K, int cap, int ways, int* heavy, unsigned short* y) {
+              int N, int K, int cap, int ways, int* heavy, unsigned short* y) {
     extern __shared__ uint4 memory[];
     const long long token = blockIdx.x;
     Walk way{x, w_up, w_down, b_up, b_down, y, K, cap, ways};
     way.find_place(reinterpret_cast<unsigned*>(memory));
     wait_for_previous();
     let_next_start();
-    const Dense row{gate + token * N, threshold, N};
+    const Dense row{gate + token * N, N};
     way.num = row.make_list(cap, way.list);
     if (threadIdx.x == 0) heavy[token] = way.num == kHeavy;
     if (way.num != kHeavy) way.run();

@@ -6,7 +6,6 @@ do by inline assembly stands in emulator/instructions.h a second time; all else 
 
 import ctypes
 import functools
-import struct
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +74,7 @@ class Model:
     biases: bool = False
     head_norms: bool = False
     window: int = 0
-    threshold: float = 0.0
+    gate_mean: float = 0.0  # of its bias; 0: has a bias if the rest has
     seed: int = 0
     rows: int = 1
     token: int = 7
@@ -96,6 +95,7 @@ class Model:
         angles = torch.randn(self.position + 1, D // 2, generator=generator).repeat(1, 2)
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         self.weights = []
+        has_gate_bias = self.biases or self.gate_mean != 0
         for _ in range(self.layers):
             layer = {
                 "input_norm": normal(K, mean=1, std=0.1),
@@ -107,7 +107,7 @@ class Model:
                 "gate": normal(N, K, std=std),
                 "up": normal(N, K, std=std),
                 "down": normal(N, K, std=0.1),
-                "gate_bias": normal(N, std=0.1) if self.biases else None,
+                "gate_bias": normal(N, std=0.1, mean=self.gate_mean) if has_gate_bias else None,
                 "up_bias": normal(N, std=0.1) if self.biases else None,
                 "down_bias": normal(K, std=0.1) if self.biases else None,
                 "keys": normal(pages, self.Hkv, PAGE, D),
@@ -118,9 +118,8 @@ class Model:
             self.weights.append(layer)
 
     def told(self) -> Tensor:
-        """The kernel's table of layers: pointers, then threshold and window."""
-        last = struct.unpack("<q", struct.pack("<fi", self.threshold, self.window))[0]
-        rows = [[pointer(t) for t in layer.values()] + [last] for layer in self.weights]
+        """The kernel's table of layers: pointers, then the window."""
+        rows = [[pointer(t) for t in layer.values()] + [self.window] for layer in self.weights]
         return torch.tensor(rows, dtype=torch.int64)
 
 
@@ -183,7 +182,7 @@ def judge(model: Model, late_root: bool = False) -> Done:
         new.append((key, value))
         x = _rounded(_linear(attended, layer["out"], layer["out_bias"]) + x)
         gate = product(layer["gate"], layer["ffn_norm"], layer["gate_bias"])
-        fired = gate > model.threshold
+        fired = gate > 0
         counts.append(int(fired.sum()))
         up = product(layer["up"], layer["ffn_norm"], layer["up_bias"])
         hidden = _rounded(gate * up) * fired

@@ -45,11 +45,10 @@ class Problem:
     b_up: Tensor | None
     b_down: Tensor | None
     residual: Tensor | None
-    threshold: float
 
     @property
     def fired(self) -> Tensor:
-        return fires(self.gate, self.threshold)
+        return fires(self.gate)
 
     @property
     def y(self) -> Tensor:
@@ -82,7 +81,6 @@ def random_problem(M: int, K: int, N: int, level: float, seed: int) -> Problem:
         whole(N, most=3) if full else None,
         whole(K, most=3) if full else None,
         whole(M, K, most=50) if full else None,
-        threshold=[0.0, 0.5, 2.0][seed % 3],
     )
 
 
@@ -94,7 +92,7 @@ def emulate(walk: ctypes.CDLL, plan: FewWalkPlan, problem: Problem, seed: int):
     status = walk.few_walk_of(
         *(M, plan.threads, -(-plan.smem_bytes // 16) * 16, seed),
         *(_pointer(t) for t in (*inputs, problem.gate, problem.residual)),
-        *(ctypes.c_float(problem.threshold), N, K, plan.cap, plan.ways, plan.warps, plan.columns),
+        *(N, K, plan.cap, plan.ways, plan.warps, plan.columns),
         *(_pointer(t) for t in (counts, y)),
     )
     assert status == 1, "some threads wait forever"

@@ -21,7 +21,7 @@ from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.results import DENSE, TWELL
 from twellctl.bench.synthetic import make_body, with_head
-from twellctl.bundle.twell_model import gated_ffns, set_thresholds
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
@@ -175,7 +175,7 @@ def test_rows_that_are_alike_are_refused(monkeypatch):
 
 
 def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_path):
-    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32, threshold=0.1)
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32)
     export(relu_llama, tmp_path / "export", profile=measured)
     words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
     words += ("--device", "cpu")
@@ -373,7 +373,6 @@ def test_json_holds_everything():
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_weights_of_a_model_compute_its_ffn(make_model, family):
     model = AutoModelForCausalLM.from_pretrained(make_model(family, hidden_act="relu"))
-    set_thresholds(model, [0.25, 0.0])
     x = torch.randn(5, 32)
     for ffn in gated_ffns(model):
         weights = weights_of(ffn)

@@ -42,7 +42,7 @@ def test_the_random_body_keeps_channel_0(body):
 
 
 def test_the_twin_shares_its_weights_and_gives_the_same(body):
-    numbers = TwellNumbers(256, (0.0,) * 3, (64,) * 3, (0.1,) * 3)
+    numbers = TwellNumbers(256, (64,) * 3, (0.1,) * 3)
     twin = twell_twin(body, numbers, "auto")
     assert all(isinstance(ffn, TwellFFN) for ffn in gated_ffns(twin))
     assert not any(isinstance(ffn, TwellFFN) for ffn in gated_ffns(body))
@@ -99,7 +99,7 @@ def test_a_random_model_whose_tokens_are_alike_is_refused(monkeypatch):
 
 
 def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, tmp_path):
-    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32, threshold=0.1)
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32)
     export(relu_llama, tmp_path / "export", profile=measured)
     words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
     words += ("--device", "cpu")

@@ -52,7 +52,6 @@ def test_logits_are_those_of_the_same_weights_with_relu(make_model, tmp_path, fa
         "format_version": 1,
         "tile": 256,
         "slots": [64, 64],
-        "thresholds": [0.0, 0.0],
         "source": str(source.resolve()),
         "source_act": "silu",
     }

@@ -148,7 +148,7 @@ def test_what_lies_elsewhere_stays(load, monkeypatch):
 
 def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):
     body = AutoModelForCausalLM.from_pretrained(relu_llama).model
-    twin = twell_twin(body, TwellNumbers(256, (0.0,) * 2, (64,) * 2, None), "auto")
+    twin = twell_twin(body, TwellNumbers(256, (64,) * 2, None), "auto")
     assert layouts(body) == {"by columns"}
     assert layouts(twin) == {"by neurons"}
     for (name, ours), theirs in zip(twin.named_parameters(), body.parameters(), strict=True):

@@ -14,17 +14,17 @@ pytestmark = pytest.mark.skipif(
 )
 # name: (model, blocks)
 CASES = {
-    "plain": (Model(2048, 64, 32, 32, 1056, 2, 150, threshold=1.5, rows=16), 132),
+    "plain": (Model(2048, 64, 32, 32, 1056, 2, 150, gate_mean=-1.5, rows=16), 132),
     "all at once": (
         Model(2048, 64, 32, 8, 1048, 2, 300, biases=True, head_norms=True, seed=3, rows=7),
         132,
     ),
     "a window": (
-        Model(2048, 64, 32, 32, 1048, 1, 600, window=100, threshold=1.0, seed=4, rows=3),
+        Model(2048, 64, 32, 32, 1048, 1, 600, window=100, seed=4, rows=3),
         128,
     ),
-    "nothing fires": (Model(2048, 64, 32, 32, 1048, 2, 65, threshold=9.0, seed=6, rows=2), 129),
-    "many fire": (Model(2048, 64, 32, 16, 6336, 1, 100, threshold=0.2, seed=6, rows=16), 132),
+    "nothing fires": (Model(2048, 64, 32, 32, 1048, 2, 65, gate_mean=-9.0, seed=6, rows=2), 129),
+    "many fire": (Model(2048, 64, 32, 16, 6336, 1, 100, gate_mean=-0.2, seed=6, rows=16), 132),
     "wide heads": (
         Model(2048, 128, 16, 2, 1048, 2, 200, biases=True, head_norms=True, seed=7, rows=16),
         144,
@@ -46,7 +46,7 @@ def test_a_step_of_rows(case, folder):
     found = emulated.emulate(step, model, blocks, seeds=(1, 2, 3) if case == "plain" else (1,))
     for row, (done, exact) in enumerate(zip(found, wanted, strict=True)):
         assert (done.logits == done.logits[0]).all()
-        # a gate within one rounding of the threshold may fall on either side, and count for much
+        # a gate within one rounding of 0 may fall on either side, and count for much
         missed = (done.counts[0] - exact.counts[0]).abs()
         assert (missed <= 2).all(), f"row {row}"
         error = (done.logits[0] - exact.logits[0]).abs().max()

@@ -14,24 +14,24 @@ pytestmark = pytest.mark.skipif(
 )
 # name: (model, blocks, sparse)
 CASES = {
-    "plain": (Model(2048, 64, 32, 32, 1024, 2, 70, threshold=1.5), 132, True),
+    "plain": (Model(2048, 64, 32, 32, 1024, 2, 70, gate_mean=-1.5), 132, True),
     "all at once": (
         Model(2048, 64, 32, 8, 1048, 2, 200, biases=True, head_norms=True, seed=3),
         132,
         True,
     ),
-    "parts of heads": (Model(2048, 64, 32, 8, 1048, 1, 1000, threshold=1.0, seed=9), 132, True),
+    "parts of heads": (Model(2048, 64, 32, 8, 1048, 1, 1000, gate_mean=-1.0, seed=9), 132, True),
     "a window": (Model(2048, 64, 32, 32, 1048, 1, 600, window=100, seed=4), 128, True),
     "first token": (Model(2048, 64, 32, 32, 1048, 1, 0, seed=5), 130, True),
-    "nothing fires": (Model(2048, 64, 32, 32, 1048, 2, 65, threshold=9.0, seed=6), 129, True),
-    "many fire": (Model(2048, 64, 32, 16, 5632, 1, 100, threshold=0.2, seed=6), 132, True),
+    "nothing fires": (Model(2048, 64, 32, 32, 1048, 2, 65, gate_mean=-9.0, seed=6), 129, True),
+    "many fire": (Model(2048, 64, 32, 16, 5632, 1, 100, gate_mean=-0.2, seed=6), 132, True),
     "wide heads": (
         Model(2048, 128, 16, 2, 1048, 2, 150, biases=True, head_norms=True, seed=7),
         132,
         True,
     ),
     "dense": (Model(2048, 64, 32, 8, 1048, 2, 100, biases=True, seed=8), 132, False),
-    "4096": (Model(4096, 128, 32, 8, 1056, 1, 130, threshold=0.5, seed=10), 132, True),
+    "4096": (Model(4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10), 132, True),
     "4096, dense": (Model(4096, 128, 32, 8, 1056, 1, 500, biases=True, seed=11), 132, False),
 }
 
@@ -53,6 +53,6 @@ def test_a_step(case, folder):
     for made, exact in zip(done.new, wanted.new, strict=True):
         for own, other in zip(made, exact, strict=True):
             assert (own - other).abs().max() < 0.05
-    # a gate within one rounding of the threshold may fall on either side
+    # a gate within one rounding of 0 may fall on either side
     missed = (done.counts[0] - wanted.counts[0]).abs() if sparse else done.counts[0]
     assert (missed <= (2 if sparse else 0)).all()

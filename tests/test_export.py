@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_bundle import read_bundle
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import fingerprint, open_checkpoint
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
@@ -26,7 +26,6 @@ from twellctl.profile import profile
 from twellctl.profiled import save_profile
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
-THRESHOLDS = [0.25, 0.5]
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 CHILD = """
 import sys
@@ -69,14 +68,6 @@ def set_twell(folder: Path, **changes) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def dense_model(folder: Path, thresholds: list[float], **options) -> nn.Module:
-    """The dense equation: the stock class, its ReLU replaced by torch's own threshold."""
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    for ffn, threshold in zip(gated_ffns(model), thresholds, strict=True):
-        setattr(ffn, activation_name(ffn), nn.Threshold(threshold, 0.0))
-    return model
-
-
 @pytest.fixture(scope="module")
 def relu_models(make_model, tmp_path_factory) -> dict[str, Path]:
     """A converted model of each family."""
@@ -88,22 +79,19 @@ def relu_models(make_model, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def exports(relu_models, tmp_path_factory) -> dict[tuple[str, bool], Path]:
-    """{(family, whether with thresholds): exported folder}; few slots, so that rows overflow."""
+def exports(relu_models, tmp_path_factory) -> dict[str, Path]:
+    """An export of each family; few slots, so that rows overflow."""
     found = {}
     for family, model in relu_models.items():
-        for thresholded in (False, True):
-            out = tmp_path_factory.mktemp("exports") / f"{family}-{thresholded}"
-            export(model, out)
-            slots = [100, 128] if thresholded else [256, 130]
-            set_twell(out, slots=slots, thresholds=THRESHOLDS if thresholded else [0.0, 0.0])
-            found[family, thresholded] = out
+        found[family] = tmp_path_factory.mktemp("exports") / family
+        export(model, found[family])
+        set_twell(found[family], slots=[100, 128])
     return found
 
 
 @pytest.fixture(scope="module")
 def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
-    """What a process that cannot import twellctl computes, by (family, thresholded, dtype)."""
+    """What a process that cannot import twellctl computes, by (family, dtype)."""
     home = tmp_path_factory.mktemp("home")
     folders = {str(folder): key for key, folder in exports.items()}
     caches = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
@@ -114,7 +102,7 @@ def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
         timeout=300,
     )
     results = torch.load(home / "results.pt")
-    return {(*folders[folder], dtype): result for (folder, dtype), result in results.items()}
+    return {(folders[folder], dtype): result for (folder, dtype), result in results.items()}
 
 
 def forget_remote_code() -> None:
@@ -127,8 +115,8 @@ def load_trusted(tmp_path_factory):
     """Load an export with its own code, which transformers copies to a module cache made here."""
     cache = str(tmp_path_factory.mktemp("modules"))
 
-    def load(folder: Path, **options) -> nn.Module:
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+    def load(folder: Path, door: type = AutoModelForCausalLM, **options) -> nn.Module:
+        return door.from_pretrained(folder, trust_remote_code=True, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
@@ -148,27 +136,76 @@ def exported(relu_llama, tmp_path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_loading_gives_the_relu_model(relu_models, exports, family):
     wanted = AutoModelForCausalLM.from_pretrained(relu_models[family])
-    model = AutoModelForCausalLM.from_pretrained(exports[family, True])
+    model = AutoModelForCausalLM.from_pretrained(exports[family])
     assert type(model) is type(wanted)
     assert torch.equal(model(IDS).logits, wanted(IDS).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("thresholded", [False, True], ids=["relu", "thresholds"])
+@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loads_over_twell_without_twellctl(
-    relu_models, loaded_without_twellctl, family, thresholded, dtype
-):
-    found = loaded_without_twellctl[family, thresholded, dtype]
-    thresholds = THRESHOLDS if thresholded else [0.0, 0.0]
-    model = dense_model(relu_models[family], thresholds, dtype=dtype)
+def test_every_door_gives_the_same_bits(exports, load_trusted, family):
+    stock = AutoModelForCausalLM.from_pretrained(exports[family])
+    causal = load_trusted(exports[family])
+    body, found = load_trusted(exports[family], AutoModel, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert set(found["unexpected_keys"]) <= {"lm_head.weight"}
+    assert type(body).__name__ == f"Twell{type(stock.model).__name__}"
+    for model in (causal, body):
+        assert all(ffn.twell_sources for ffn in gated_ffns(model))
+    wanted = stock(IDS).logits
+    assert torch.equal(causal(IDS).logits, wanted)
+    assert torch.equal(stock.lm_head(body(IDS).last_hidden_state), wanted)
+
+
+@torch.no_grad()
+def test_tied_weights_load_through_every_door(make_model, load_trusted, tmp_path):
+    convert(make_model("llama", tie_word_embeddings=True), tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")(IDS).logits
+    assert torch.equal(load_trusted(tmp_path / "out")(IDS).logits, wanted)
+    body = load_trusted(tmp_path / "out", AutoModel)
+    hidden = body(IDS).last_hidden_state
+    assert torch.equal(hidden @ body.get_input_embeddings().weight.T, wanted)
+
+
+def test_a_body_that_was_saved_alone_loads_again(exported, load_trusted, tmp_path):
+    body = load_trusted(exported, AutoModel)
+    body.save_pretrained(tmp_path / "body")
+    config = json.loads((tmp_path / "body/config.json").read_text())
+    assert config["architectures"] == ["LlamaModel"]
+    assert config["auto_map"] == {"AutoModel": "modeling_twell.TwellLlamaModel"}
+    again = load_trusted(tmp_path / "body", AutoModel)
+    assert torch.equal(again(IDS).last_hidden_state, body(IDS).last_hidden_state)
+
+
+def test_built_from_a_config_it_has_the_stock_modules(exports, load_trusted):
+    """As engines with layers of their own build it: they read the source of its modules."""
+    for family, folder in exports.items():
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            body = AutoModel.from_config(config, trust_remote_code=True)
+            stock = AutoModel.from_config(config, trust_remote_code=False)
+        assert type(body).__name__ == f"Twell{type(stock).__name__}", family
+        assert list(map(type, body.modules()))[1:] == list(map(type, stock.modules()))[1:]
+
+
+def test_thresholds_of_an_earlier_version_are_refused(exported, load_trusted):
+    set_twell(exported, thresholds=[0.0, 0.0])
+    for door in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"holds thresholds, .* fine-tune again from the SiLU"):
+            load_trusted(exported, door)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loads_over_twell_without_twellctl(relu_models, loaded_without_twellctl, family, dtype):
+    found = loaded_without_twellctl[family, dtype]
+    model = AutoModelForCausalLM.from_pretrained(relu_models[family], dtype=dtype)
     assert found["class"] == f"Twell{type(model).__name__}"
     assert found["ffns"] == [f"Twell{type(ffn).__name__}" for ffn in gated_ffns(model)]
-    assert [call["threshold"] for call in found["calls"]] == thresholds
+    assert [call["slots"] for call in found["calls"]] == [100, 128]
 
     wanted = model(IDS).logits
-    stock = AutoModelForCausalLM.from_pretrained(relu_models[family], dtype=dtype)(IDS).logits
-    assert torch.equal(stock, wanted) == (not thresholded)
     exact = dtype == torch.float32
     torch.testing.assert_close(found["logits"], wanted, rtol=0, atol=1e-4 if exact else 0.5)
     wanted.float().square().mean().backward()
@@ -185,7 +222,10 @@ def test_config_and_side_files(exported, relu_llama):
     config = json.loads((exported / "config.json").read_text())
     was = json.loads((relu_llama / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_twell.TwellLlamaForCausalLM"}
+    assert config["auto_map"] == {
+        "AutoModel": "modeling_twell.TwellLlamaModel",
+        "AutoModelForCausalLM": "modeling_twell.TwellLlamaForCausalLM",
+    }
     assert config == was | {key: config[key] for key in ("architectures", "auto_map")}
     manifest = json.loads((exported / "twell_manifest.json").read_text())
     assert manifest["format_version"] == 1
@@ -196,21 +236,17 @@ def test_config_and_side_files(exported, relu_llama):
     assert "__init__.py" not in names
 
 
-def test_profile_sets_slots_and_thresholds(relu_llama, text_file, tmp_path):
-    found = profile(relu_llama, [str(text_file)], windows=4, seq_len=64, threshold=0.3)
+def test_profile_sets_slots_and_densities(relu_llama, text_file, tmp_path):
+    found = profile(relu_llama, [str(text_file)], windows=4, seq_len=64)
     save_profile(found, tmp_path / "profile.json")
     done = export(relu_llama, tmp_path / "a", profile=tmp_path / "profile.json")
     assert (done.class_name, done.profiled) == ("TwellLlamaForCausalLM", True)
-    assert done.thresholds == (0.30078125, 0.30078125)
-    assert done.stock_differs
     twell = json.loads((tmp_path / "a/config.json").read_text())["twell"]
     assert twell["slots"] == [layer.slots for layer in found.layers] == list(done.slots)
-    assert twell["thresholds"] == [0.30078125, 0.30078125]
     assert twell["densities"] == [round(layer.density, 6) for layer in found.layers]
     again = export(tmp_path / "a", tmp_path / "b")  # an export exports, and keeps what it had
-    assert (again.slots, again.thresholds) == (done.slots, done.thresholds)
+    assert again.slots == done.slots
     assert read_bundle(tmp_path / "a") == read_bundle(tmp_path / "b")
-    assert not export(relu_llama, tmp_path / "c").stock_differs
 
 
 def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, tmp_path):
@@ -278,7 +314,7 @@ def test_sizes_that_are_none(size):
 
 
 def test_save_pretrained_writes_a_whole_bundle_again(exported, load_trusted, tmp_path):
-    set_twell(exported, thresholds=THRESHOLDS)
+    set_twell(exported, slots=[9, 10])
     model = load_trusted(exported)
     model.save_pretrained(tmp_path / "saved")
     assert read_bundle(tmp_path / "saved") == read_bundle(exported)
@@ -290,7 +326,7 @@ def test_save_pretrained_writes_a_whole_bundle_again(exported, load_trusted, tmp
     assert type(again).__name__ == "TwellLlamaForCausalLM"
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     again.save_pretrained(tmp_path / "again", max_shard_size="40KB")
-    assert open_checkpoint(tmp_path / "again").twell["thresholds"] == THRESHOLDS
+    assert open_checkpoint(tmp_path / "again").twell["slots"] == [9, 10]
     assert torch.equal(load_trusted(tmp_path / "again")(IDS).logits, model(IDS).logits)
     with pytest.raises(ValueError, match="push_to_hub"):
         model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
@@ -375,8 +411,7 @@ def test_a_manifest_of_a_later_format_is_refused(exported):
 def test_lora_is_not_passed_by(exported, load_trusted, targets):
     from peft import LoraConfig, get_peft_model
 
-    set_twell(exported, thresholds=THRESHOLDS)
-    base = dense_model(exported, THRESHOLDS)
+    base = AutoModelForCausalLM.from_pretrained(exported)
     models = []
     for model in (load_trusted(exported), base):
         torch.manual_seed(0)

@@ -53,7 +53,7 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True
         return torch.zeros(shape, dtype=dtype)
 
     x, biases = zeros(M, K), [zeros(n) if full else None for n in (N, N, K)]
-    ffn = FFN(zeros(N, K), zeros(N, K), zeros(N, K), *biases, 0.25)
+    ffn = FFN(zeros(N, K), zeros(N, K), zeros(N, K), *biases)
     residual = zeros(M, K) if full else None
     counts = zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()

@@ -29,7 +29,7 @@ def launched(M: int, K: int, N: int, limits: Limits = H200):
     """The two launches of few_ffn."""
     x, *weights = (torch.zeros(n, K, dtype=torch.bfloat16) for n in (M, N, N, N))
     kernels = Launches()
-    few_ffn(kernels, limits, x, FFN(*weights, None, None, None, 0.5), overlap=True)
+    few_ffn(kernels, limits, x, FFN(*weights, None, None, None), overlap=True)
     assert kernels.overlaps == [True, True]
     return kernels.made
 

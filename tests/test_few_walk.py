@@ -46,7 +46,7 @@ def launched(M: int, K: int, N: int, *, full: bool = False, density: float = 0.0
     residual = torch.zeros_like(x) if full else None
     counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    ffn = FFN(*weights, *biases, 0.5)
+    ffn = FFN(*weights, *biases)
     given = {"residual": residual, "counts": counts, "density": density}
     y = few_ffn(kernels, H200, x, ffn, **given, **how)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
@@ -210,13 +210,12 @@ def test_lists_end_anywhere(folder, num):
 
 
 @emulator
-def test_gates_at_the_threshold_and_not_finite(folder):
-    problem = emulated.random_problem(2, 64, 24, -9.0, 1)  # of 0.5
-    odd = [0.5, 0.50390625, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 0.25]
+def test_gates_at_0_and_not_finite(folder):
+    problem = emulated.random_problem(2, 64, 24, -9.0, 1)
+    odd = [-0.5, 0.5, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0**-126]
     problem.gate[0, 8:16] = torch.tensor(odd)
-    problem.gate[1, 3:5] = torch.tensor([0.5, 0.50390625])
-    assert problem.threshold == 0.5
-    assert problem.fired[0, 8:16].tolist() == [False, True, False, False, True, True, False, False]
+    problem.gate[1, 3:5] = torch.tensor([0.0, 0.5])
+    assert problem.fired[0, 8:16].tolist() == [False, True, False, False, True, True, False, True]
     check(folder, problem, 4)
     problem.x[1, 5] = torch.inf
     check(folder, problem, 4)

@@ -257,7 +257,7 @@ def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, 
 )
 def test_a_miss_is_not_silent(capsys, density, said):
     losses = dict.fromkeys(("teacher_cross_entropy", "first_cross_entropy", "cross_entropy"), 1.0)
-    sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0, "thresholds": [0.0]}
+    sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0}
     ui.finetuned(
         FineTuned(
             Path("out"),

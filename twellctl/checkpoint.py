@@ -110,7 +110,8 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     """Read and check a local folder, or a hub id (downloaded to the hub's cache).
 
     `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
-    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code.
+    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code, a "twell" block
+    of another version.
     """
     if isinstance(model, Checkpoint):
         return model
@@ -128,7 +129,10 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
     _refuse_quantised(name, tensors)
-    return Checkpoint(name, path, config, tensors, shards, ffn_shape(name, config, tensors))
+    shape = ffn_shape(name, config, tensors)
+    checkpoint = Checkpoint(name, path, config, tensors, shards, shape)
+    _ = checkpoint.twell  # refuses a block that is not sound
+    return checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

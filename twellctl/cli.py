@@ -187,10 +187,6 @@ def profile(
         int | None,
         typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
     ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Measure at this threshold of the gate, in place of the model's own."),
-    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile here, for export.")] = None,
 ) -> None:
     """Count which neurons fire.
@@ -211,12 +207,11 @@ def profile(
             text_column=text_column,
             windows=windows,
             seq_len=seq_len,
-            threshold=threshold,
             progress=progress,
         )
     if json is not None:
         save_profile(done, json)
-    ui.profiled(done, asked_threshold=threshold, saved_as=json)
+    ui.profiled(done, saved_as=json)
 
 
 @app.command()
@@ -224,7 +219,7 @@ def export(
     model: LocalModel,
     out: Out,
     profile: Annotated[
-        Path | None, typer.Option(help="Slots and thresholds of this 'profile --json' file.")
+        Path | None, typer.Option(help="Slots of this 'profile --json' file.")
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")

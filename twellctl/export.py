@@ -1,8 +1,8 @@
 """twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
 
 Weights stay as they are (or are cut anew, one shard in memory at a time). config.json names both
-the stock class and ours, and holds the slots and thresholds of a profile. Beside them goes the
-bundle: the code, the kernels' sources and the manifest with their sha256.
+the stock class and ours, and holds the slots of a profile. Beside them goes the bundle: the code,
+the kernels' sources and the manifest with their sha256.
 """
 
 import json
@@ -36,13 +36,7 @@ class Exported:
     class_name: str
     tile: int
     slots: tuple[int, ...]
-    thresholds: tuple[float, ...]
     profiled: bool
-
-    @property
-    def stock_differs(self) -> bool:
-        """Whether the stock class, which knows no thresholds, gives other logits."""
-        return any(self.thresholds)
 
 
 def export(
@@ -55,7 +49,7 @@ def export(
 ) -> Exported:
     """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
 
-    Slots and thresholds are those of `profile`, else the model's own. `shard_size` ("2GB", or
+    Slots are those of `profile`, else the model's own. `shard_size` ("2GB", or
     bytes) cuts the weights anew. Raises `TwellError`.
     """
     out = Path(out)
@@ -69,7 +63,7 @@ def export(
     from twellctl.bundle.twell_model import config_entries
     from twellctl.exportable import stock_class
 
-    entries = config_entries(stock_class(checkpoint))
+    entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
     with staged(out, overwrite=overwrite) as stage:
         if shard_bytes is None:
             link_shards(checkpoint, stage)
@@ -84,7 +78,6 @@ def export(
         entries["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
         twell["tile"],
         tuple(twell["slots"]),
-        tuple(twell["thresholds"]),
         profile is not None,
     )
 
@@ -158,7 +151,6 @@ def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> 
     measured = {
         "tile": found.tile,
         "slots": [layer.slots for layer in found.layers],
-        "thresholds": [layer.threshold for layer in found.layers],
         "densities": [round(layer.density, 6) for layer in found.layers],
     }
     try:

@@ -77,7 +77,6 @@ class FineTuned:
     cross_entropy: float | None
     density: float
     density_by_layer: list[float]
-    thresholds: list[float]
     target_density: float | None
 
 
@@ -198,13 +197,13 @@ def build_trainer(
     model = load_model(checkpoint, dtype=dtype)
     without_mask(model, recipe.seq_len)
     model.config.use_cache = False
-    penalty = _penalty(model, recipe, checkpoint.twell["thresholds"])
+    penalty = _penalty(model, recipe, [0.0] * checkpoint.ffn.num_layers)
     if recipe.lora_rank:
         model = with_lora(model, recipe)
     else:
         model.requires_grad_(True)
     for gate in penalty.gates:
-        gate.requires_grad_(recipe.train_thresholds)
+        gate.requires_grad_(False)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
@@ -309,7 +308,6 @@ def _train(
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.report.density_by_layer,
-        thresholds=trainer.penalty.limits,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
 
@@ -344,7 +342,7 @@ def _save(
     trainer.penalty.remove()
     state = _as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
-    config["twell"] = checkpoint.twell | {"thresholds": result.thresholds}
+    config["twell"] = checkpoint.twell
     try:
         with staged(result.out, overwrite=overwrite) as stage:
             model.save_pretrained(stage, state_dict=state)

@@ -24,8 +24,8 @@ COUNTED_AT_ONCE = 8192  # tokens of one forward
 class FiredMeter:
     """Inside `with`, each forward of layer i calls `count(i, gate, active)`.
 
-    Both are `[M, N]`, the gate before and after the activation with its threshold; what fired is
-    `active != 0`. Under gradient checkpointing `count` is called again in the backward pass.
+    Both are `[M, N]`, the gate before and after the activation; what fired is `active != 0`. Under
+    gradient checkpointing `count` is called again in the backward pass.
     """
 
     def __init__(self, model: nn.Module, count: Count):
@@ -76,7 +76,7 @@ class LayerCount:
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
 
-    def summary(self, threshold: float) -> LayerProfile:
+    def summary(self) -> LayerProfile:
         """The figures of the layer, with the fewest slots that overflow rarely enough."""
         nnz, num_rows = self.nnz.cpu(), int(self.nnz.sum())
         mean = int((nnz * torch.arange(len(nnz))).sum()) / num_rows
@@ -85,7 +85,6 @@ class LayerCount:
         fit = (overflow[SLOTS_STEP::SLOTS_STEP] <= MAX_OVERFLOW).nonzero().flatten()
         slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
         return LayerProfile(
-            threshold=threshold,
             nnz_mean=mean,
             nnz_p50=int((reached < 0.50 * num_rows).sum()),
             nnz_p99=int((reached < 0.99 * num_rows).sum()),
@@ -136,12 +135,9 @@ class UnionCount:
         return Union(self._tokens, fired, 1 - (1 - density) ** self._tokens)
 
 
-def count_layers(
-    body: nn.Module, ids: Tensor, tile: int, thresholds: tuple[float, ...] | None = None
-) -> tuple[list[LayerProfile], list[Union]]:
-    """What fires in each layer while `body` reads `ids` `[B, S]`; thresholds None are all 0."""
+def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
+    """What fires in each layer while `body` reads `ids` `[B, S]`."""
     ffns = gated_ffns(body)
-    thresholds = thresholds or (0.0,) * len(ffns)
     counts = [LayerCount(body.config.intermediate_size, tile, ids.device) for _ in ffns]
     unions = [UnionCount() for _ in ffns]
 
@@ -152,5 +148,5 @@ def count_layers(
     with FiredMeter(body, count):
         for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
             body(input_ids=batch, use_cache=False)
-    found = [c.summary(t) for c, t in zip(counts, thresholds, strict=True)]
+    found = [count.summary() for count in counts]
     return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]

@@ -16,7 +16,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
-from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
 
@@ -35,11 +34,10 @@ def load_model(
     device: torch.device | None = None,
     activation: str | None = None,
 ) -> PreTrainedModel:
-    """The model in eval mode: the dense equation with the checkpoint's thresholds.
+    """The model in eval mode, of the stock class.
 
-    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` and
-    no thresholds (a freshly converted model with the SiLU it had). Weights of a checkpoint without
-    shards are drawn.
+    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` (a
+    freshly converted model with the SiLU it had). Weights of a checkpoint without shards are drawn.
     """
     device = device or default_device()
     if not checkpoint.shards:
@@ -62,10 +60,6 @@ def load_model(
             f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: fetch its "
             "safetensors files again"
         )
-    if activation is None:
-        thresholds = checkpoint.twell["thresholds"]
-        if any(thresholds):
-            set_thresholds(model, thresholds)
     return model.to(device).eval()
 
 

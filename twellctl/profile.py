@@ -12,8 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 from twellctl import __version__
-from twellctl.bundle.twell_config import storable_threshold
-from twellctl.bundle.twell_model import set_thresholds
 from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.errors import UsageError
 from twellctl.firing import FiredMeter, LayerCount
@@ -31,20 +29,17 @@ def profile(
     text_column: str = "text",
     windows: int = 128,
     seq_len: int | None = None,
-    threshold: float | None = None,
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
     Each of `data` is a file or folder, a kind of text by its name, or NAME=FILE to call it NAME.
-    `seq_len` None is 1024, or the model's context where that is shorter. `threshold`, rounded to
-    what bf16 holds, takes the place of the model's own in all layers. Computes in bf16 on CUDA, in
-    float32 on the CPU. `progress(done, total)` is told of windows. Raises `TwellError`.
+    `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
+    in float32 on the CPU. `progress(done, total)` is told of windows. Raises `TwellError`.
     """
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
-    thresholds = _thresholds(checkpoint, threshold)
     seq_len = _checked_length(checkpoint, windows, seq_len)
     tokenizer = load_tokenizer(checkpoint)
     data = [str(path) for path in data]
@@ -53,9 +48,9 @@ def profile(
     device = device or default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_model(checkpoint, dtype=dtype, device=device)
-    set_thresholds(loaded, thresholds)
     tile, size = checkpoint.twell["tile"], checkpoint.ffn.intermediate_size
-    counts = [LayerCount(size, tile, device, text.num_groups) for _ in thresholds]
+    layers = range(checkpoint.ffn.num_layers)
+    counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
     batch_size, done = max(1, BATCH_TOKENS // seq_len), 0
     for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
         _count_batch(loaded, ids.to(device), groups.to(device), counts)
@@ -77,7 +72,7 @@ def profile(
         },
         intermediate_size=size,
         tile=tile,
-        layers=tuple(c.summary(t) for c, t in zip(counts, thresholds, strict=True)),
+        layers=tuple(count.summary() for count in counts),
         by_position=text.by_position(counts),
         by_kind=text.by_kind(counts),
     )
@@ -89,15 +84,6 @@ def _count_batch(model: nn.Module, ids: Tensor, groups: Tensor, counts: list[Lay
     groups = groups.flatten()
     with FiredMeter(model, lambda layer, *gates: counts[layer].add(*gates, groups)):
         model.base_model(ids, use_cache=False)
-
-
-def _thresholds(checkpoint: Checkpoint, threshold: float | None) -> list[float]:
-    if threshold is None:
-        return checkpoint.twell["thresholds"]
-    try:
-        return [storable_threshold(threshold)] * checkpoint.ffn.num_layers
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _checked_length(checkpoint: Checkpoint, windows: int, seq_len: int | None) -> int:

@@ -20,7 +20,6 @@ class LayerProfile:
     no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
     """
 
-    threshold: float
     nnz_mean: float
     nnz_p50: int
     nnz_p99: int

@@ -123,15 +123,15 @@ def dry_run(result: Any, changes: str) -> None:
         raise TwellError(f"it does not fit in GPU memory as asked; with {changes} it does")
 
 
-def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = None) -> None:
+def profiled(result: Any, saved_as: Any = None) -> None:
     """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
     rows = []
     for number, layer in enumerate(result.layers):
         nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
-        tiles = (layer.dead, layer.slots, f"{layer.overflow:.3%}", f"{layer.threshold:g}")
+        tiles = (layer.dead, layer.slots, f"{layer.overflow:.3%}")
         rows.append([str(cell) for cell in (number, *nnz, f"{layer.density:.2%}", *tiles)])
     title = f"{result.model}: neurons that fire, of {result.intermediate_size}"
-    columns = "layer mean p50 p99 max density dead slots overflow threshold"
+    columns = "layer mean p50 p99 max density dead slots overflow"
     table(title, columns.split(), rows)
     say(
         f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
@@ -143,9 +143,6 @@ def profiled(result: Any, asked_threshold: float | None = None, saved_as: Any = 
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
-    used = result.layers[0].threshold
-    if asked_threshold is not None and asked_threshold != used:
-        note(f"threshold {asked_threshold!r} was rounded to {used!r}, which bf16 holds exactly")
     if saved_as is not None:
         say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
 
@@ -170,11 +167,11 @@ def exported(result: Any) -> None:
     how = "from the profile" if result.profiled else "no profile given"
     say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
     say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
-    if result.stock_differs:
-        say(
-            f"note: its thresholds go up to {max(result.thresholds):g}; loading it without "
-            "trust_remote_code leaves them out and gives other logits"
-        )
+    say("and dense in vLLM with --model-impl transformers --trust-remote-code")
+    note(
+        "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
+        "this one wrongly; vLLM's own classes and SGLang refuse ReLU"
+    )
 
 
 def diagnosed(result: Any) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from twellctl.bundle.twell_model import set_thresholds
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -64,15 +63,6 @@ def test_chunks_of_a_prompt_change_no_token(tiny, generated, prompts, monkeypatc
         model = tiny(family)
         known = [generated(model, prompt, 20) for prompt in prompts]
         assert greedy(open_scheduler(model), prompts, 20) == known
-
-
-def test_thresholds_are_kept(tiny, generated, prompts):
-    model = tiny()
-    plain = generated(model, prompts[0], 30)
-    set_thresholds(model, [0.5, 0.25])
-    known = generated(model, prompts[0], 30)
-    assert known != plain
-    assert greedy(open_scheduler(model), prompts[:1], 30) == [known]
 
 
 def fired_shares(model, tokens: list[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_model import gated_ffns, set_thresholds, use_kernels
+from twellctl.bundle.twell_model import gated_ffns, use_kernels
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.decoding import kernel_decoder as module
 from twellctl.decoding.attention import plan_attend
@@ -20,7 +20,7 @@ from twellctl.decoding.sampler import Field, choose
 
 H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
-TWELL = {"tile": 256, "slots": [32, 32], "thresholds": [0.5, 0.25]}
+TWELL = {"tile": 256, "slots": [32, 32]}
 
 
 class Kernels:
@@ -95,8 +95,8 @@ def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Te
 def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     if counts is not None:
-        counts += (gate > ffn.threshold).sum(-1)
-    return F.threshold(gate, ffn.threshold, 0.0) * F.linear(x, ffn.w_up, ffn.b_up)
+        counts += (gate > 0).sum(-1)
+    return gate.relu() * F.linear(x, ffn.w_up, ffn.b_up)
 
 
 def sparse(kernels, limits, x, ffn, *, residual, counts, overlap, density) -> Tensor:
@@ -166,7 +166,6 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
     if case == "llama":
-        set_thresholds(model, TWELL["thresholds"])
         model.config.twell = TWELL
     known = [generated(model, prompt, 60) for prompt in prompts]
     decoder = KernelDecoder(model, sparse=is_sparse)

@@ -76,10 +76,9 @@ inline void store_pair(void* to, unsigned low, unsigned high) {
     std::memcpy(to, &both, 8);
 }
 inline int unknown(int value) { return value; }
-inline unsigned above(unsigned values, unsigned limits) {
+inline unsigned fires_pair(unsigned gates) {
     const auto half = [&](int shift) {
-        const float value = __uint_as_float(values >> shift << 16);
-        return value <= __uint_as_float(limits >> shift << 16) ? 0u : 0x3f80u << shift;
+        return __uint_as_float(gates >> shift << 16) <= 0 ? 0u : 0xffffu << shift;
     };
     return half(0) | half(16);
 }

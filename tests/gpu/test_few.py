@@ -71,7 +71,7 @@ class Problem:
         biases = ["no" if b is None else "a" for b in (self.ffn.b_gate, self.ffn.b_up)]
         density = self.fired.double().mean().item()
         return (
-            f"M={self.x.shape[0]} K={self.ffn.K} N={self.ffn.N} threshold={self.ffn.threshold} "
+            f"M={self.x.shape[0]} K={self.ffn.K} N={self.ffn.N} "
             f"biases {biases} density {density:.4f} residual {self.residual is not None}"
         )
 
@@ -81,12 +81,12 @@ class Problem:
 
     @property
     def fired(self) -> Tensor:
-        return fires(self.gate, self.ffn.threshold)
+        return fires(self.gate)
 
     @property
     def hidden(self) -> Tensor:
         up = linear(self.x, self.ffn.w_up, self.ffn.b_up)
-        return (keep_fired(self.gate, self.ffn.threshold).double() * up.double()).bfloat16()
+        return (keep_fired(self.gate).double() * up.double()).bfloat16()
 
     @property
     def y(self) -> Tensor:
@@ -122,8 +122,7 @@ def random_problem(draw: random.Random) -> Problem:
     sizes = ((N, draw.choice([3, 30])), (N, 3), (K, 3))
     biases = [whole(n, most=most) if draw.random() < 0.5 else None for n, most in sizes]
     residual = whole(M, K, most=50) if draw.random() < 0.5 else None
-    ffn = FFN(*weights, *biases, draw.choice([0.0, 0.0, 0.5, 2.0, 0.0625]))
-    return Problem(x, ffn, residual)
+    return Problem(x, FFN(*weights, *biases), residual)
 
 
 def patterned(fired: Tensor, K: int = 128) -> Problem:
@@ -132,7 +131,7 @@ def patterned(fired: Tensor, K: int = 128) -> Problem:
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
     values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
-    return Problem(x, FFN(w_gate, whole(N, K), whole(N, K), None, None, None, 0.0))
+    return Problem(x, FFN(w_gate, whole(N, K), whole(N, K), None, None, None))
 
 
 def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
@@ -142,7 +141,7 @@ def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
     weights = [w * K**-0.5 for w in weights[:2]] + [weights[2] * N**-0.5]
     x[:, 0], weights[0][:, 0] = level, 1
     rest = [torch.randn(n, device=DEVICE).bfloat16() if biases else None for n in (N, N, K)]
-    return Problem(x, FFN(*weights, *rest, 0.0))
+    return Problem(x, FFN(*weights, *rest))
 
 
 def equal(found: Tensor, wanted: Tensor, told: object) -> None:
@@ -229,7 +228,7 @@ def test_real_sizes(kernels, K, N, M):
     torch.manual_seed(0)
     x, weights = whole(M, K), [whole(N, K) for _ in range(3)]
     x[:, 0], weights[0][:, 0] = round(-2.5 * (4 * K / 9) ** 0.5), 1
-    check(Problem(x, FFN(*weights, None, None, None, 0.0)), kernels)
+    check(Problem(x, FFN(*weights, None, None, None)), kernels)
 
 
 @pytest.mark.parametrize("M", [17, 32, 33, 64])
@@ -271,7 +270,7 @@ def test_rows_that_are_not_finite(kernels, M, value):
     """They are as in plain torch, and the others as they were."""
     torch.manual_seed(0)
     K, N = 192, 520
-    problem = Problem(whole(M, K), FFN(whole(N, K), whole(N, K), whole(N, K), *[None] * 3, 0.0))
+    problem = Problem(whole(M, K), FFN(whole(N, K), whole(N, K), whole(N, K), *[None] * 3))
     problem.x[:, 0], problem.ffn.w_gate[:, 0] = -25, 1
     for row in {0, M // 2, M - 1}:
         problem.x[row, row % K + 1] = value
@@ -279,18 +278,18 @@ def test_rows_that_are_not_finite(kernels, M, value):
 
 
 @pytest.mark.parametrize("M", [1, 5])
-def test_gates_at_the_threshold(kernels, M):
-    """Equal does not fire, nor does -0; one step above does; a NaN in the bias does."""
-    gates = torch.tensor([0.5, 0.50390625, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 0.25])
+def test_gates_at_0(kernels, M):
+    """0 does not fire, nor does -0; the least above does; a NaN in the bias does."""
+    gates = torch.tensor([-0.5, 0.5, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0**-126])
     problem = Problem(
         torch.zeros(M, 64, device=DEVICE).bfloat16(),
-        FFN(whole(8, 64), whole(8, 64), whole(8, 64), gates.to(DEVICE).bfloat16(), None, None, 0.5),
+        FFN(whole(8, 64), whole(8, 64), whole(8, 64), gates.to(DEVICE).bfloat16(), None, None),
     )
-    assert problem.fired[0].tolist() == [False, True, False, False, True, True, False, False]
+    assert problem.fired[0].tolist() == [False, True, False, False, True, True, False, True]
     check(problem, kernels)
     finite = torch.where(problem.ffn.b_gate.isfinite(), problem.ffn.b_gate, 0)
     up = torch.ones(8, device=DEVICE).bfloat16()
-    ffn = FFN(*problem.ffn.tensors[:3], finite, up, None, 0.5)
+    ffn = FFN(*problem.ffn.tensors[:3], finite, up, None)
     check(Problem(problem.x, ffn), kernels)
 
 
@@ -401,11 +400,9 @@ def test_the_operator_takes_them(sources, route, monkeypatch):
     taken = [M for M in TOKENS if takes_few(M, 520, device_limits(0))]
     for M in [*TOKENS, FEW_TOKENS + 1, 100]:
         weights = whole(520, 128), whole(520, 128), whole(520, 128)
-        problem = Problem(whole(M, 128), FFN(*weights, None, None, None, 2.0))
+        problem = Problem(whole(M, 128), FFN(*weights, None, None, None))
         for laid in (weights[2].t(), weights[2].t().contiguous()):
-            y = sparse_ffn(
-                problem.x, *weights[:2], laid, threshold=2.0, sources=sources, route=route
-            )
+            y = sparse_ffn(problem.x, *weights[:2], laid, sources=sources, route=route)
             equal(y, problem.y, problem)
     assert calls == [M for M in taken for _ in range(2)]
 
@@ -418,7 +415,7 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
     monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     new = register_sources({name: text + b"\n// new\n" for name, text in FILES.items()})
     weights = whole(96, 64), whole(96, 64), whole(64, 96)
-    ffn = FFN(*weights[:2], weights[2].t(), None, None, None, 0.0)
+    ffn = FFN(*weights[:2], weights[2].t(), None, None, None)
     many, few = (Problem(whole(M, 64), ffn) for M in (300, 5))
     sparse_ffn(many.x, *weights, sources=new, route="portable")
     graph = torch.cuda.CUDAGraph()
@@ -440,7 +437,6 @@ def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
             y = sparse_ffn(
                 *(problem.x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up),
                 ffn.b_down,
-                threshold=ffn.threshold,
                 sources=sources,
                 route=route,
             )

@@ -274,7 +274,7 @@ def test_gradients_of_the_pairs(kernels, ranges, penalty):
     np.testing.assert_array_equal(found >> 16, to_bf16(grad_h * from_bf16(problem.gate)))
 
 
-def heavy_wanted(x, grad_y, weights, biases, threshold: float, penalty: float) -> list[np.ndarray]:
+def heavy_wanted(x, grad_y, weights, biases, penalty: float) -> list[np.ndarray]:
     """Gradients of x, the weights, both biases, of all rows; roundings as the kernel's."""
 
     def rounded(values: np.ndarray) -> np.ndarray:
@@ -282,7 +282,7 @@ def heavy_wanted(x, grad_y, weights, biases, threshold: float, penalty: float) -
 
     w_gate, w_up, w_down = weights
     gate, up = rounded(x @ w_gate.T + biases[0]), rounded(x @ w_up.T + biases[1])
-    fired = gate > threshold
+    fired = gate > 0
     gate = np.where(fired, gate, 0)
     hidden = rounded(gate * up)
     grad_h = rounded(grad_y @ w_down.T + penalty * np.sign(hidden))
@@ -317,14 +317,14 @@ def test_heavy_rows(kernels, num, biases, N, K):
         (
             *map(on_device, (x, grad_y, *weights)),
             *(None if b is None else on_device(b) for b in given),
-            *(0.25, penalty, heavy_rows, count, window, N, K, *of_pairs, *sums, grad_x, units),
+            *(penalty, heavy_rows, count, window, N, K, *of_pairs, *sums, grad_x, units),
         ),
         98304,
     )
     floats = [from_bf16(a).astype(float) for a in (x, grad_y, *weights)]
     x, grad_y, *weights = floats
     of_bias = [np.zeros(N) if b is None else from_bf16(b).astype(float) for b in given]
-    wanted = heavy_wanted(x[rows], grad_y[rows], weights, of_bias, 0.25, 0.5)
+    wanted = heavy_wanted(x[rows], grad_y[rows], weights, of_bias, 0.5)
     if num == 0:
         assert all(t.isnan().all() for t in (*sums, grad_x))
         return

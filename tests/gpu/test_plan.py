@@ -7,7 +7,6 @@ import pytest
 import torch
 from list_reference import TILE, Shape, cases, check_lists, heavy_rows, make_case
 
-from twellctl.bundle.twell_config import storable_threshold
 from twellctl.bundle.twell_format import keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 
@@ -99,27 +98,26 @@ def test_rounds_are_the_same_in_every_run(kernels):
         assert (lists["rounds"][written] == first["rounds"][written]).all()
 
 
-def launch_pack(kernels, gate: torch.Tensor, threshold: float):
+def launch_pack(kernels, gate: torch.Tensor):
     """(counts, entries) that `pack` writes over garbage; heavy_count must come out 0."""
     M, N = gate.shape
     T = -(-N // TILE)
     counts = torch.full((M, T), -1, dtype=torch.int32, device="cuda")
     entries = torch.full((M, T, TILE), -1, dtype=torch.int32, device="cuda")
     heavy_count = torch.full((1,), 7, dtype=torch.int32, device="cuda")
-    args = (gate, threshold, M, N, counts, entries, heavy_count)
+    args = (gate, M, N, counts, entries, heavy_count)
     kernels.launch("pack", (M,), 256, args)
     assert heavy_count.item() == 0
     return counts, entries
 
 
-@pytest.mark.parametrize("threshold", [0.0, storable_threshold(0.3)])
 @pytest.mark.parametrize("N", [8, 256, 1000, 5632, 65536])
-def test_pack_is_the_format_of_finite_rows(kernels, N, threshold):
+def test_pack_is_the_format_of_finite_rows(kernels, N):
     torch.manual_seed(0)
     gate = (torch.randn(33, N) + torch.linspace(-3, 2, 33)[:, None]).bfloat16()
-    gate[:, :4] = torch.tensor([threshold, -0.0, 0.0, -threshold])
-    counts, entries = launch_pack(kernels, gate.cuda(), threshold)
-    expected = pack(gate, threshold, TILE, TILE)
+    gate[:, :4] = torch.tensor([2.0**-126, -0.0, 0.0, -(2.0**-126)])
+    counts, entries = launch_pack(kernels, gate.cuda())
+    expected = pack(gate, TILE, TILE)
     assert torch.equal(counts.cpu(), expected.counts)
     filled = torch.arange(TILE) < expected.counts[..., None]
     assert torch.equal(entries.cpu()[filled], expected.entries[filled])
@@ -131,14 +129,14 @@ def test_pack_lists_all_columns_of_a_row_that_is_not_finite(kernels, odd):
     M, N = 6, 1000
     gate = torch.randn(M, N).bfloat16()
     gate[3, 777] = odd
-    counts, entries = (t.cpu() for t in launch_pack(kernels, gate.cuda(), 0.0))
+    counts, entries = (t.cpu() for t in launch_pack(kernels, gate.cuda()))
     assert counts[3].tolist() == [256, 256, 256, 232]
     listed = entries[3].flatten()[:N]
     assert torch.equal(listed & 0xFFFF, torch.arange(N, dtype=torch.int32))
     value = (listed >> 16).short()
-    assert torch.equal(value, keep_fired(gate[3], 0.0).view(torch.int16))
+    assert torch.equal(value, keep_fired(gate[3]).view(torch.int16))
     others = [0, 1, 2, 4, 5]
-    assert torch.equal(counts[others], pack(gate[others], 0.0, TILE, TILE).counts)
+    assert torch.equal(counts[others], pack(gate[others], TILE, TILE).counts)
 
 
 def test_plan_takes_what_pack_gives(kernels):
@@ -147,7 +145,7 @@ def test_plan_takes_what_pack_gives(kernels):
     torch.manual_seed(0)
     gate = (torch.randn(M, N) - 2).bfloat16()
     gate[5, 6] = float("inf")
-    counts, entries = launch_pack(kernels, gate.cuda(), 0.0)
+    counts, entries = launch_pack(kernels, gate.cuda())
     smem_bytes = shape.least_shared_bytes(512) + 20000
     lists = launch_plan(kernels, shape, counts, entries, 512, smem_bytes)
     check_lists(shape, counts.cpu().numpy(), entries.cpu().numpy(), lists)

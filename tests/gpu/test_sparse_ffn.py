@@ -72,20 +72,19 @@ class Problem:
 
     x: Tensor
     weights: tuple[Tensor | None, ...]  # gate, up, down, and their biases
-    threshold: float
     slots: int
     exact: bool = True
 
     def run(self, sources: str, route: str) -> Tensor:
-        numbers = {"threshold": self.threshold, "slots": self.slots}
-        return sparse_ffn(self.x, *self.weights, **numbers, sources=sources, route=route)
+        how = {"slots": self.slots, "sources": sources, "route": route}
+        return sparse_ffn(self.x, *self.weights, **how)
 
     def __str__(self) -> str:
         N, K = self.weights[0].shape
         biases = ["no" if b is None else "a" for b in self.weights[3:]]
-        density = fires(gate_of(self), self.threshold).double().mean().item()
+        density = fires(gate_of(self)).double().mean().item()
         return (
-            f"M={self.x.shape[0]} K={K} N={N} slots={self.slots} threshold={self.threshold} "
+            f"M={self.x.shape[0]} K={K} N={N} slots={self.slots} "
             f"biases {biases} density {density:.4f} {'whole' if self.exact else 'real'} numbers"
         )
 
@@ -102,7 +101,7 @@ def reference(problem: Problem) -> Tensor:
     _, w_up, w_down, _, b_up, b_down = problem.weights
     up = problem.x.double() @ w_up.double().T
     up = (up if b_up is None else up + b_up.double()).bfloat16()
-    hidden = (keep_fired(gate_of(problem), problem.threshold).double() * up.double()).bfloat16()
+    hidden = (keep_fired(gate_of(problem)).double() * up.double()).bfloat16()
     y = hidden.double() @ w_down.double().T
     return (y if b_down is None else y + b_down.double()).bfloat16()
 
@@ -164,10 +163,8 @@ def random_problem(draw: random.Random) -> Problem:
         biases[1] = whole(N, most=3)
     if draw.random() < 0.5:
         biases[2] = whole(K, most=3)
-    # near another threshold than 0, one rounding of a real gate would decide over a whole pair
-    threshold = draw.choice([0.0, 0.0, 0.5, 2.0, 0.0625]) if exact else 0.0
     slots = draw.choice([1, 2, 8, 24, 37, 64, 128, 256])
-    return Problem(x, (w_gate, w_up, w_down, *biases), threshold, slots, exact)
+    return Problem(x, (w_gate, w_up, w_down, *biases), slots, exact)
 
 
 def patterned(fired: Tensor, slots: int, K: int = 512) -> Problem:
@@ -176,7 +173,7 @@ def patterned(fired: Tensor, slots: int, K: int = 512) -> Problem:
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
     values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
-    return Problem(x, (w_gate, whole(N, K), whole(K, N), None, None, None), 0.0, slots)
+    return Problem(x, (w_gate, whole(N, K), whole(K, N), None, None, None), slots)
 
 
 def test_a_thousand_random_problems(sources, route):
@@ -196,7 +193,7 @@ def test_real_sizes(sources, route, N):
     x, w_gate, w_up = whole(M, K), whole(N, K), whole(N, K)
     x[:, 0], w_gate[:, 0] = -70 if K == 2048 else -12, 1
     w_down = whole(K, N)
-    check(Problem(x, (w_gate, w_up, w_down, None, None, None), 0.0, 64), sources, route)
+    check(Problem(x, (w_gate, w_up, w_down, None, None, None), 64), sources, route)
 
 
 @pytest.mark.parametrize("N", [8, 256, 264, 1000])
@@ -243,7 +240,7 @@ def test_rows_that_are_not_finite(sources, route, value):
     x[:, 0], weights[0][:, 0] = -20, 1
     for row in (0, 13, 69):
         x[row, row % 128] = value
-    check(Problem(x, (*weights, None, None, None), 0.0, 64), sources, route)
+    check(Problem(x, (*weights, None, None, None), 64), sources, route)
 
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 3, 64), (2, 0, 64)])
@@ -251,18 +248,18 @@ def test_leading_shapes_and_strides(sources, route, shape):
     torch.manual_seed(0)
     weights = (whole(96, 64), whole(96, 64), whole(64, 96), None, None, None)
     x = whole(*shape)
-    wanted = reference(Problem(x.reshape(-1, 64), weights, 0.0, 64)).view(shape)
-    assert torch.equal(Problem(x, weights, 0.0, 64).run(sources, route), wanted)
+    wanted = reference(Problem(x.reshape(-1, 64), weights, 64)).view(shape)
+    assert torch.equal(Problem(x, weights, 64).run(sources, route), wanted)
     strided = torch.stack([x, x], -1)[..., 0]  # every other number
-    assert torch.equal(Problem(strided, weights, 0.0, 64).run(sources, route), wanted)
+    assert torch.equal(Problem(strided, weights, 64).run(sources, route), wanted)
     shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(shape)  # not aligned to 16 bytes
-    assert torch.equal(Problem(shifted, weights, 0.0, 64).run(sources, route), wanted)
+    assert torch.equal(Problem(shifted, weights, 64).run(sources, route), wanted)
 
 
 def test_halves_of_a_fused_weight(sources, route):
     torch.manual_seed(0)
     fused = whole(192, 64)
-    problem = Problem(whole(50, 64), (*fused.chunk(2), whole(64, 96), None, None, None), 0.0, 64)
+    problem = Problem(whole(50, 64), (*fused.chunk(2), whole(64, 96), None, None, None), 64)
     check(problem, sources, route)
 
 
@@ -287,7 +284,7 @@ def real_problem(M: int = 700, K: int = 256, N: int = 1024) -> Problem:
     x[:, 0] = -torch.linspace(1, 4, M, device=DEVICE)
     weights[0][:, 0] = 1
     weights[2] = by_neurons(weights[2])
-    return Problem(x, (*weights, None, None, None), 0.0, 64, exact=False)
+    return Problem(x, (*weights, None, None, None), 64, exact=False)
 
 
 def test_results_do_not_depend_on_time(sources, route):
@@ -351,7 +348,7 @@ def test_two_gpus(sources, route):
     wanted = problem.run(sources, route)
     for device in ("cuda:1", "cuda:0", "cuda:1"):  # the current one stays cuda:0
         weights = tuple(None if w is None else w.to(device) for w in problem.weights)
-        moved = Problem(problem.x.to(device), weights, 0.0, 64)
+        moved = Problem(problem.x.to(device), weights, 64)
         found = moved.run(sources, route)
         assert found.device == torch.device(device)
         if torch.cuda.get_device_name(device) == torch.cuda.get_device_name(0):
@@ -424,10 +421,8 @@ def test_gate_pack_is_the_plain_form(sources, slots, seed):
     w_gate, b_gate = problem.weights[0], problem.weights[3]
     if seed % 3 == 0:
         problem.x[0, 1] = torch.inf
-    wanted = pack(gate_of(problem), problem.threshold, TILE, slots)
-    counts, entries = gate_pack(
-        problem.x, w_gate, b_gate, threshold=problem.threshold, slots=slots, sources=sources
-    )
+    wanted = pack(gate_of(problem), TILE, slots)
+    counts, entries = gate_pack(problem.x, w_gate, b_gate, slots=slots, sources=sources)
     finite = gate_of(problem).isfinite()
     tiles = torch.nn.functional.pad(finite, (0, -finite.shape[1] % TILE), value=True)
     odd = ~tiles.view(*counts.shape, TILE).all(-1)

@@ -80,8 +80,8 @@ def run(op, tensors: list[Tensor | None], grad_y: Tensor, dtype, **options) -> d
     return found | {"hidden_sum": hidden_sum, "fired": fired}
 
 
-def plain(*tensors, penalty: Tensor | None = None, threshold: float = 0.0):
-    return plain_train_ffn(*tensors, penalty, threshold, counted=True)
+def plain(*tensors, penalty: Tensor | None = None):
+    return plain_train_ffn(*tensors, penalty, counted=True)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

@@ -49,9 +49,9 @@ def whole(*shape: int, most: int = 1) -> Tensor:
     return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
 
 
-def make_ffn(N: int, K: int, biases: bool, threshold: float = 0.0) -> FFN:
+def make_ffn(N: int, K: int, biases: bool) -> FFN:
     rest = [whole(n, most=3) if biases else None for n in (N, N, K)]
-    ffn = FFN(whole(N, K), whole(N, K), whole(N, K), *rest, threshold)
+    ffn = FFN(whole(N, K), whole(N, K), whole(N, K), *rest)
     ffn.w_gate[:, 0] = 1  # channel 0 of x says how many fire
     return ffn
 
@@ -63,7 +63,7 @@ def wanted(x: Tensor, ffn: FFN) -> Tensor:
         y = x.double() @ weight.double().T
         return (y if bias is None else y + bias.double()).bfloat16()
 
-    gate = keep_fired(product(ffn.w_gate, ffn.b_gate), ffn.threshold)
+    gate = keep_fired(product(ffn.w_gate, ffn.b_gate))
     hidden = (gate.double() * product(ffn.w_up, ffn.b_up).double()).bfloat16()
     y = hidden.double() @ ffn.w_down.double()
     return (y if ffn.b_down is None else y + ffn.b_down.double()).bfloat16()
@@ -83,14 +83,14 @@ def check(kernels, x: Tensor, ffn: FFN) -> Tensor:
 
 def fired(x: Tensor, ffn: FFN) -> Tensor:
     """How many fire for each token."""
-    return (x.double() @ ffn.w_gate.double().T > ffn.threshold).sum(-1)
+    return (x.double() @ ffn.w_gate.double().T > 0).sum(-1)
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize(("M", "K", "N"), SIZES)
 def test_whole_numbers_are_exact(kernels, form, M, K, N, biases):
     torch.manual_seed(M + N)
-    ffn = make_ffn(N, K, biases, threshold=1.0)
+    ffn = make_ffn(N, K, biases)
     x = whole(M, K, most=2)
     x[:, 0] = -int(2 * K**0.5)
     check(kernels, x, ffn)
@@ -127,7 +127,7 @@ def test_full_and_one_over(kernels, form):
 
 def test_rows_that_are_not_finite(kernels, form):
     torch.manual_seed(0)
-    ffn, x = make_ffn(264, 192, True, threshold=2.0), whole(90, 192)
+    ffn, x = make_ffn(264, 192, True), whole(90, 192)
     x[:, 0] = -10
     x[3, 5], x[40, 7], x[41, 7] = torch.nan, torch.inf, -torch.inf
     y = check(kernels, x, ffn)
@@ -139,7 +139,7 @@ def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
     M, K, N = 256, 1024, 2048
     weights = [(torch.randn(N, K, device="cuda") * K**-0.5).bfloat16() for _ in range(3)]
     weights[0][:, 0] = -2
-    ffn = FFN(*weights, None, None, None, 0.0)
+    ffn = FFN(*weights, None, None, None)
     x = torch.randn(M, K, device="cuda").bfloat16()
     x[:, 0] = 1
     x[17, 0] = -2  # heavy
@@ -165,7 +165,7 @@ def test_random_problems(kernels, form, seed):
 
     torch.manual_seed(seed)
     M, K, N = draw(1, 700), 64 * draw(1, 70), 8 * draw(1, 300)
-    ffn = make_ffn(N, K, bool(draw(0, 1)), threshold=float(draw(0, 4)))
+    ffn = make_ffn(N, K, bool(draw(0, 1)))
     x = whole(M, K, most=2)
     x[:, 0] = -draw(0, 3) * int(K**0.5)
     x[draw(0, M - 1), 0] = 250

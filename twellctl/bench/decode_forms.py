@@ -25,7 +25,7 @@ from twellctl.bundle.twell_few import (
 )
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_weights import FFN
 from twellctl.own_kernels import own_kernels
@@ -56,12 +56,11 @@ def few_weights(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    threshold: float = 0.0,
     density: float | None = None,
 ) -> FewWeights:
     """From weights as an nn.Linear has them, `w_down` `[K, N]` in either layout."""
     by_rows = w_down.t().contiguous()
-    ffn = FFN(w_gate, w_up, by_rows, b_gate, b_up, b_down, threshold)
+    ffn = FFN(w_gate, w_up, by_rows, b_gate, b_up, b_down)
     return FewWeights(ffn, w_down.contiguous(), density)
 
 
@@ -73,10 +72,9 @@ def weights_of(module: nn.Module) -> FewWeights:
     else:
         projections = (module.gate_proj, module.up_proj)
         weights, biases = ([getattr(p, name) for p in projections] for name in ("weight", "bias"))
-    threshold = getattr(getattr(module, activation_name(module)), "threshold", 0.0)
     down = module.down_proj
     density = getattr(module, "twell_density", None)
-    return few_weights(*weights, down.weight, *biases, down.bias, threshold, density)
+    return few_weights(*weights, down.weight, *biases, down.bias, density)
 
 
 def why_no_few(M: int, N: int, device: torch.device) -> str | None:
@@ -111,7 +109,7 @@ def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, 
 def torch_ffn(x: Tensor, weights: FewWeights) -> Tensor:
     """`[M, K]` to `[M, K]`: three products of PyTorch's."""
     ffn = weights.ffn
-    gate = F.threshold_(F.linear(x, ffn.w_gate, ffn.b_gate), ffn.threshold, 0.0)
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate).relu_()
     return F.linear(gate.mul_(F.linear(x, ffn.w_up, ffn.b_up)), weights.down, ffn.b_down)
 
 
@@ -123,9 +121,7 @@ def _few_dense(kernels: KernelSet, limits: Limits, x: Tensor, weights: FewWeight
 def _plain_ffn(x: Tensor, weights: FewWeights) -> Tensor:
     ffn = weights.ffn
     biases = ffn.b_gate, ffn.b_up, ffn.b_down
-    return sparse_ffn(
-        x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), *biases, threshold=ffn.threshold, density=0.0
-    )
+    return sparse_ffn(x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), *biases, density=0.0)
 
 
 # ---- floors ----

@@ -117,7 +117,6 @@ def bench_model(
                 check_union(union)
         numbers = subject.numbers or TwellNumbers(
             tile=TILE,
-            thresholds=tuple(layer.threshold for layer in measured),
             slots=tuple(layer.slots for layer in measured),
             densities=tuple(layer.density for layer in measured),
         )
@@ -157,10 +156,8 @@ class Subject:
 
 def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
     """By layer: what a profile would hold, and the union over neighbouring tokens."""
-    numbers = subject.numbers
-    if numbers is None:
-        return count_layers(subject.body, subject.counted, TILE)
-    return count_layers(subject.body, subject.counted, numbers.tile, numbers.thresholds)
+    tile = TILE if subject.numbers is None else subject.numbers.tile
+    return count_layers(subject.body, subject.counted, tile)
 
 
 def _point(
@@ -264,7 +261,6 @@ def _open_model(
     twell = checkpoint.twell
     numbers = TwellNumbers(
         tile=twell["tile"],
-        thresholds=tuple(twell["thresholds"]),
         slots=tuple(twell["slots"]),
         densities=tuple(twell["densities"]) if twell.get("densities") else None,
     )

@@ -89,7 +89,6 @@ def ffn_over_twell(
     """The FFN over TwELL, with `slots` and `density` as a profile would tell them."""
     run = functools.partial(
         twell_ffn.sparse_ffn,
-        threshold=0.0,
         slots=slots,
         density=density,
         sources=own_kernels(),
@@ -108,7 +107,6 @@ class TwellNumbers:
     """What an export's config.json says of its layers; `densities` None without a profile."""
 
     tile: int
-    thresholds: tuple[float, ...]
     slots: tuple[int, ...]
     densities: tuple[float, ...] | None
 

@@ -1,14 +1,11 @@
 """The "twell" block of config.json and the format's numbers. Standard library only.
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
-              "thresholds": [float a layer], "source": str, "source_act": str,
-              "densities": [float a layer]}
+              "source": str, "source_act": str, "densities": [float a layer]}
 
 `densities`, the share of neurons that fire, are there if a profile measured them. `source` is the
 model this one was made from and `source_act` the activation it had there.
 """
-
-import struct
 
 FORMAT_VERSION = 1
 TILE = 256
@@ -17,12 +14,11 @@ MAX_COLUMNS = 65536  # a column is 16 bits
 
 
 def new_twell(num_layers: int, source: str, source_act: str) -> dict:
-    """The block before anything was measured: zero thresholds, safe slots."""
+    """The block before anything was measured: safe slots."""
     return {
         "format_version": FORMAT_VERSION,
         "tile": TILE,
         "slots": [SLOTS] * num_layers,
-        "thresholds": [0.0] * num_layers,
         "source": source,
         "source_act": source_act,
     }
@@ -37,28 +33,20 @@ def check_twell(twell: object, num_layers: int) -> dict:
             f'"twell" has format_version {twell.get("format_version")!r}, '
             f"this code reads {FORMAT_VERSION}"
         )
-    slots, thresholds, tile = twell.get("slots"), twell.get("thresholds"), twell.get("tile")
+    if "thresholds" in twell:
+        raise ValueError(
+            '"twell" holds thresholds, of a version before sparse models were plain ReLU: '
+            "fine-tune again from the SiLU model with this version"
+        )
+    slots, tile = twell.get("slots"), twell.get("tile")
     densities = twell.get("densities", [0.0] * num_layers)
-    lists = (("slots", slots), ("thresholds", thresholds), ("densities", densities))
-    for key, values in lists:
+    for key, values in (("slots", slots), ("densities", densities)):
         if not isinstance(values, list) or len(values) != num_layers:
             raise ValueError(f'"twell" must hold {num_layers} {key}, one a layer, got {values!r}')
     if type(tile) is not int or not 1 <= tile <= MAX_COLUMNS:
         raise ValueError(f'"twell" must have a tile of 1 to {MAX_COLUMNS}, got {tile!r}')
     if bad := [s for s in slots if type(s) is not int or not 1 <= s <= tile]:
         raise ValueError(f'"twell" must have slots of 1 to {tile} (its tile), got {bad[0]!r}')
-    numbers = (int, float)
-    if bad := [t for t in thresholds if type(t) not in numbers or storable_threshold(t) != t]:
-        raise ValueError(f'"twell" must have thresholds that bf16 holds exactly, got {bad[0]!r}')
-    if bad := [d for d in densities if type(d) not in numbers or not 0 <= d <= 1]:
+    if bad := [d for d in densities if type(d) not in (int, float) or not 0 <= d <= 1]:
         raise ValueError(f'"twell" must have densities of 0 to 1, got {bad[0]!r}')
     return twell
-
-
-def storable_threshold(threshold: float) -> float:
-    """The nearest threshold that bf16 holds exactly; `ValueError` unless finite and >= 0."""
-    if not 0 <= threshold <= 3.3e38:
-        raise ValueError(f"a threshold must be finite and >= 0, got {threshold}")
-    bits = struct.unpack("<I", struct.pack("<f", abs(threshold)))[0]
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return struct.unpack("<f", struct.pack("<I", rounded))[0]

@@ -222,7 +222,7 @@ def few_ffn(
             _BLOCK,
             (
                 *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(float(ffn.threshold), M, N, K, *made),
+                *(M, N, K, *made),
             ),
             plan.hidden.smem_bytes,
             overlap=overlap,
@@ -283,7 +283,7 @@ def few_gated(
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
         (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
+            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up),
             *(M, N, K, hidden),
         ),
         plan.gated.smem_bytes,

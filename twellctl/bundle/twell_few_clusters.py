@@ -88,7 +88,7 @@ def launch_clusters(
         _BLOCK,
         (
             *(tensor_map(x, 8 * plan.octets), tensor_map(ffn.w_gate, plan.rows)),
-            *(ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, float(ffn.threshold)),
+            *(ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
             *(M, N, K, plan.rows, plan.stages, plan.octets, *made),
         ),
         plan.smem_bytes,

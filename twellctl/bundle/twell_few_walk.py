@@ -115,7 +115,7 @@ def launch_few_walk(
         plan.threads,
         (
             *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, residual),
-            *(float(ffn.threshold), N, K, plan.cap, plan.ways, plan.warps, plan.columns),
+            *(plan.columns, N, K, plan.cap, plan.ways, plan.warps),
             *(counts, y),
         ),
         plan.smem_bytes,

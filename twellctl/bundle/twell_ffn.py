@@ -76,14 +76,13 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
-    threshold: float = 0.0,
     slots: int = SLOTS,
     tile: int = TILE,
     sources: str = "",
     route: str = "auto",
     density: float | None = None,
 ) -> Tensor:
-    """`down(relu_t(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
+    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
     (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), "fused" (dense
@@ -96,12 +95,12 @@ def sparse_ffn(
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
-        numbers = {"threshold": threshold, "slots": most, "tile": tile, "density": density}
+        numbers = {"slots": most, "tile": tile, "density": density}
         return _trained(*tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
     if (dtype := _autocast_dtype(x)) is not None:
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
-    return _gated_ffn_op(*tensors, threshold, tile, slots, known, sources, route)
+    return _gated_ffn_op(*tensors, tile, slots, known, sources, route)
 
 
 def train_ffn(
@@ -114,7 +113,6 @@ def train_ffn(
     b_down: Tensor | None = None,
     *,
     penalty: Tensor | float | None = None,
-    threshold: float = 0.0,
     slots: int = SLOTS,
     tile: int = TILE,
     sources: str = "",
@@ -124,7 +122,7 @@ def train_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
 
-    `h = relu_t(gate) * up`. `penalty` (one number; a tensor, lest a compiled graph hang on its
+    `h = relu(gate) * up`. `penalty` (one number; a tensor, lest a compiled graph hang on its
     value) times that sum is as good as part of the loss: its gradient is added on the way back. The
     two scalars have no gradient, and there is no second derivative. Weights may be fp32 under
     autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
@@ -134,7 +132,7 @@ def train_ffn(
     if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    numbers = {"threshold": threshold, "slots": slots, "tile": tile, "density": density}
+    numbers = {"slots": slots, "tile": tile, "density": density}
     how = {"sources": sources, "route": route, "counted": True, "plain": plain}
     return _trained(*tensors, penalty, **numbers, **how)
 
@@ -149,7 +147,6 @@ def _trained(
     b_down: Tensor | None,
     penalty: Tensor | float | None,
     *,
-    threshold: float,
     slots: int,
     tile: int,
     sources: str,
@@ -160,7 +157,7 @@ def _trained(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`train_ffn`; `counted`: whether the two scalars are wanted."""
     if not torch.compiler.is_compiling():
-        check_numbers(threshold, slots, tile)  # the operator asks again
+        check_numbers(slots, tile)  # the operator asks again
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     if isinstance(penalty, Tensor):
         penalty = penalty.to(x.device, torch.float32)
@@ -173,11 +170,11 @@ def _trained(
         and takes_training(route_of_training(route), x.numel() // K, density)
         and not why_not_trained(*_for_training(sources, x, weights, biases, tile))
     ):
-        return plain(x, *weights, *biases, penalty, threshold, counted)
+        return plain(x, *weights, *biases, penalty, counted)
     if isinstance(penalty, float):
         penalty = torch.full((), penalty, dtype=torch.float32, device=x.device)
     x = x.to(_autocast_dtype(x) or x.dtype)
-    rest = (*weights, *biases, penalty, threshold, slots, sources)
+    rest = (*weights, *biases, penalty, slots, sources)
     most = most_trained_tokens(x.device.index, N, K, slots)
     if x.numel() // K <= most:
         return _train_ffn_op(x, *rest)[:3]
@@ -215,7 +212,6 @@ def gate_pack(
     w_gate: Tensor,
     b_gate: Tensor | None = None,
     *,
-    threshold: float = 0.0,
     slots: int = SLOTS,
     sources: str,
 ) -> tuple[Tensor, Tensor]:
@@ -225,7 +221,7 @@ def gate_pack(
     or Inf, entries of a tile are in no order of columns, and slots behind the count are not
     written. `KernelError` where the kernel cannot run.
     """
-    return _gate_pack_op(x, w_gate, b_gate, threshold, slots, sources)
+    return _gate_pack_op(x, w_gate, b_gate, slots, sources)
 
 
 # ---- which path ----
@@ -246,7 +242,6 @@ def _gated_ffn(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    threshold: float,
     tile: int,
     slots: int,
     density: float,
@@ -255,13 +250,13 @@ def _gated_ffn(
 ) -> Tensor:
     """The operator `gated_ffn`."""
     if not x.is_cuda:
-        numbers = {"threshold": threshold, "tile": tile, "slots": slots}
+        numbers = {"tile": tile, "slots": slots}
         return gated_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down, **numbers)
-    check_numbers(threshold, slots, tile)
+    check_numbers(slots, tile)
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():
         return x.new_empty(*x.shape[:-1], w_down.shape[0])
-    ffn = FFN(w_gate, w_up, w_down.t(), b_gate, b_up, b_down, threshold)
+    ffn = FFN(w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
     route = requested(route) if sources else "dense"
     hopper = takes_hopper_kernels(rows.device.index, route)
     if route != "dense" and (
@@ -342,17 +337,17 @@ def _aligned(tensor: Tensor) -> Tensor:
 def _sampled_density(rows: Tensor, ffn: FFN) -> float:
     step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
     gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
-    return fires(gate, ffn.threshold).float().mean().item()
+    return fires(gate).float().mean().item()
 
 
 # ---- operators ----
 
 
 def _gate_pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float, slots: int, sources: str
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, slots: int, sources: str
 ) -> tuple[Tensor, Tensor]:
     """The operator `gate_pack`."""
-    check_numbers(threshold, slots, TILE)
+    check_numbers(slots, TILE)
     if not x.is_cuda or not takes_hopper_kernels(x.device.index):
         raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
     biases = () if b_gate is None else (b_gate,)
@@ -364,12 +359,11 @@ def _gate_pack(
         or why_not_here(sources, index, True)
     ):
         raise KernelError(f"gate_pack cannot run: {said}")
-    counts, entries = _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources)
+    counts, entries = _fake_gate_pack(x, w_gate, b_gate, slots, sources)
     if x.shape[0]:
         rows, heavy_count = _aligned(x), counts.new_empty(1)
         limits, kernels = device_limits(index), kernels_for(sources, index)
-        gate = (w_gate, b_gate, threshold)
-        launch_gate_pack(kernels, limits, rows, *gate, counts, entries, heavy_count)
+        launch_gate_pack(kernels, limits, rows, w_gate, b_gate, counts, entries, heavy_count)
     return counts, entries
 
 
@@ -377,7 +371,7 @@ def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *re
     return x.new_empty(*x.shape[:-1], w_down.shape[0])
 
 
-def _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources) -> tuple[Tensor, Tensor]:
+def _fake_gate_pack(x, w_gate, b_gate, slots, sources) -> tuple[Tensor, Tensor]:
     tiles = (x.shape[0], ceil_div(w_gate.shape[0], TILE))
     counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
     return counts, torch.empty((*tiles, slots), dtype=torch.int32, device=x.device)
@@ -385,11 +379,11 @@ def _fake_gate_pack(x, w_gate, b_gate, threshold, slots, sources) -> tuple[Tenso
 
 _FFN_SCHEMA = (
     "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, float threshold, int tile, int slots, float density, str sources, str route) "
+    "Tensor? b_down, int tile, int slots, float density, str sources, str route) "
     "-> Tensor"
 )
 _PACK_SCHEMA = (
-    "(Tensor x, Tensor w_gate, Tensor? b_gate, float threshold, int slots, str sources) "
+    "(Tensor x, Tensor w_gate, Tensor? b_gate, int slots, str sources) "
     "-> (Tensor counts, Tensor entries)"
 )
 

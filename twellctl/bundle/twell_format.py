@@ -1,8 +1,7 @@
 """TwELL, tile-wise ELLPACK, in plain torch: judge of every kernel, and the path without any.
 
 A gate `[M, N]` (M tokens, N neurons) is cut into tiles of `tile` consecutive columns. Of each
-(row, tile) the columns whose gate lies above the threshold are kept, in ascending order, in `slots`
-places:
+(row, tile) the columns whose gate lies above 0 are kept, in ascending order, in `slots` places:
 
     counts   [M, T]     how many fired in the tile, also beyond `slots`     T = ceil(N / tile)
     entries  [M, T, S]  bf16, fp16: value << 16 | column, one int32 a slot  S = slots
@@ -22,19 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .twell_config import MAX_COLUMNS, SLOTS, TILE, storable_threshold
+from .twell_config import MAX_COLUMNS, SLOTS, TILE
 
 
-def fires(gate: Tensor, threshold: float) -> Tensor:
-    """Bool, shape of `gate`: above the threshold, or NaN (which must not vanish)."""
-    # float32 holds every bf16 and fp16 value, and a threshold that fp16 itself would round
-    wide = gate.float() if gate.dtype.itemsize < 4 else gate
-    return (wide > threshold) | wide.isnan()
+def fires(gate: Tensor) -> Tensor:
+    """Bool, shape of `gate`: above 0, or NaN (which must not vanish)."""
+    return (gate > 0) | gate.isnan()
 
 
-def keep_fired(gate: Tensor, threshold: float) -> Tensor:
-    """`relu_t`: the gate where it fires, else +0. ReLU with `threshold` 0."""
-    return torch.where(fires(gate, threshold), gate, torch.zeros_like(gate))
+def keep_fired(gate: Tensor) -> Tensor:
+    """ReLU: the gate, bit for bit, where it fires, else +0."""
+    return torch.where(fires(gate), gate, torch.zeros_like(gate))
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,14 @@ class Packed:
         return self.backup_row >= 0
 
 
-def pack(gate: Tensor, threshold: float = 0.0, tile: int = TILE, slots: int = SLOTS) -> Packed:
+def pack(gate: Tensor, tile: int = TILE, slots: int = SLOTS) -> Packed:
     """Pack what fires of `gate` `[M, N]`, any strides, dtype bf16, fp16, fp32 or fp64, any device.
 
     `ValueError` for other shapes and dtypes, N > 65536, or numbers out of range.
     """
-    _check(gate, threshold, tile, slots)
+    _check(gate, tile, slots)
     num_rows, num_columns = gate.shape
-    fired = fires(gate, threshold)
+    fired = fires(gate)
     num_tiles = -(-num_columns // tile)
     tiles = F.pad(fired, (0, num_tiles * tile - num_columns)).view(num_rows, num_tiles, tile)
     counts = tiles.sum(-1, dtype=torch.int32)
@@ -89,7 +86,7 @@ def pack(gate: Tensor, threshold: float = 0.0, tile: int = TILE, slots: int = SL
         columns[at], values[at] = column.short(), value
 
     overflowed = (counts > slots).any(-1) | ~gate.isfinite().all(-1)
-    backup = keep_fired(gate[overflowed], threshold)
+    backup = keep_fired(gate[overflowed])
     backup_row = torch.where(overflowed, overflowed.cumsum(0) - 1, -1).int()
     return Packed(counts, entries, columns, values, backup, backup_row, num_columns, tile)
 
@@ -123,8 +120,8 @@ class _SparseFFN(torch.autograd.Function):
     """The gated FFN. For backward it keeps x, the packed gate, and up only where the gate fired."""
 
     @staticmethod
-    def forward(ctx, x, w_gate, w_up, w_down, b_gate, b_up, b_down, threshold, tile, slots):
-        packed = pack(F.linear(x, w_gate, b_gate), threshold, tile, slots)
+    def forward(ctx, x, w_gate, w_up, w_down, b_gate, b_up, b_down, tile, slots):
+        packed = pack(F.linear(x, w_gate, b_gate), tile, slots)
         gate = unpack(packed)
         up = F.linear(x, w_up, b_up)
         row, column, _ = fired_positions(packed)
@@ -137,7 +134,6 @@ class _SparseFFN(torch.autograd.Function):
         )  # fmt: skip
         ctx.packed_shape = (packed.num_columns, packed.tile)
         ctx.has_bias = tuple(bias is not None for bias in (b_gate, b_up, b_down))
-        ctx.threshold = threshold
         return F.linear(gate * up, w_down, b_down)
 
     @staticmethod
@@ -154,14 +150,14 @@ class _SparseFFN(torch.autograd.Function):
         grad_hidden = grad_y @ w_down
         grad_up = grad_hidden * gate
         # what did not fire passes no gradient, whatever grad_hidden holds there
-        grad_gate = torch.where(fires(gate, ctx.threshold), grad_hidden * up, 0)
+        grad_gate = torch.where(fires(gate), grad_hidden * up, 0)
         grad_x = grad_gate @ w_gate + grad_up @ w_up
         grad_weights = (grad_gate.T @ x, grad_up.T @ x, grad_y.T @ (gate * up))
         grad_biases = (
             grad.sum(0) if has else None
             for has, grad in zip(ctx.has_bias, (grad_gate, grad_up, grad_y), strict=True)
         )
-        return grad_x, *grad_weights, *grad_biases, None, None, None
+        return grad_x, *grad_weights, *grad_biases, None, None
 
 
 def gated_ffn(
@@ -173,15 +169,13 @@ def gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     *,
-    threshold: float = 0.0,
     tile: int = TILE,
     slots: int = SLOTS,
 ) -> Tensor:
-    """`down(relu_t(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`.
+    """`down(relu(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`.
 
     `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Equal to the dense
-    equation with `keep_fired` in the place of ReLU; differentiable once. Under autocast it computes
-    in the autocast dtype.
+    equation; differentiable once. Under autocast it computes in the autocast dtype.
     """
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     device = x.device.type
@@ -190,11 +184,11 @@ def gated_ffn(
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     with torch.autocast(device, enabled=False):
         rows = tensors[0].reshape(-1, x.shape[-1])
-        y = _SparseFFN.apply(rows, *tensors[1:], threshold, tile, slots)
+        y = _SparseFFN.apply(rows, *tensors[1:], tile, slots)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _check(gate: Tensor, threshold: float, tile: int, slots: int) -> None:
+def _check(gate: Tensor, tile: int, slots: int) -> None:
     if gate.dim() != 2 or not gate.is_floating_point() or gate.dtype.itemsize < 2:
         raise ValueError(
             f"pack takes [M, N] of bf16, fp16, fp32 or fp64, got {list(gate.shape)} {gate.dtype}"
@@ -205,5 +199,3 @@ def _check(gate: Tensor, threshold: float, tile: int, slots: int) -> None:
         )
     if not (1 <= slots <= tile <= MAX_COLUMNS):
         raise ValueError(f"TwELL needs 1 <= slots <= tile <= {MAX_COLUMNS}, got {slots} of {tile}")
-    if storable_threshold(threshold) != threshold:
-        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")

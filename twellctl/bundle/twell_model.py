@@ -1,14 +1,16 @@
-"""Twell...ForCausalLM: a stock transformers model whose gated FFNs run over TwELL.
+"""Twell...ForCausalLM, Twell...Model: a stock transformers model whose gated FFNs run over TwELL.
 
-`TwellLlamaForCausalLM` is `LlamaForCausalLM` with the same weights under the same names; so it goes
-for every causal model whose FFN is `down(act(gate(x)) * up(x))`, with `gate_proj` and `up_proj` or
-with both fused in `gate_up_proj`. The class of a family is made when it is first asked for
-(`twell_class`).
+`TwellLlamaForCausalLM` is `LlamaForCausalLM`, and `TwellLlamaModel` its body `LlamaModel`, with the
+same weights under the same names; so it goes for every causal model whose FFN is
+`down(relu(gate(x)) * up(x))`, with `gate_proj` and `up_proj` or with both fused in `gate_up_proj`.
+The class of a family is made when it is first asked for (`twell_class`).
 
-What it needs beyond the stock config stands under "twell" in config.json: tile, slots and
-thresholds by layer. The files that belong to it (this one too) are listed with their sha256 in
-twell_manifest.json; a changed or missing one is refused by name, and `save_pretrained` writes all
-of them again.
+FFNs run over TwELL in what `from_pretrained` loads. A model that is built from a config alone has
+the stock modules: engines that bring layers of their own (vLLM) take them apart by their source.
+
+What it needs beyond the stock config stands under "twell" in config.json: tile and slots by layer.
+The files that belong to it (this one too) are listed with their sha256 in twell_manifest.json; a
+changed or missing one is refused by name, and `save_pretrained` writes all of them again.
 """
 
 import functools
@@ -20,31 +22,17 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import read_bundle, write_bundle
 from .twell_config import check_twell
 from .twell_ffn import register_sources, sparse_ffn, train_ffn
-from .twell_format import keep_fired
 from .twell_reasons import say_once
 from .twell_route import check_route
 from .twell_train import FfnMeter
 
-_PREFIX, _SUFFIX = "Twell", "ForCausalLM"
+_PREFIX, _SUFFIXES = "Twell", ("ForCausalLM", "Model")
 _KERNELS = "twell_kernels/"
-
-
-class GateThreshold(nn.Module):
-    """`relu_t` as a module: what lies at or below the threshold becomes zero."""
-
-    def __init__(self, threshold: float):
-        super().__init__()
-        self.threshold = threshold
-
-    def forward(self, gate: Tensor) -> Tensor:
-        return keep_fired(gate, self.threshold)
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}"
 
 
 def gated_ffns(model: nn.Module) -> list[nn.Module]:
@@ -66,12 +54,6 @@ def activation_name(ffn: nn.Module) -> str:
     raise ValueError(f"{type(ffn).__name__} has neither act_fn nor activation_fn")
 
 
-def set_thresholds(model: nn.Module, thresholds: list[float]) -> None:
-    """Put `relu_t` in the place of each gated FFN's activation: the dense equation, by layer."""
-    for ffn, threshold in zip(gated_ffns(model), thresholds, strict=True):
-        setattr(ffn, activation_name(ffn), GateThreshold(threshold))
-
-
 class TwellFFN:
     """Mixed into the class of a gated FFN module: the same submodules, the forward over TwELL."""
 
@@ -87,16 +69,15 @@ class TwellFFN:
         projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
         activation = getattr(self, activation_name(self))
         linears = (*projections, self.down_proj)
-        if not (
-            all(is_plain(m, nn.Linear) for m in linears) and is_plain(activation, GateThreshold)
-        ):
+        meter = self.twell_meter
+        if not (all(is_plain(m, nn.Linear) for m in linears) and is_plain(activation, nn.ReLU)):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
             if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
                 say_once("an FFN has layers that are not plain ones (adapters, hooks)")
+            if meter is None:
+                return super().forward(x)
             gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
-            gate = activation(gate)
-            meter = self.twell_meter
-            return self.down_proj(gate * up if meter is None else meter.measure(gate, up))
+            return self.down_proj(meter.measure(activation(gate), up))
         if fused:
             weights = self.gate_up_proj.weight.chunk(2)
             bias = self.gate_up_proj.bias
@@ -106,14 +87,12 @@ class TwellFFN:
             biases = tuple(projection.bias for projection in projections)
         tensors = (x, *weights, self.down_proj.weight, *biases, self.down_proj.bias)
         how = {
-            "threshold": activation.threshold,
             "tile": self.twell_tile,
             "slots": self.twell_slots,
             "sources": self.twell_sources,
             "route": self.twell_route,
             "density": self.twell_density,
         }
-        meter = self.twell_meter
         if meter is None:
             return sparse_ffn(*tensors, **how)
         end = None
@@ -154,7 +133,6 @@ def _is_only_placed(module: nn.Module) -> bool:
 
 def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
     """Let the gated FFNs of `model` run over TwELL, with the numbers of a "twell" block."""
-    set_thresholds(model, twell["thresholds"])
     ffns = gated_ffns(model)
     densities = twell.get("densities") or [None] * len(ffns)
     for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
@@ -196,13 +174,13 @@ def lay_down_by_rows(model: nn.Module) -> None:
 
 
 class TwellModel:
-    """Mixed into a stock ...ForCausalLM class: installs the FFNs, guards and carries the bundle."""
+    """Mixed into a stock class: installs the FFNs, guards and carries the bundle."""
 
     _twell_bundle: dict[str, bytes] | None = None
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        put_over_twell(self, check_twell(getattr(config, "twell", None), len(gated_ffns(self))))
+        check_twell(getattr(config, "twell", None), len(gated_ffns(self)))
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -219,6 +197,7 @@ class TwellModel:
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._twell_bundle = bundle
+        put_over_twell(model, model.config.twell)
         use_kernels(model, kernel_sources(bundle), route)
         lay_down_by_rows(model)
         return loaded
@@ -241,7 +220,8 @@ class TwellModel:
         write_bundle(folder, self._twell_bundle)
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
-        config |= config_entries(type(self).__name__.removeprefix(_PREFIX))
+        stock_class = type(self).__name__.removeprefix(_PREFIX)
+        config |= config_entries(stock_class, self.config.model_type)
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for weights in folder.glob("*.safetensors"):  # safetensors writes them 0600
             weights.chmod(config_file.stat().st_mode)
@@ -257,21 +237,24 @@ def kernel_sources(bundle: dict[str, bytes]) -> str:
     return register_sources(files) if files else ""
 
 
-def config_entries(stock_class: str) -> dict:
+def config_entries(stock_class: str, model_type: str) -> dict:
     """Of classes config.json says: the stock one for all, ours for those who trust the code."""
-    ours = f"modeling_twell.{_PREFIX}{stock_class}"
-    return {"architectures": [stock_class], "auto_map": {"AutoModelForCausalLM": ours}}
+    named = {"AutoModel": MODEL_MAPPING_NAMES[model_type]}
+    if stock_class != named["AutoModel"]:  # not a body that was saved alone
+        named["AutoModelForCausalLM"] = stock_class
+    auto_map = {door: f"modeling_twell.{_PREFIX}{name}" for door, name in named.items()}
+    return {"architectures": [stock_class], "auto_map": auto_map}
 
 
 def __getattr__(name: str) -> type:
-    if not name.startswith(_PREFIX) or not name.endswith(_SUFFIX):
+    if not name.startswith(_PREFIX) or not name.endswith(_SUFFIXES):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return twell_class(name.removeprefix(_PREFIX))
 
 
 @functools.cache
 def twell_class(stock_class: str) -> type:
-    """`TwellLlamaForCausalLM` for "LlamaForCausalLM", and so for each causal class."""
+    """`TwellLlamaForCausalLM` for "LlamaForCausalLM", and so for each class and its body."""
     base = getattr(transformers, stock_class)
     described = {
         "__module__": f"{__package__}.modeling_twell",  # where auto_map and pickle look for it

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .twell_config import TILE, storable_threshold
+from .twell_config import TILE
 from .twell_few import few_ffn_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
@@ -24,9 +24,7 @@ from .twell_weights import FFN
 logger = logging.getLogger(__name__)
 
 
-def check_numbers(threshold: float, slots: int, tile: int) -> None:
-    if storable_threshold(threshold) != threshold:
-        raise ValueError(f"threshold {threshold} is not exact in bf16: use storable_threshold")
+def check_numbers(slots: int, tile: int) -> None:
     if not 1 <= slots <= tile:
         raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
 

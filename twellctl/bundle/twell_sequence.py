@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_format import keep_fired
 from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import (
     BATCH_MASKS,
@@ -90,11 +89,7 @@ class Heavy:
 
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
-    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    if gate.dtype == torch.float16:  # which may not hold the threshold
-        gate = keep_fired(gate, ffn.threshold)
-    else:
-        F.threshold_(gate, ffn.threshold, 0.0)
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate).relu_()
     gate.mul_(F.linear(x, ffn.w_up, ffn.b_up))
     return F.linear(gate, ffn.w_down.t(), ffn.b_down)
 
@@ -112,9 +107,8 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     cap = hopper_cap(ffn.N)
     for plan, xs, ys in _chunks(x, y, ffn, slots, cap, limits, portable=False):
         counts, entries, heavy_count = packed_buffers(plan, x.device)
-        gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
-        launch_gate_pack(kernels, limits, xs, *gate, counts, entries, heavy_count)
         packed = counts, entries, heavy_count
+        launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
         heavy_rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
         heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
     return y
@@ -130,7 +124,7 @@ def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Ten
             "pack",
             (plan.M,),
             PACK_BLOCK,
-            (gate, float(ffn.threshold), plan.M, plan.N, counts, entries, heavy_count),
+            (gate, plan.M, plan.N, counts, entries, heavy_count),
         )
         del gate
         packed = counts, entries, heavy_count
@@ -144,7 +138,6 @@ def launch_gate_pack(
     x: Tensor,
     w_gate: Tensor,
     b_gate: Tensor | None,
-    threshold: float,
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
@@ -158,7 +151,7 @@ def launch_gate_pack(
         SHORT_PRODUCT_BLOCK if short else PRODUCT_BLOCK,
         (
             *(tensor_map(x, INPUT_BOX_ROWS), tensor_map(w_gate, WEIGHT_BOX_ROWS), b_gate),
-            *(float(threshold), M, N, K, entries.shape[2], counts, entries, heavy_count),
+            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
         ),
         GATE_PACK_SMEM,
     )
@@ -407,7 +400,7 @@ def _launch_hidden(
         PRODUCT_BLOCK,
         (
             *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-            *(float(ffn.threshold), heavy.count, heavy.flags, heavy.start, M, N, ffn.K, hidden),
+            *(heavy.count, heavy.flags, heavy.start, M, N, ffn.K, hidden),
         ),
         HEAVY_SMEM,
         overlap=overlap,

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_format import keep_fired
 from .twell_grad_plan import GradPlan
 from .twell_launch import KernelSet, device_limits, kernels_for
 from .twell_reasons import check_numbers
@@ -23,7 +22,7 @@ from .twell_weights import FFN
 
 _INPUTS = (
     "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, Tensor? penalty, float threshold, int slots, str sources"
+    "Tensor? b_down, Tensor? penalty, int slots, str sources"
 )
 _LISTS = (
     *("pair_start", "pairs", "num_rounds", "rounds", "links"),
@@ -101,11 +100,10 @@ def plain_train_ffn(
     b_up: Tensor | None,
     b_down: Tensor | None,
     penalty: Tensor | float | None,
-    threshold: float,
     counted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(y, sum of |h|, how many fired) in torch's own operators; `counted`: else y alone."""
-    gate = _relu_t(F.linear(x, w_gate, b_gate), threshold)
+    gate = F.relu(F.linear(x, w_gate, b_gate))
     hidden = gate * F.linear(x, w_up, b_up)
     hidden_sum = fired = None
     if counted:
@@ -115,29 +113,6 @@ def plain_train_ffn(
     if penalty is not None:
         hidden = AddL1Gradient.apply(hidden, penalty)
     return F.linear(hidden, w_down, b_down), hidden_sum, fired
-
-
-class _KeepAbove(torch.autograd.Function):
-    """`relu_t` that keeps nothing for backward but its result, which the next product keeps too."""
-
-    @staticmethod
-    def forward(ctx, gate: Tensor, threshold: float) -> Tensor:
-        kept = F.threshold(gate, threshold, 0.0)  # a NaN stays
-        ctx.save_for_backward(kept)
-        return kept
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return torch.where(kept != 0, grad, 0), None
-
-
-def _relu_t(gate: Tensor, threshold: float) -> Tensor:
-    if threshold == 0:
-        return F.relu(gate)
-    if gate.dtype == torch.float16:  # which may not hold the threshold
-        return keep_fired(gate, threshold)
-    return _KeepAbove.apply(gate, threshold)
 
 
 def define_operators(library: torch.library.Library, digest: str, *operators: tuple) -> None:
@@ -164,15 +139,15 @@ def define_training(library: torch.library.Library, digest: str) -> None:
 
     def differentiate(ctx, grad_y: Tensor | None, *_) -> tuple:
         if grad_y is None:
-            return (None,) * 11
-        *inputs, threshold, slots, sources = ctx.inputs
+            return (None,) * 10
+        *inputs, slots, sources = ctx.inputs
         tensors = _put_back(inputs, ctx.saved_tensors)
         needed, (b_gate, b_up, b_down) = ctx.needs_input_grad, tensors[4:7]
         of_x = of_gate = of_up = of_biases = None
         of_down = tensors[3]
         if any(needed[:6]):
-            numbers = (threshold, slots, sources)
-            found = grads_op(grad_y, *tensors[:8], *numbers, *tensors[8:], list(needed[:6]))
+            rest = (slots, sources, *tensors[8:], list(needed[:6]))
+            found = grads_op(grad_y, *tensors[:8], *rest)
             of_x, of_gate, of_up, of_down, of_biases = found
         biases = [
             of_biases[i].to(bias.dtype) if need else None
@@ -187,7 +162,7 @@ def define_training(library: torch.library.Library, digest: str) -> None:
             of_x if needed[0] else None,
             *(grad if need else None for grad, need in zip(weights, needed[1:4], strict=True)),
             *(*biases, of_b_down),
-            *(None, None, None, None),
+            *(None, None, None),
         )
 
     torch.library.register_autograd(
@@ -229,11 +204,11 @@ def _nothing(like: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
-def _laid_ffn(weights: tuple[Tensor, ...], biases: tuple, threshold: float) -> FFN:
+def _laid_ffn(weights: tuple[Tensor, ...], biases: tuple) -> FFN:
     """The weights, w_down `[K, N]` among them, as the kernels read them."""
     w_gate, w_up, w_down = weights
     laid = (None if bias is None else _laid(bias) for bias in biases)
-    return FFN(*map(_laid, (w_gate, w_up, w_down.t())), *laid, threshold)
+    return FFN(*map(_laid, (w_gate, w_up, w_down.t())), *laid)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -245,22 +220,22 @@ def _kernels(x: Tensor, sources: str) -> tuple[KernelSet, object]:
 
 
 def _train_ffn(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, threshold, slots, sources
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources
 ) -> tuple[Tensor, ...]:
     """The operator `train_ffn`."""
-    check_numbers(threshold, slots, TILE)
-    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down), threshold)
+    check_numbers(slots, TILE)
+    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down))
     y, hidden_sum, fired, lists = forward(*_kernels(x, sources), _rows(x), ffn, slots)
     return y.view(x.shape), hidden_sum, fired, *(getattr(lists, name) for name in _LISTS)
 
 
 def _train_ffn_grads(
-    grad_y, x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, threshold, slots, sources, *rest
+    grad_y, x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources, *rest
 ) -> tuple[Tensor, ...]:
     """The operator `train_ffn_grads`."""
     *kept, wanted = rest
     lists = PairLists(**dict(zip(_LISTS, kept, strict=True)))
-    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down), threshold)
+    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down))
     kernels, limits = _kernels(x, sources)
     given = (_rows(x), ffn, _rows(grad_y), penalty, lists, slots)
     dtype = w_gate.dtype
@@ -278,12 +253,12 @@ def _train_ffn_grads(
 
 def _plan(x: Tensor, w_gate: Tensor, slots: int) -> GradPlan:
     M = int(x.numel()) // int(x.shape[-1])
-    weights = FFN(w_gate, w_gate, w_gate, None, None, None, 0.0)
+    weights = FFN(w_gate, w_gate, w_gate, None, None, None)
     return make_training_plan(M, weights, slots, device_limits(x.device.index))
 
 
 def _fake_train_ffn(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, threshold, slots, sources
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources
 ) -> tuple[Tensor, ...]:
     plan = _plan(x, w_gate, slots).plan
 

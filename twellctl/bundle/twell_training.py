@@ -109,8 +109,8 @@ def forward(
     """(y `[M, K]`, sum of |h|, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
     plan = make_training_plan(x.shape[0], ffn, slots, limits).plan
     counts, entries, heavy_count = packed_buffers(plan, x.device)
-    gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
-    launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
+    packed = counts, entries, heavy_count
+    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
     fired = (counts & 0x3FFFFFFF).sum()
     lists = launch_plan(kernels, plan, counts, entries, heavy_count, clusters=True)
     del counts, entries
@@ -208,7 +208,7 @@ class _Backward:
             GRAD_HEAVY_BLOCK,
             (
                 *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(float(ffn.threshold), self.penalty, self.kept.heavy_rows),
+                *(self.penalty, self.kept.heavy_rows),
                 *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs, *targets, units),
             ),
             GRAD_HEAVY_SMEM,

@@ -72,7 +72,7 @@ def _walk_gate(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tenso
     plan = plan_walk(M, N, K, limits)
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     y, flags = torch.empty_like(x), torch.empty(M, dtype=torch.int32, device=x.device)
-    of_gate = (gate, float(ffn.threshold), N, K, plan.cap, plan.ways)
+    of_gate = (gate, N, K, plan.cap, plan.ways)
     _launch(kernels, "walk_gate", plan, x, ffn, (*of_gate, flags, y))
     launch_heavy(kernels, limits, x, x.new_empty(M, N), ffn, y, Heavy(flags=flags), overlap=True)
     return y
@@ -83,8 +83,8 @@ def _walk_packed(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots:
     plan = plan_walk(M, N, K, limits)
     laid = make_plan(M, N, K, slots, plan.cap, limits)
     counts, entries, heavy_count = packed_buffers(laid, x.device)
-    gate = (ffn.w_gate, ffn.b_gate, ffn.threshold)
-    launch_gate_pack(kernels, limits, x, *gate, counts, entries, heavy_count)
+    packed = counts, entries, heavy_count
+    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
     y, x_rows, heavy_rows = torch.empty_like(x), torch.empty_like(x), counts.new_empty(M)
     of_gate = (counts, entries, K, laid.num_gate_tiles, slots, plan.cap, plan.ways)
     _launch(kernels, "walk", plan, x, ffn, (*of_gate, heavy_rows, heavy_count, x_rows, y))

@@ -20,7 +20,6 @@ class FFN:
     b_gate: Tensor | None
     b_up: Tensor | None
     b_down: Tensor | None
-    threshold: float
 
     @cached_property
     def N(self) -> int:

@@ -56,7 +56,7 @@ class FiredCounts:
             x = last(inputs[0])
             fused = hasattr(ffn, "gate_up_proj")
             gate = ffn.gate_up_proj(x).chunk(2, -1)[0] if fused else ffn.gate_proj(x)
-            self._count(i, fires(gate, activation.threshold))
+            self._count(i, fires(gate))
 
         if getattr(ffn, "twell_sources", ""):
             return ffn.register_forward_pre_hook(compute_gates)

@@ -34,7 +34,6 @@ from twellctl.bundle.twell_few import (
 )
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
-    GateThreshold,
     activation_name,
     by_rows_of_neurons,
     gated_ffns,
@@ -245,7 +244,6 @@ class KernelDecoder:
             gate.bias,
             up.bias,
             mlp.down_proj.bias,
-            _threshold(mlp),
         )
 
 
@@ -312,10 +310,6 @@ def _put_over_twell(model: PreTrainedModel) -> None:
 
 def _is_over_twell(model: PreTrainedModel) -> bool:
     return any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model))
-
-
-def _threshold(mlp: nn.Module) -> float:
-    return getattr(getattr(mlp, activation_name(mlp)), "threshold", 0.0)
 
 
 def _head_dim(model: PreTrainedModel) -> int:
@@ -397,8 +391,7 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
         parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
         if parts != _LAYER_PARTS:
             return f"the layers of {name} have other parts than the decode kernels know"
-        activation = getattr(layer.mlp, activation_name(layer.mlp))
-        if not isinstance(activation, GateThreshold | nn.ReLU) and not _is_relu(activation):
+        if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
             return f"the FFNs of {name} are not ReLU"
         for part, linear in layer.named_modules():
             if linear._forward_hooks or linear._forward_pre_hooks:

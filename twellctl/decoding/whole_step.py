@@ -2,7 +2,6 @@
 row each (kernels/step_rows.cuh), for the models and GPUs that they take.
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -190,5 +189,4 @@ def _words_of(layer: DecoderLayer) -> list[int]:
         *(attend.keys, attend.values, attend.q_norm, attend.k_norm),
     )
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    last = struct.pack("<fi", float(ffn.threshold), attend.window or 0)
-    return [*pointers, *struct.unpack("<q", last)]
+    return [*pointers, attend.window or 0]

@@ -47,7 +47,7 @@ class FfnPenalty:
         self.l1 = 0.0
         self.normalizer = normalizer
         self._stock = [type(ffn) for ffn in self.ffns]
-        put_over_twell(model, new_twell(len(self.ffns), "", "") | {"thresholds": thresholds})
+        put_over_twell(model, new_twell(len(self.ffns), "", ""))
         use_kernels(model, own_kernels())
         self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
@@ -86,9 +86,9 @@ def compiled_plain() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     run = torch.compile(plain_train_ffn, dynamic=False)
 
     def plain(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, penalty, threshold, counted = given
+        *tensors, penalty, counted = given
         if penalty is not None and not isinstance(penalty, Tensor):  # it changes from step to step
             penalty = torch.full((1,), penalty, device=x.device)
-        return run(x, *tensors, penalty, threshold, counted)
+        return run(x, *tensors, penalty, counted)
 
     return plain

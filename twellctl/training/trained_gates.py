@@ -19,7 +19,7 @@ every kind of gradient checkpointing, where a sum collected on the side would be
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import GateThreshold, activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_name, gated_ffns
 
 SLOPE = 0.1  # width of the sigmoid that stands for the step in the backward pass
 MOST_SCALED = 256.0  # the most that folding scales a row by
@@ -136,9 +136,9 @@ class TrainedGates:
                 _scale_rows(state, name, limit / own.clamp(min=limit / MOST_SCALED))
 
     def remove(self) -> None:
-        """Leave `relu_t` with one threshold a layer in the place of what trained them."""
-        for ffn, limit in zip(self.ffns, self.limits, strict=True):
-            setattr(ffn, activation_name(ffn), GateThreshold(limit))
+        """Leave ReLU in the place of what trained them."""
+        for ffn in self.ffns:
+            setattr(ffn, activation_name(ffn), nn.ReLU())
 
     def begin(self, num_tokens: int, scale: float) -> None:
         """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
