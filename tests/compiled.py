@@ -1,6 +1,7 @@
 """The kernels as NVRTC compiles them: each file once a session for each architecture and NVRTC."""
 
 import functools
+import math
 import struct
 
 import pytest
@@ -14,7 +15,8 @@ SOURCES = {
     for path in sorted(resource_dir("kernels").iterdir())
     if path.suffix in (".cu", ".cuh")
 }
-_SIZED, _MAX_THREADS = 4, 5  # of .nv.info: an attribute with its size; the launch bounds
+# of .nv.info: attributes that have their size with them; launch bounds, and blocks of a cluster
+_SIZED, _MAX_THREADS, _CLUSTER = 4, 0x05, 0x3D
 
 
 @functools.cache
@@ -37,11 +39,20 @@ def compiled(name: str, arch: str, major: int = 13) -> Cubin:
 
 def most_threads(code: bytes, entry: str) -> int:
     """The launch bounds of a kernel of a cubin, as ptxas keeps them."""
-    info, at = sections(code)[f".nv.info.{entry}"].content, 0
+    return math.prod(_attributes(code, entry)[_MAX_THREADS])
+
+
+def cluster_blocks(code: bytes, entry: str) -> int:
+    """How many blocks a cluster of a kernel has."""
+    return math.prod(_attributes(code, entry).get(_CLUSTER, (1,)))
+
+
+def _attributes(code: bytes, entry: str) -> dict[int, tuple[int, ...]]:
+    info, at, found = sections(code)[f".nv.info.{entry}"].content, 0, {}
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
-        if (form, attribute) == (_SIZED, _MAX_THREADS):
-            x, y, z = struct.unpack_from("<3I", info, at + 4)
-            return x * y * z
-        at += 4 + (size if form == _SIZED else 0)
-    raise ValueError(f"{entry} has no launch bounds")
+        sized = size if form == _SIZED else 0
+        if attribute in (_MAX_THREADS, _CLUSTER):
+            found[attribute] = struct.unpack_from(f"<{sized // 4}I", info, at + 4)
+        at += 4 + sized
+    return found
