@@ -232,7 +232,7 @@ class Permissions:
     def __init__(self):
         self.given: list[tuple[int, int, int]] = []
 
-    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         self.given.append((function, attribute, value))
 
 

@@ -53,8 +53,7 @@ def static_in_log(log: str) -> dict[str, int]:
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
     said = (re.search(r"(\d+) bytes smem", part) for part in parts[1::2])
     return {
-        entry: int(found[1]) if found else 0
-        for entry, found in zip(parts[::2], said, strict=True)
+        entry: int(found[1]) if found else 0 for entry, found in zip(parts[::2], said, strict=True)
     }
 
 

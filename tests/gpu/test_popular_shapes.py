@@ -89,7 +89,7 @@ def popular(request):
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, density: float) -> None:
-    """Random weights. What a layer adds is less than what it is added to, so that constants stay."""
+    """Random weights. A layer adds less than there was, so that constants stay what they are."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)

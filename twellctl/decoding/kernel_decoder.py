@@ -345,7 +345,8 @@ def _why_not(model: PreTrainedModel) -> str | None:
     ):
         return said
     if (size := 2 * model.model.rotary_emb.inv_freq.numel()) != _head_dim(model):
-        return f"the attention kernel turns whole heads, {name} {size} of {_head_dim(model)} columns"
+        said = f"{name} {size} of {_head_dim(model)} columns"
+        return f"the attention kernel turns whole heads by their positions, {said}"
     if said := why_no_norm(config.hidden_size):
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
