@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from compiled import SOURCES, compiled, most_threads, nvrtc
 
+from twellctl.bundle import twell_few
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_launch import ENTRY_FILES
 from twellctl.bundle.twell_nvrtc import KernelError
@@ -41,6 +42,8 @@ def test_compiles_without_spills(name, arch, major):
     static = static_shared(cubin.code)
     assert static == static_in_log(cubin.log)
     assert all(size <= STATIC_SMEM for size in static.values()), static
+    few = {entry: size for entry, size in static.items() if entry.startswith("few_")}
+    assert few == {entry: twell_few._static(entry) for entry in few}
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
     entries = set(static)
     entries |= {"plan_cluster"} if name == "plan.cu" and arch == "sm_80" else set()  # Hopper's

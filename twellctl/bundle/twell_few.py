@@ -169,8 +169,7 @@ def takes_few(M: int, N: int, limits: Limits) -> bool:
     if not 1 <= M <= FEW_TOKENS:
         return False
     plan = plan_few(M, N, _ANY_LENGTH, limits)
-    down = Launch(plan.down.name, plan.down.smem_bytes + _DOWN_STATIC)
-    return _fits(limits, plan.hidden, down)
+    return _fits(limits, plan.hidden, plan.down)
 
 
 def takes_few_dense(M: int, limits: Limits) -> bool:
@@ -182,7 +181,11 @@ def takes_few_dense(M: int, limits: Limits) -> bool:
 
 
 def _fits(limits: Limits, *launches: Launch) -> bool:
-    return all(launch.smem_bytes <= limits.smem_bytes for launch in launches)
+    return all(launch.smem_bytes + _static(launch.name) <= limits.smem_bytes for launch in launches)
+
+
+def _static(name: str) -> int:
+    return _DOWN_STATIC if name.startswith("few_down") else 0
 
 
 def few_ffn(
