@@ -13,7 +13,7 @@ import torch
 from twellctl.bundle import twell_driver, twell_launch
 from twellctl.bundle.twell_driver import clusters_at_once, start
 from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, Limits
-from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_nvrtc import Cubin, KernelError
 
 # cuda.h: grid and block (three unsigned each), sharedMemBytes, hStream, attrs, numAttrs
 CONFIG = struct.Struct("@7I P P I 4x")
@@ -221,3 +221,64 @@ def test_who_may_start_early(monkeypatch, capability, overlap, started, current)
     how = {"overlap": started, "together": False}
     assert calls == [(99, (4, 2), 256, (x, None, 7, 0.5), 1000, 500, how)]
     assert entered == ([] if current == 0 else [0])
+
+
+# ---- shared memory ----
+
+
+class Permissions:
+    """Stands for CuPy's binding of the driver: how much each kernel may be given."""
+
+    def __init__(self):
+        self.given: list[tuple[int, int, int]] = []
+
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        self.given.append((function, attribute, value))
+
+
+@pytest.fixture
+def declaring(monkeypatch):
+    """`declaring(static)`: kernels of a GPU of 227 KB, "k" among them, and what is permitted."""
+    limits, permissions = Limits(132, 227 << 10, 50 << 20, (9, 0)), Permissions()
+    monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(twell_launch, "start", lambda *args, **how: None)
+    monkeypatch.setattr(twell_launch, "load_cubin", lambda *given: Cubin(b"", ""))
+
+    class Module:
+        def load(self, code):
+            pass
+
+        def get_function(self, name):
+            return Function()
+
+    monkeypatch.setattr(twell_launch, "_cupy", lambda: (Module, permissions))
+
+    def make(static: int) -> tuple[KernelSet, Permissions]:
+        monkeypatch.setattr(twell_launch, "static_shared", lambda code: {"k": static})
+        return KernelSet({"k.cu": b""}, 0), permissions
+
+    return make
+
+
+@pytest.mark.parametrize("static", [0, 32, 1024])
+def test_permission_is_asked_for_above_48_kb_of_both_kinds_together(declaring, static):
+    kernels, permissions = declaring(static)
+    kernels.launch("k", (1,), 64, (), (48 << 10) - static)
+    assert permissions.given == []
+    for smem_bytes in ((48 << 10) - static + 1, 1000, (227 << 10) - static):
+        kernels.launch("k", (1,), 64, (), smem_bytes)
+        assert permissions.given == [(99, 8, (227 << 10) - static)]
+
+
+def test_more_than_a_block_has_is_told_before_the_driver_does(declaring):
+    kernels, permissions = declaring(32)
+    wanted = r"^k asks for 232449 bytes of shared memory, and a block has 232448 on this GPU$"
+    with pytest.raises(KernelError, match=wanted):
+        kernels.launch("k", (1,), 64, (), (227 << 10) - 31)
+    with pytest.raises(KernelError, match="asks for 232480"):
+        kernels.clusters_at_once("k", 4, 64, 227 << 10)
+    assert permissions.given == []

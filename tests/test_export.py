@@ -342,6 +342,7 @@ BUNDLED = [
     "modeling_twell.py",
     "twell_bundle.py",
     "twell_config.py",
+    "twell_cubin.py",
     "twell_driver.py",
     "twell_few.py",
     "twell_few_clusters.py",

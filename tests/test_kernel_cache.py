@@ -163,6 +163,8 @@ def driver(compiler, monkeypatch):
     """A device 0 of capability 9.0 whose driver loads what the compiler gives."""
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
     monkeypatch.setattr(twell_launch, "_cupy", lambda: (Loaded, None))
+    shared = dict.fromkeys(("one", "two", "bad"), 0)
+    monkeypatch.setattr(twell_launch, "static_shared", lambda code: shared)
     monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())

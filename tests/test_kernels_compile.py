@@ -1,24 +1,20 @@
 """Every kernel compiles, for Ampere and for Hopper, with NVRTC 12 and 13, and spills nothing."""
 
-import functools
 import re
 from pathlib import Path
 
 import pytest
+from compiled import SOURCES, compiled, most_threads, nvrtc
 
+from twellctl.bundle import twell_few
+from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_launch import ENTRY_FILES
-from twellctl.bundle.twell_nvrtc import KernelError, Nvrtc, nvrtc_paths
+from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.bundle.twell_walk import WALK_KERNELS
-from twellctl.resources import resource_dir
 
-SOURCES = {
-    path.name: path.read_bytes()
-    for path in sorted(resource_dir("kernels").iterdir())
-    if path.suffix in (".cu", ".cuh")
-}
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {"gate_pack.cu", "heavy.cu", "walk.cu", "few_hidden_hopper.cu", "few_walk.cu"}
@@ -33,35 +29,42 @@ COMPILED = [
 ]
 
 
-@functools.cache
-def nvrtc(major: int) -> Nvrtc:
-    """The NVRTC of a CUDA version; skips the test if it is not here."""
-    for path in nvrtc_paths():
-        if path.endswith(f".{major}"):
-            try:
-                return Nvrtc(path)
-            except (OSError, KernelError):
-                continue
-    pytest.skip(f"no NVRTC of CUDA {major}: pip install 'twellctl[test]' on Linux")
-
-
 @pytest.mark.parametrize("major", [12, 13])
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_compiles_without_spills(name, arch, major):
-    library = nvrtc(major)
-    cubin = library.compile(name, SOURCES, arch)
+    library, cubin = nvrtc(major), compiled(name, arch, major)
     assert cubin.code.startswith(b"\x7fELF")
     used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", cubin.log)
     assert used, cubin.log
     allowed = 0 if library.version <= TUNED_WITH else FEW_BYTES
     assert all(int(size) <= allowed for size, _ in used), cubin.log
     assert "warning" not in cubin.log.lower(), cubin.log
-    static = [int(size) for size in re.findall(r"(\d+) bytes smem", cubin.log)]
-    assert all(size <= STATIC_SMEM for size in static), cubin.log
-    entries = set(re.findall(r"Compiling entry function '(\w+)'", cubin.log))
+    static = static_shared(cubin.code)
+    assert static == static_in_log(cubin.log)
+    assert all(size <= STATIC_SMEM for size in static.values()), static
+    few = {entry: size for entry, size in static.items() if entry.startswith("few_")}
+    assert few == {entry: twell_few._static(entry) for entry in few}
+    assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
+    entries = set(static)
     entries |= {"plan_cluster"} if name == "plan.cu" and arch == "sm_80" else set()  # Hopper's
     wanted = {entry for entry in ENTRIES if ENTRY_FILES.get(entry, f"{entry}.cu") == name}
     assert wanted == entries
+
+
+def static_in_log(log: str) -> dict[str, int]:
+    """Bytes of shared memory that each kernel declares, as ptxas says."""
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
+    said = (re.search(r"(\d+) bytes smem", part) for part in parts[1::2])
+    return {
+        entry: int(found[1]) if found else 0 for entry, found in zip(parts[::2], said, strict=True)
+    }
+
+
+def test_what_is_no_cubin_is_refused():
+    code = compiled("norm.cu", "sm_80").code
+    for wrong in (b"", b"PTX", code[:100], code[: len(code) // 2], b"\x7fELF" + code[4:5]):
+        with pytest.raises(KernelError, match=r"^what the compiler made is no cubin \("):
+            static_shared(wrong)
 
 
 def test_every_entry_has_its_source():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
 from twellctl.bundle.twell_launch import Limits
@@ -150,6 +150,10 @@ CASES = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {}),
+    "phi3": ("phi3", {"hidden_size": 256}),  # whose heads are of 64 by their number
+    "ministral": ("ministral", {"sliding_window": 40}),
+    "seed_oss": ("seed_oss", {}),
+    "cwm": ("cwm", {"sliding_window": 40}),
 }
 
 
@@ -240,7 +244,7 @@ def test_the_dense_form_of_a_model_over_twell_is_refused(tiny):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(PreTrainedModel, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
@@ -293,6 +297,40 @@ def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     model = tiny(**SIZES).bfloat16()
     change(model)
     assert said in KernelDecoder.why_not(model)
+
+
+def test_fused_weights_are_not_copied(tiny):
+    model = tiny("phi3", hidden_size=256)
+    decoder = KernelDecoder(model)
+    with torch.inference_mode():
+        decoder.open_cache(3)
+    for layer, made in zip(model.model.layers, decoder._layers, strict=True):
+        assert made.qkv.weight is layer.self_attn.qkv_proj.weight
+        fused = layer.mlp.gate_up_proj.weight
+        halves = made.ffn.w_gate, made.ffn.w_up
+        assert [half.data_ptr() for half in halves] == [
+            fused.data_ptr(),
+            fused.data_ptr() + fused.nbytes // 2,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "default", "partial_rotary_factor": 0.75}, "Phi3ForCausalLM 48 of 64"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+            "longrope rotary positions depend on the longest sequence",
+        ),
+    ],
+    ids=["plain", "partial", "longrope"],
+)
+def test_rotary_positions_of_phi3(tiny, as_on_a_gpu, rope, said):
+    parameters = {"rope_theta": 1e4, **rope}
+    model = tiny("phi3", hidden_size=256, rope_parameters=parameters).bfloat16()
+    found = KernelDecoder.why_not(model)
+    assert found is None if said is None else said in found
 
 
 def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .twell_cubin import static_shared
 from .twell_driver import clusters_at_once, start
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
@@ -60,6 +61,7 @@ ENTRY_FILES = {
 }
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and dynamic together
 _BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
 
 
@@ -130,7 +132,8 @@ class KernelSet:
         self._sources, self._index = sources, index
         self._functions: dict[str, object] = {}
         self._modules: dict[str, object] = {}
-        self._shared: dict[str, int] = {}
+        self._static: dict[str, int] = {}  # shared memory that an entry declares
+        self._shared: dict[str, int] = {}  # and may be given beside that
         self._clusters: dict[tuple[str, int, int, int], int] = {}
         self._lock = threading.Lock()
         self.logs: dict[str, str] = {}
@@ -192,10 +195,13 @@ class KernelSet:
         start(function.ptr, grid, block, args, smem_bytes, stream, **how)
 
     def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
-        with self._lock:
-            if smem_bytes > self._shared[name]:
-                _cupy()[1].funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, smem_bytes)
-                self._shared[name] = smem_bytes
+        """Permission for all that there is: then no launch depends on those before it."""
+        static, limit = self._static[name], device_limits(self._index).smem_bytes
+        if static + smem_bytes > limit:
+            asked = f"{name} asks for {static + smem_bytes} bytes of shared memory"
+            raise KernelError(f"{asked}, and a block has {limit} on this GPU")
+        _cupy()[1].funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, limit - static)
+        self._shared[name] = limit - static
 
     def _load(self, names: list[str]) -> None:
         files = {name: ENTRY_FILES.get(name, f"{name}.cu") for name in names}
@@ -207,9 +213,11 @@ class KernelSet:
         with ThreadPoolExecutor(max(1, len(new))) as pool:  # NVRTC compiles side by side
             cubins = pool.map(lambda file: load_cubin(file, self._sources, arch), new)
             for file, cubin in zip(new, cubins, strict=True):
+                static = static_shared(cubin.code)
                 self._modules[file] = self._module(file, arch, cubin)
+                self._static |= static
         for name, file in files.items():
-            self._shared[name] = 48 * 1024  # what needs no permission
+            self._shared[name] = _UNASKED_SHARED - self._static[name]
             self._functions[name] = self._modules[file].get_function(name)
 
     def _module(self, file: str, arch: str, cubin: Cubin):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_launch import KernelSet, Limits
-from .twell_plan import ceil_div, heavy_window, hopper_cap, make_plan, round_up
+from .twell_plan import STATIC_SMEM, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
 from .twell_weights import FFN
 
@@ -57,7 +57,7 @@ def takes_walk(M: int, N: int, K: int, density: float | None, limits: Limits) ->
     pairs = M * N * (USUAL_DENSITY if density is None else density)
     if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)) or pairs > MOST_PAIRS:
         return False
-    return plan_walk(M, N, K, limits).smem_bytes <= limits.smem_bytes
+    return plan_walk(M, N, K, limits).smem_bytes + STATIC_SMEM <= limits.smem_bytes
 
 
 def walk_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:

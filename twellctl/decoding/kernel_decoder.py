@@ -68,7 +68,7 @@ from twellctl.decoding.whole_step import (
 )
 from twellctl.own_kernels import own_kernels
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -218,7 +218,7 @@ class KernelDecoder:
         q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return DecoderLayer(
             layer.input_layernorm.weight,
-            _put_together([attention.q_proj, attention.k_proj, attention.v_proj]),
+            _qkv(attention),
             AttendLayer(
                 keys,
                 values,
@@ -236,12 +236,13 @@ class KernelDecoder:
     def _ffn_of(self, mlp: nn.Module) -> FFN:
         weight = mlp.down_proj.weight
         weight.data = by_rows_of_neurons(weight.data) if self._sparse else weight.data.contiguous()
+        gate, up = _gate_and_up(mlp)
         return FFN(
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
+            gate.weight,
+            up.weight,
             weight.t() if self._sparse else weight,
-            mlp.gate_proj.bias,
-            mlp.up_proj.bias,
+            gate.bias,
+            up.bias,
             mlp.down_proj.bias,
         )
 
@@ -271,6 +272,22 @@ def _step_sizes(model: PreTrainedModel) -> StepSizes:
         _head_dim(model),
         config.vocab_size,
     )
+
+
+def _qkv(attention: nn.Module) -> Linear:
+    if hasattr(attention, "qkv_proj"):
+        return Linear(attention.qkv_proj.weight, attention.qkv_proj.bias)
+    return _put_together([attention.q_proj, attention.k_proj, attention.v_proj])
+
+
+def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
+    if not hasattr(mlp, "gate_up_proj"):
+        gate, up = mlp.gate_proj, mlp.up_proj
+        return Linear(gate.weight, gate.bias), Linear(up.weight, up.bias)
+    fused = mlp.gate_up_proj
+    biases = (None, None) if fused.bias is None else fused.bias.chunk(2)
+    gate, up = (Linear(*of) for of in zip(fused.weight.chunk(2), biases, strict=True))
+    return gate, up
 
 
 def _put_together(linears: list[nn.Linear]) -> Linear:
@@ -327,6 +344,9 @@ def _why_not(model: PreTrainedModel) -> str | None:
         config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     ):
         return said
+    if (size := 2 * model.model.rotary_emb.inv_freq.numel()) != _head_dim(model):
+        said = f"{name} {size} of {_head_dim(model)} columns"
+        return f"the attention kernel turns whole heads by their positions, {said}"
     if said := why_no_norm(config.hidden_size):
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
@@ -369,7 +389,8 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
     if not (is_plain(head, nn.Linear) and is_plain(embeddings, nn.Embedding)):
         return f"the embeddings or the LM head of {name} are not plain layers"
     for layer in model.model.layers:
-        if {part for part, _ in layer.named_children()} != _LAYER_PARTS:
+        parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
+        if parts != _LAYER_PARTS:
             return f"the layers of {name} have other parts than the decode kernels know"
         if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
             return f"the FFNs of {name} are not ReLU"

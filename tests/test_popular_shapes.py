@@ -1,0 +1,231 @@
+"""Every launch for popular models fits the GPU that it is made for, whichever way is taken.
+
+Tensors are on the meta device, launches are kept and judged by what ptxas says of the kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compiled import cluster_blocks, compiled, most_threads
+from launched import Map
+from popular_shapes import NOT_TAKEN, SHAPES, Shape
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twellctl.bundle import twell_few_clusters, twell_ffn, twell_sequence
+from twellctl.bundle.twell_cubin import static_shared
+from twellctl.bundle.twell_grad_plan import training_tokens
+from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
+from twellctl.bundle.twell_plan import why_unfit
+from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
+from twellctl.bundle.twell_weights import FFN
+from twellctl.decoding import kernel_decoder
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder
+
+DEVICES = {
+    "H200": Limits(132, 227 << 10, 50 << 20, (9, 0)),
+    "A100": Limits(108, 163 << 10, 40 << 20, (8, 0)),
+    "RTX 4090": Limits(128, 99 << 10, 72 << 20, (8, 9)),
+    "RTX 3060": Limits(28, 99 << 10, 3 << 20, (8, 6)),
+}
+# Of sm_86, too: the two have the same sizes, and a compiler's time is not little.
+ARCHS = {(8, 6): "sm_89"}
+TOKENS = (*range(1, 66), 128, 1024, 4096, 16384, 131072)
+TRAINED = (4096, 16384, 131072)
+DENSITIES = (-1.0, 0.005, 0.3)  # -1: not told
+PAGES = 64  # of 64 positions: the context of the models
+MOST_OF_A_GRID = (2**31 - 1, 65535, 65535)
+
+on_all_devices = pytest.mark.parametrize("device", DEVICES)
+of_all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+
+
+class Judge:
+    """Stands for a KernelSet: judges what is launched; `launched`: the entries."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.launched, self.prepared = limits, set(), set()
+        self.arch = ARCHS.get(limits.capability, limits.arch)
+        self._kernels: dict[str, SimpleNamespace] = {}
+
+    def kernel(self, entry: str) -> SimpleNamespace:
+        """What ptxas says of an entry."""
+        if entry not in self._kernels:
+            code = compiled(ENTRY_FILES.get(entry, f"{entry}.cu"), self.arch).code
+            self._kernels[entry] = SimpleNamespace(
+                static=static_shared(code)[entry],
+                threads=most_threads(code, entry),
+                cluster=cluster_blocks(code, entry),
+            )
+        return self._kernels[entry]
+
+    def prepare(self, names) -> None:
+        self.prepared |= set(names)
+
+    def clusters_at_once(self, name, cluster, block, smem_bytes) -> int:
+        kernel = self.kernel(name)
+        assert kernel.cluster == cluster
+        self.fits(name, (cluster,), block, smem_bytes)
+        return 132 // cluster
+
+    def launch(
+        self, name, grid, block, args, smem_bytes=0, *, overlap=False, together=False
+    ) -> None:
+        self.launched.add(name)
+        self.fits(name, grid, block, smem_bytes)
+        if together:
+            assert grid[0] <= self.limits.num_sms, name
+        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
+
+    def fits(self, name, grid, block, smem_bytes) -> None:
+        kernel = self.kernel(name)
+        assert kernel.static + smem_bytes <= self.limits.smem_bytes, name
+        assert 0 < block <= kernel.threads, name
+        assert block % 32 == 0, name
+        sizes = zip(grid, MOST_OF_A_GRID, strict=False)
+        assert all(0 < size <= most for size, most in sizes), (name, grid)
+        assert grid[0] % kernel.cluster == 0, (name, grid)
+
+
+@pytest.fixture
+def judge(device, monkeypatch) -> Judge:
+    """In the place of the kernels of `device`, for the operator and for the engine."""
+    made = Judge(DEVICES[device])
+    hopper = made.limits.capability == (9, 0)
+    for module in (twell_few_clusters, twell_sequence):
+        monkeypatch.setattr(module, "tensor_map", Map)
+    for module in (twell_ffn, kernel_decoder):
+        monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
+        monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
+    monkeypatch.setattr(kernel_decoder, "takes_hopper_kernels", lambda index: hopper)
+    monkeypatch.setattr(kernel_decoder, "what_is_missing", lambda: None)
+    monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def empty(*size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="meta")
+
+
+def ffn_of(shape: Shape) -> FFN:
+    N, K = shape.N, shape.K
+    return FFN(*(empty(N, K) for _ in range(3)), None, None, None)
+
+
+def run_all(*given) -> str:
+    """In the place of `choose`: each of the ways runs; the name of the first."""
+    (runs,) = (argument for argument in given if isinstance(argument, Mapping))
+    for run in runs.values():
+        run()
+    return next(iter(runs))
+
+
+# ---- the operator ----
+
+
+@on_all_devices
+@of_all_shapes
+def test_all_ways_of_the_operator(judge, shape, monkeypatch):
+    assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
+    monkeypatch.setattr(twell_ffn, "choose", run_all)
+    ffn, ways = ffn_of(shape), [judge.limits.capability == (9, 0), False]
+    for hopper in dict.fromkeys(ways):
+        for M in TOKENS:
+            for density in DENSITIES:
+                y = twell_ffn._by_route(empty(M, shape.K), ffn, 64, density, "", "auto", hopper)
+                assert y.shape == (M, shape.K)
+    assert {"pack", "plan", "up", "hidden", "down"} <= judge.launched
+    if ways[0]:
+        assert {"gate_pack", "plan_cluster", "heavy_hidden", "heavy_down"} <= judge.launched
+        assert {"walk_gate", "few_down", "few_hidden_1"} <= judge.launched
+
+
+@pytest.mark.parametrize("device", ["H200"])
+@of_all_shapes
+def test_training(judge, shape):
+    ffn, wanted = ffn_of(shape), Wanted(b_gate=True, b_up=True)
+    for M in TRAINED:
+        most = training_tokens(shape.N, shape.K, 64, judge.limits)
+        for rows in {min(M, most), M % most} - {0}:
+            x = empty(rows, shape.K)
+            _, _, _, kept = forward(judge, judge.limits, x, ffn, 64)
+            backward(judge, judge.limits, x, ffn, x, None, kept, 64, wanted)
+    assert set(GRAD_KERNELS) - judge.launched <= {"add_parts"}
+
+
+# ---- the engine ----
+
+
+@on_all_devices
+@of_all_shapes
+def test_all_steps_of_the_engine(judge, shape, monkeypatch):
+    model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
+    said = why_not(model, monkeypatch)
+    if shape.name in NOT_TAKEN:
+        assert NOT_TAKEN[shape.name] in said
+        assert HFDecoder.why_not(model) is None
+        return
+    assert said is None
+    for is_sparse in (False, True):
+        decoder = KernelDecoder(model, sparse=is_sparse)
+        with torch.inference_mode():
+            decoder.open_cache(PAGES + 1)
+            for B in range(1, decoder.max_rows + 1):
+                for width in (decoder.widths(PAGES)[0], PAGES):
+                    logits, _ = decoder.step(*inputs(B, width))
+                    assert logits.shape == (B, shape.vocabulary)
+    assert judge.launched <= judge.prepared
+
+
+def why_not(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """As on a GPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "device", torch.device("cuda", 0))
+        patch.setattr(torch.version, "cuda", "13.0")
+        return KernelDecoder.why_not(model)
+
+
+def inputs(B: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((B,), (B,), (B, width))
+    tokens, positions, tables = (
+        torch.empty(size, dtype=torch.int32, device="meta") for size in sizes
+    )
+    return tokens, positions, tables
+
+
+@on_all_devices
+def test_attention_of_long_texts(judge):
+    """Up to 128 thousand positions: the plans of all tables that an engine may have."""
+    for shape in SHAPES:
+        if shape.name in NOT_TAKEN:
+            continue
+        for B in range(1, 65):
+            for pages in (16, 64, 128, 512, 2048):
+                plan = kernel_decoder.plan_attend(
+                    B, shape.H, shape.Hkv, shape.D, 64 * pages, judge.limits.num_sms
+                )
+                judge.fits(plan.entry, plan.grid, 32 * plan.num_warps, plan.smem_bytes)
+
+
+# ---- the judge ----
+
+
+def test_the_judge_objects():
+    judge = Judge(DEVICES["A100"])
+    wrong: dict[str, Callable[[], None]] = {
+        "static and dynamic": lambda: judge.launch("few_down", (8,), 256, (), (163 << 10) - 31),
+        "threads": lambda: judge.launch("few_down", (8,), 288, (), 0),
+        "grid": lambda: judge.launch("few_down", (8, 65536), 256, (), 0),
+        "nothing": lambda: judge.launch("few_down", (0,), 256, (), 0),
+        "waiting for each other": lambda: judge.launch("few_down", (109,), 256, (), together=True),
+    }
+    judge.launch("few_down", (108, 65535), 256, (), (163 << 10) - 32, together=True)
+    for launch in wrong.values():
+        with pytest.raises(AssertionError):
+            launch()
