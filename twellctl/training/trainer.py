@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
-from twellctl.runs import last_checkpoint, mark_complete
+from twellctl.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.head_loss import HeadLoss
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -188,7 +188,7 @@ class SparseTrainer(Trainer):
             return
         step, last = evaluations[-1]
         if last <= self._worst and int(newest.name.split("-")[1]) <= step:
-            self.state.best_model_checkpoint = str(newest)  # the Trainer never deletes that one
+            self.state.best_model_checkpoint = str(newest)  # which is kept
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
@@ -304,9 +304,10 @@ class SparsityCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            mark_complete(folder, self.trainer.sparsity_state())
+            run = Path(args.output_dir)
+            mark_complete(run / f"checkpoint-{state.global_step}", self.trainer.sparsity_state())
             self.trainer.keep_good_checkpoint()
+            drop_old_checkpoints(run, self.trainer.state.best_model_checkpoint)
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""
