@@ -60,7 +60,7 @@ from twellctl.training.optimizer import make_optimizer
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
 from twellctl.training.trained_gates import TrainedGates
-from twellctl.training.trainer import SparseTrainer, SparsityCallback
+from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
@@ -327,7 +327,8 @@ def _train(
         progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
         teacher_loss = trainer.evaluate_teacher()
         trainer.args.eval_on_start = has_eval and not resumed_at
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        with contextlib.suppress(NoStepLeft):
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         last = _last_evaluation(trainer) if has_eval and sparsity.stopped_at is None else {}
     except (OSError, SafetensorError) as error:
         kept = last_checkpoint(run)

@@ -281,6 +281,10 @@ def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
     return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
 
 
+class NoStepLeft(Exception):
+    """A run was resumed behind its last step, where transformers would train one step more."""
+
+
 class SparsityCallback(TrainerCallback):
     """Ends each step, marks complete checkpoints, and turns Ctrl-C into a checkpoint and a stop."""
 
@@ -291,6 +295,8 @@ class SparsityCallback(TrainerCallback):
         self._handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:  # the checkpoint is loaded by now
+            raise NoStepLeft
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._ask)
