@@ -1,7 +1,9 @@
 """doctor: right on a bare machine, on odd ones played here, and about folders."""
 
 import ctypes
+import hashlib
 import importlib.metadata
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from twellctl import kernels_here, machine
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
+from twellctl.bundle.twell_bundle import write_bundle
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.cli import app
@@ -298,15 +301,89 @@ def test_folders(relu_llama, silu_llama, tmp_path):
     export(relu_llama, tmp_path / "out")
     done = run_doctor(tmp_path / "out")
     assert done.exit_code == 0
-    assert "files, intact, as this twellctl writes them" in done.stdout
+    assert "files, intact: this twellctl's own" in done.stdout
 
 
-def test_a_bundle_of_another_version_is_sound(relu_llama, tmp_path, monkeypatch):
+def test_a_bundle_that_only_its_own_manifest_knows(relu_llama, tmp_path, monkeypatch):
     export(relu_llama, tmp_path / "out")
     monkeypatch.setattr("twellctl.doctor.bundle_files", dict)
     found = doctor(tmp_path / "out")
     assert not found.broken
-    assert "of another version" in found.folder[1].what
+    assert "intact" not in found.folder[1].what
+    assert "as its own manifest lists them: of another version" in found.folder[1].what
+
+
+def in_json(file, **changes):
+    """Change what a JSON file says; a function gets what was there."""
+    content = json.loads(file.read_text())
+    for key, value in changes.items():
+        content[key] = value(content[key]) if callable(value) else value
+    file.write_text(json.dumps(content))
+
+
+def listed(out, name, content=b"#"):
+    """Put a file into the manifest of an export, as whoever changes both would."""
+    digest = hashlib.sha256(content).hexdigest()
+    in_json(out / "twell_manifest.json", sha256=lambda old: old | {name: digest})
+
+
+def map_to(target):
+    return lambda out: in_json(
+        out / "config.json", auto_map=lambda old: old | {"AutoModelForCausalLM": target}
+    )
+
+
+def with_evil(out):
+    (out / "evil.py").write_bytes(b"#")
+    map_to("evil.TwellLlamaForCausalLM")(out)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (with_evil, "evil.TwellLlamaForCausalLM (auto_map)"),
+        (map_to("owner/other--modeling_twell.TwellX"), "owner/other--modeling_twell.TwellX"),
+        (lambda out: (out / "evil.py").write_bytes(b"#"), "evil.py is no code of its manifest"),
+        (
+            lambda out: (out / "twell_kernels" / "x.py").write_bytes(b"#"),
+            "twell_kernels/x.py is no code of its manifest",
+        ),
+        (
+            lambda out: in_json(
+                out / "tokenizer_config.json", auto_map={"AutoTokenizer": ["a.Slow", None]}
+            ),
+            "a.Slow (auto_map)",
+        ),
+        (lambda out: in_json(out / "twell_manifest.json", sha256={}), "manifest.json was changed"),
+        (lambda out: listed(out, "../x"), "'../x' would lie outside"),
+        (lambda out: listed(out, "a/../../x"), "'a/../../x' would lie outside"),
+        (lambda out: listed(out, "/etc/hostname"), "'/etc/hostname' would lie outside"),
+    ],
+)
+def test_code_beside_the_bundle_is_named(relu_llama, tmp_path, spoil, named):
+    out = tmp_path / "deep" / "out"
+    export(relu_llama, out)
+    (out.parent / "x").write_bytes(b"#")
+    spoil(out)
+    (broken,) = doctor(out).broken
+    assert named in broken
+    assert "export the model again" in broken
+
+
+def test_several_classes_of_the_bundle_are_fine(relu_llama, tmp_path):
+    export(relu_llama, tmp_path / "out")
+    in_json(
+        tmp_path / "out/config.json",
+        auto_map=lambda old: old | {"AutoModel": "modeling_twell.TwellLlamaModel"},
+    )
+    assert not doctor(tmp_path / "out").broken
+
+
+def test_a_bundle_is_not_written_outside_its_folder(tmp_path):
+    for name in ("../x", "/x", "a/../../x"):
+        with pytest.raises(ValueError, match="would lie outside"):
+            write_bundle(tmp_path / "out", {"good.py": b"", name: b""})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
 from twellctl.data import read_blocks, token_stream, write_tokens
+from twellctl.errors import UsageError
 from twellctl.finetune import finetune
 from twellctl.model import load_tokenizer
 from twellctl.progress import Progress
@@ -73,12 +74,20 @@ def test_a_price_makes_gates_sparser(pretrained, text_file, tmp_path):
     assert densities[0.01] < 0.8 * densities[0.0]
 
 
-def test_finetuned_model_learns_from_its_source(pretrained, text_file, tmp_path):
-    recipe = small(text_file, max_steps=2)
-    finetune(pretrained, tmp_path / "once", recipe, progress=Progress(silent=True))
-    again = finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Progress(silent=True))
-    silu = finetune(pretrained, tmp_path / "fresh", recipe, progress=Progress(silent=True))
-    assert again.teacher_cross_entropy == pytest.approx(silu.teacher_cross_entropy, rel=1e-5)
+def test_finetuned_model_learns_from_its_source_on_the_hub(
+    pretrained, text_file, tmp_path, monkeypatch
+):
+    recipe, quiet = small(text_file, max_steps=2), Progress(silent=True)
+    first = finetune(pretrained, tmp_path / "once", recipe, progress=quiet)
+    with pytest.raises(UsageError, match="does not say from what: name the model"):
+        finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=quiet)
+    config = json.loads((tmp_path / "once/config.json").read_text())
+    config["twell"]["source"] = "owner/model"
+    (tmp_path / "once/config.json").write_text(json.dumps(config))
+    source = pretrained.with_name("silu")
+    monkeypatch.setattr("twellctl.checkpoint._download", lambda name, revision: source)
+    again = finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=quiet)
+    assert again.teacher_cross_entropy == pytest.approx(first.teacher_cross_entropy, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", recipe_names())

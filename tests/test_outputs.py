@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from twellctl import convert as convert_module
-from twellctl import outputs
+from twellctl import outputs, rooms
 
 
 @pytest.fixture
@@ -38,12 +38,35 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def fails_once(target, fail):
+    """A `Path.rename` that calls `fail` the first time that something shall become `target`."""
+    rename, left = Path.rename, [target]
+
+    def renamed(self, to):
+        if to in left:
+            left.remove(to)
+            fail()
+        return rename(self, to)
+
+    return renamed
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def can_exchange(request, monkeypatch) -> bool:
+    """Play a system that can exchange two names in one call, and one that cannot."""
+    if not request.param:
+        monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
+    return request.param
+
+
 def test_out_exists(model, refused, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     refused((f"{out} exists", "--overwrite"), model, out)
     (out / "notes.txt").write_text("mine")
-    refused(("no config.json", "would destroy it"), model, out, "--overwrite")
+    refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
+    (out / "config.json").write_text('{"name": "of some other program"}')
+    refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
     (tmp_path / "file").write_text("mine")
     refused(("is not a folder", "choose another name"), model, tmp_path / "file", "--overwrite")
     refused(("is not a folder you may write to",), model, tmp_path / "file" / "out")
@@ -73,16 +96,16 @@ def test_folder_that_cannot_be_made(model, refused, tmp_path, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(outputs.tempfile, "mkdtemp", denied)
     out = tmp_path / "new" / "deep" / "out"
+    monkeypatch.setattr(rooms, "_make", denied)
     refused((f"{out} cannot be written", "Permission denied", "choose another"), model, out)
 
 
 @pytest.mark.parametrize("out", ["out", "new/deep/out"])
 @pytest.mark.parametrize("where", ["shutil.copyfile", "Path.write_text"])
 def test_full_disk(model, refused, tmp_path, monkeypatch, where, out):
-    monkeypatch.setattr(outputs.os, "link", no_space)
     if where == "shutil.copyfile":
+        monkeypatch.setattr(outputs.os, "copy_file_range", no_space)
         monkeypatch.setattr(outputs.shutil, "copyfile", no_space)
     else:
         monkeypatch.setattr(Path, "write_text", no_space)
@@ -90,25 +113,19 @@ def test_full_disk(model, refused, tmp_path, monkeypatch, where, out):
     refused(words, model, tmp_path / out)
 
 
-def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch):
+def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch, can_exchange):
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     words = ("could not be written", "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(outputs.shutil, "copyfile", no_space)
+        patch.setattr(convert_module, "write_config", no_space)
         refused(words, model, out, "--overwrite")
-    rename = Path.rename
     with monkeypatch.context() as patch:  # the new folder cannot take the old one's place
-        fails = {out}
-        patch.setattr(
-            Path,
-            "rename",
-            lambda self, to: (
-                no_space() if to in fails and not fails.remove(to) else rename(self, to)
-            ),
-        )
+        if can_exchange:
+            patch.setattr(outputs, "exchange", no_space)
+        else:
+            patch.setattr(Path, "rename", fails_once(out, no_space))
         refused(words, model, out, "--overwrite")
-        assert not fails
 
 
 @pytest.mark.parametrize(
@@ -128,23 +145,19 @@ def test_a_stopped_run_leaves_nothing(model, cli, tmp_path, monkeypatch, stop, c
 
 
 def test_stopped_between_the_renames(model, cli, tmp_path, monkeypatch):
+    def stop():
+        raise SystemExit(143)
+
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     before = contents(tmp_path)
-    rename, seen = Path.rename, []
-
-    def stopped_at_second(self, to):
-        seen.append(to)
-        if len(seen) == 2:
-            raise SystemExit(143)
-        return rename(self, to)
-
-    monkeypatch.setattr(Path, "rename", stopped_at_second)
+    monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", fails_once(out, stop))
     assert cli("convert", model, out, "--overwrite")[0] == 143
     assert contents(tmp_path) == before
 
 
-def test_overwrite_replaces_all(model, cli, tmp_path):
+def test_overwrite_replaces_all(model, cli, tmp_path, can_exchange):
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     first = contents(out)
@@ -166,7 +179,7 @@ def test_another_run_that_wrote_out_first_wins(model, cli, tmp_path, monkeypatch
     monkeypatch.setattr(convert_module, "copy_side_files", meanwhile)
     code, _, err = cli("convert", model, out)
     assert (code, len(err)) == (1, 1)
-    assert "could not be written" in err[0]
+    assert f"{out} exists" in err[0]
     assert contents(out) == {out / "theirs": b"theirs"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "out"]
 
@@ -182,7 +195,6 @@ def test_modes(model, tmp_path, cli):
             assert cli("convert", model, out)[0] == 0
         finally:
             os.umask(umask)
-        linked = os.path.samefile(weights, out / "model.safetensors")
-        assert linked == (mode == 0o644)
+        assert not os.path.samefile(weights, out / "model.safetensors")
         assert out.stat().st_mode & 0o777 == 0o755
         assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}

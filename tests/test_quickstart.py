@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from twellctl import quickstart as module
+from twellctl.finetune import Interrupted
 from twellctl.quickstart import QuickStarted, quickstart
 
 
@@ -23,6 +24,8 @@ def test_the_whole_job(tmp_path):
         "silu", "relu", "sparse", "export", "profile.json", "train.jsonl", "val.jsonl",
     }  # fmt: skip
     profile = json.loads((out / "profile.json").read_text())
+    assert (profile["model"], profile["data"]) == ("sparse", ["val.jsonl"])
+    assert list(tmp_path.iterdir()) == [out]
     twell = json.loads((out / "export/config.json").read_text())["twell"]
     assert twell["slots"] == [layer["slots"] for layer in profile["layers"]]
     assert AutoModelForCausalLM.from_pretrained(out / "export").config.hidden_act == "relu"
@@ -39,15 +42,29 @@ def test_falling_short_is_said_and_exits_1(cli, tmp_path, monkeypatch):
     assert "density 40.00% is not below 15%" in stderr[0]
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_train_silu", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("stop", [ZeroDivisionError(), KeyboardInterrupt(), Interrupted("at 3")])
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, stop):
+    def stopped(*args):
+        raise stop
+
+    monkeypatch.setattr(module, "_train_silu", stopped)
+    wanted = KeyboardInterrupt if isinstance(stop, Interrupted) else type(stop)
+    with pytest.raises(wanted):
         quickstart(tmp_path / "demo")
     assert list(tmp_path.iterdir()) == []
+    old = tmp_path / "demo"
+    (old / "export").mkdir(parents=True)
+    (old / "export" / "config.json").write_text('{"twell": {}}')
+    (old / "precious").touch()
+    with pytest.raises(wanted):
+        quickstart(old, overwrite=True)
+    assert (old / "precious").exists()
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_an_existing_folder_is_kept(cli, tmp_path):
     (tmp_path / "mine").write_text("mine")
+    (tmp_path / "silu").mkdir()
     for extra in ([], ["--overwrite"]):
         code, _, stderr = cli("quickstart", "--out", tmp_path, *extra)
         assert code == 1

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.recipe import Recipe, flag_name, recipe_names, resolve_recipe, save_recipe
+from twellctl.recipe import (
+    Recipe,
+    flag_name,
+    public_recipe,
+    recipe_names,
+    resolve_recipe,
+    save_recipe,
+)
 from twellctl.resources import resource_dir
 
 
@@ -155,7 +162,15 @@ def test_the_saved_recipe_repeats_the_run(tmp_path):
     assert (tmp_path / "recipe.yaml").read_text().startswith("# 3.00% fire: fine\ndata:")
     saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     fields = {flag_name(field.name) for field in dataclasses.fields(Recipe)}
-    assert fields - set(saved) == {"compile", "learning-rate", "max-tokens", "seq-len"}
+    assert fields - set(saved) == {"compile", "eval-data", "learning-rate", "max-tokens", "seq-len"}
+
+
+def test_what_goes_out_with_a_model_names_no_path(tmp_path):
+    paths = {"data": [str(tmp_path)], "eval_data": ["b"], "teacher": str(tmp_path)}
+    first = resolve_recipe("standard", paths | {"l1": 1e-4})
+    assert public_recipe(first) == resolve_recipe("standard", {"l1": 1e-4})
+    of_the_hub = resolve_recipe("standard", {"teacher": "owner/model"})
+    assert public_recipe(of_the_hub) == of_the_hub
 
 
 def test_what_ships():

@@ -1,30 +1,24 @@
 """A model folder without torch: its config, what its weights are called, what its FFNs look like.
 
 Every command opens its MODEL here, so that a folder which cannot work is refused before anything is
-loaded or written. Nothing here reads a weight, except `fingerprint`. Below that, the few ways in
-which commands carry parts of one folder over to the next.
+loaded or written. Nothing here reads a weight, except `fingerprint`.
 """
 
 import hashlib
 import importlib.util
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
 from twellctl.errors import TwellError, reason, shown
-from twellctl.outputs import link_or_copy
 from twellctl.shards import (
     FLOATS,
-    INDEX,
-    OTHER_FORMATS,
-    SINGLE,
     TensorInfo,
     other_weights,
     read_shards,
 )
-from twellctl.strict_json import read_json, to_json
+from twellctl.strict_json import read_json
 
 SILU = ("silu", "swish")
 SIZES = (
@@ -39,7 +33,6 @@ SIZES = (
     "vocab_size",
 )
 _BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-NOT_CARRIED = (*OTHER_FORMATS, ".safetensors", ".index.json", ".py", ".onnx")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -80,7 +73,12 @@ class Checkpoint:
     @property
     def origin(self) -> str:
         """What a run began from: the folder, of a random model its config's file."""
-        return str(self.path.resolve()) if self.shards else self.twell["source"]
+        return str((self.path if self.shards else Path(self.name)).resolve())
+
+    @property
+    def hub_id(self) -> str | None:
+        """The id under which the hub has this model; None for a local folder."""
+        return None if self.path == Path(self.name) else self.name
 
     @property
     def is_silu(self) -> bool:
@@ -88,13 +86,18 @@ class Checkpoint:
 
     @property
     def twell(self) -> dict:
-        """The "twell" block of config.json, checked; a default one for a model that has none."""
+        """The "twell" block of config.json, checked; a default one for a model that has none.
+
+        A `source` that is no hub id, but a folder of some machine, is left out.
+        """
         if "twell" not in self.config:
-            return new_twell(self.ffn.num_layers, str(self.path.resolve()), self.activation)
+            return new_twell(self.ffn.num_layers, self.hub_id, self.activation)
         try:
-            return check_twell(self.config["twell"], self.ffn.num_layers)
+            twell = check_twell(self.config["twell"], self.ffn.num_layers)
         except ValueError as error:
             raise TwellError(f"{self.name}: config.json's {error}") from error
+        is_public = _HUB_ID.fullmatch(str(twell.get("source")))
+        return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
 
     def require_relu(self) -> None:
         """Refuse a model whose FFNs are not ReLU (yet)."""
@@ -183,39 +186,13 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def link_shards(checkpoint: Checkpoint, folder: Path) -> None:
-    """The weights as they are: linked where the disk allows, else copied."""
-    for shard in checkpoint.shards:
-        link_or_copy(checkpoint.path / shard, folder / shard)
-    if checkpoint.shards != (SINGLE,):
-        shutil.copyfile(checkpoint.path / INDEX, folder / INDEX)
-
-
-def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Tokenizer, generation config, licence and the like: all but config.json, weights and code."""
-    left_out = ("config.json", "twell_manifest.json")
-    for source in sorted(checkpoint.path.iterdir()):
-        name = source.name
-        if name.startswith(".") or name in left_out or name.endswith(NOT_CARRIED):
-            continue
-        if source.is_file():
-            shutil.copyfile(source, folder / source.name)
-        elif source.name == "additional_chat_templates":
-            shutil.copytree(source, folder / source.name, copy_function=shutil.copyfile)
-
-
-def write_config(folder: Path, config: dict) -> None:
-    """config.json as transformers writes it."""
-    text = to_json(config, indent=2, ensure_ascii=False) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
 def _download(name: str, revision: str | None) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise TwellError(f"{name} does not exist: give a model folder or a hub id like owner/model")
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.txt", "*.md", "LICENSE*"]
+    wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
+    wanted += ["LICEN[SC]E*", "NOTICE*"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:

@@ -51,7 +51,7 @@ def convert(
 ) -> None:
     """Make a SiLU model ReLU.
 
-    config.json is edited, the weights are linked or copied.
+    config.json is edited, the weights are copied as they are.
     """
     from twellctl.convert import convert as run
 
@@ -148,6 +148,7 @@ def finetune(
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
+    recipe_file = recipe if recipe is not None and Path(recipe).is_file() else None
     saved = run_folder(out) / RECIPE_FILE
     if resume and recipe is None and saved.is_file():
         recipe = str(saved)
@@ -165,7 +166,7 @@ def finetune(
         return
     from twellctl.finetune import finetune as run
 
-    result = run(model, out, settings, resume=resume, overwrite=overwrite)
+    result = run(model, out, settings, resume=resume, overwrite=overwrite, recipe_file=recipe_file)
     if os.environ.get("RANK", "0") == "0":  # torchrun and accelerate count their processes so
         ui.finetuned(result)
 

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import new_twell
-from twellctl.checkpoint import copy_side_files, link_shards, open_checkpoint, write_config
+from twellctl.carried import copy_side_files, copy_weights, write_config
+from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError
-from twellctl.outputs import check_output, staged
+from twellctl.model_card import write_card
+from twellctl.outputs import staged
 
 
 @dataclass(frozen=True)
@@ -25,29 +27,31 @@ def convert(
 ) -> Converted:
     """Write to `out` the SiLU `model` (a folder or hub id) with `hidden_act: "relu"`.
 
-    Takes no memory for weights: shards are hard-linked where the disk allows, else copied. The
-    result loads with plain `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
+    Takes no memory for weights: their files are copied. The result loads with plain
+    `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
     out = Path(out)
-    check_output(out, overwrite=overwrite, inputs=(Path(model),))
-    checkpoint = open_checkpoint(model, revision=revision)
-    if checkpoint.activation == "relu":
-        raise TwellError(f"{model} is already ReLU: go on with 'twellctl finetune {model} OUT'")
-    if not checkpoint.is_silu:
-        raise TwellError(
-            f"{model} has hidden_act {checkpoint.activation!r}: take a model with 'silu'"
-        )
-    ffn = checkpoint.ffn
-    source = str(checkpoint.path.resolve()) if Path(model).exists() else str(model)
-    config = checkpoint.config | {
-        "hidden_act": "relu",
-        "twell": new_twell(ffn.num_layers, source, checkpoint.activation),
-    }
-    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
-    with staged(out, overwrite=overwrite) as stage:
-        link_shards(checkpoint, stage)
+    with staged(out, overwrite=overwrite, inputs=(Path(model),)) as stage:
+        checkpoint = open_checkpoint(model, revision=revision)
+        config = _with_relu(checkpoint)
+        copy_weights(checkpoint, stage)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
+        write_card(stage, out.name, checkpoint.path)
+    ffn = checkpoint.ffn
     return Converted(
         out, ffn.num_layers, ffn.hidden_size, ffn.intermediate_size, checkpoint.activation
     )
+
+
+def _with_relu(checkpoint: Checkpoint) -> dict:
+    """config.json of the converted model; `TwellError` if there is no SiLU to replace."""
+    name, activation = checkpoint.name, checkpoint.activation
+    if activation == "relu":
+        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
+    if not checkpoint.is_silu:
+        raise TwellError(f"{name} has hidden_act {activation!r}: take a model with 'silu'")
+    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, activation)
+    config = checkpoint.config | {"hidden_act": "relu", "twell": twell}
+    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
+    return config

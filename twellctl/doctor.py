@@ -1,6 +1,5 @@
 """twellctl doctor: what is on this machine, what works, what to install; is a folder sound."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from twellctl.machine import (
     torch_cuda,
 )
 from twellctl.resources import bundle_files
+from twellctl.shards import read_json
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def _find_folder(out: str | Path) -> tuple[Finding, ...]:
 
 
 def _find_bundle(checkpoint: Checkpoint) -> Finding:
-    exported = "modeling_twell" in json.dumps(checkpoint.config.get("auto_map"))
+    named = _named_code(checkpoint.path)
+    exported = any(target.startswith("modeling_twell.") for target in named)
     if not exported and not (checkpoint.path / "twell_manifest.json").exists():
         return Finding("bundle", "none", "none: this is no export")
     try:
@@ -97,11 +98,37 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
         return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {line(error)}")
     except ValueError as error:
         return Finding("bundle", "bad", str(error))
-    if not exported:
+    if not named:
         what = f"{checkpoint.name}: config.json lost its auto_map: export the model again"
         return Finding("bundle", "bad", what)
+    if foreign := _foreign_code(checkpoint.path, named, set(bundle)):
+        what = f"{checkpoint.name}: {foreign} is no code of its manifest, but trust_remote_code "
+        return Finding("bundle", "bad", f"{what}could run it: export the model again")
     ours = make_bundle({name: path.read_bytes() for name, path in bundle_files().items()})
     if bundle == ours:
-        return Finding("bundle", "ok", f"{len(bundle)} files, intact, as this twellctl writes them")
-    advice = f"twellctl export {checkpoint.name} OUT would renew it"
-    return Finding("bundle", "ok", f"{len(bundle)} files, intact, of another version", advice)
+        return Finding("bundle", "ok", f"{len(bundle)} files, intact: this twellctl's own")
+    what = f"{len(bundle)} files, as its own manifest lists them: of another version of twellctl, "
+    advice = f"twellctl export {checkpoint.name} OUT puts this twellctl's own there"
+    return Finding("bundle", "ok", f"{what}or changed together with the manifest", advice)
+
+
+def _named_code(folder: Path) -> list[str]:
+    """The classes that `auto_map` names, "module.Class", in all JSON files of a model."""
+    named: list[str | None] = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            auto_map = read_json(file).get("auto_map") or {}
+        except TwellError:
+            continue
+        for target in auto_map.values() if isinstance(auto_map, dict) else [str(auto_map)]:
+            named += target if isinstance(target, list) else [target]
+    return [str(target) for target in named if target is not None]
+
+
+def _foreign_code(folder: Path, named: list[str], bundled: set[str]) -> str:
+    """What remote code could run that is not `bundled`; "" if there is nothing."""
+    for target in named:
+        if f"{target.rsplit('.', 1)[0]}.py" not in bundled:
+            return f"{target} (auto_map)"
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    return next((name for name in found if name not in bundled), "")

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import check_twell
-from twellctl.checkpoint import (
-    Checkpoint,
-    copy_side_files,
-    fingerprint,
-    link_shards,
-    open_checkpoint,
-    write_config,
-)
+from twellctl.carried import copy_side_files, copy_weights, own_file, write_config
+from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.outputs import check_output, staged
+from twellctl.model_card import write_card
+from twellctl.outputs import staged
 from twellctl.profiled import Profile, read_profile
 from twellctl.resources import bundle_files
 from twellctl.shards import INDEX, SINGLE
@@ -54,28 +49,24 @@ def export(
     bytes) cuts the weights anew. Raises `TwellError`.
     """
     out = Path(out)
-    check_output(out, overwrite=overwrite)
     shard_bytes = None if shard_size is None else parse_size(shard_size)
-    checkpoint = open_checkpoint(model)
-    check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
-    checkpoint.require_relu()
-    twell = _completed(checkpoint, profile)
-    from twellctl.bundle.twell_bundle import make_bundle, write_bundle
-    from twellctl.bundle.twell_model import config_entries
-    from twellctl.exportable import stock_class
-    from twellctl.model import check_stored_weights
-
-    entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
-    check_stored_weights(checkpoint)
-    with staged(out, overwrite=overwrite) as stage:
+    inputs = [Path(path) for path in (model, profile) if isinstance(path, str | Path)]
+    with staged(out, overwrite=overwrite, inputs=inputs) as stage:
+        checkpoint = open_checkpoint(model)
+        checkpoint.require_relu()
+        measured = read_profile(profile) if isinstance(profile, str | Path) else profile
+        twell = checkpoint.twell
+        if measured is not None:
+            label = "the profile" if measured is profile else profile
+            twell = _completed(checkpoint, measured, label)
+        entries = _write_bundle_and_entries(checkpoint, stage)
         if shard_bytes is None:
-            link_shards(checkpoint, stage)
+            copy_weights(checkpoint, stage)
         else:
             write_shards(checkpoint, stage, shard_bytes)
         copy_side_files(checkpoint, stage)
-        bundle = {name: path.read_bytes() for name, path in bundle_files().items()}
-        write_bundle(stage, make_bundle(bundle))
         write_config(stage, checkpoint.config | entries | {"twell": twell})
+        write_card(stage, out.name, checkpoint.path, measured)
     return Exported(
         out,
         entries["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
@@ -83,6 +74,20 @@ def export(
         tuple(twell["slots"]),
         profile is not None,
     )
+
+
+def _write_bundle_and_entries(checkpoint: Checkpoint, folder: Path) -> dict:
+    """Write the bundle, for weights that are sound; what config.json says of its classes."""
+    from twellctl.bundle.twell_bundle import make_bundle, write_bundle
+    from twellctl.bundle.twell_model import config_entries
+    from twellctl.exportable import stock_class
+    from twellctl.model import check_stored_weights
+
+    entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
+    check_stored_weights(checkpoint)
+    bundle = {name: path.read_bytes() for name, path in bundle_files().items()}
+    write_bundle(folder, make_bundle(bundle))
+    return entries
 
 
 def parse_size(size: str | int) -> int:
@@ -133,19 +138,15 @@ def _read_tensors(checkpoint: Checkpoint, names: list[str]) -> dict:
 
     tensors = {}
     for shard in dict.fromkeys(checkpoint.tensors[name].shard for name in names):
-        with safe_open(checkpoint.path / shard, framework="pt") as file:
+        with safe_open(own_file(checkpoint.path / shard), framework="pt") as file:
             here = (name for name in names if checkpoint.tensors[name].shard == shard)
             tensors |= {name: file.get_tensor(name) for name in here}
     return tensors
 
 
-def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> dict:
-    """The "twell" block with what the profile measured; without one, as it is."""
-    twell, name = checkpoint.twell, checkpoint.name
-    if profile is None:
-        return twell
-    found = profile if isinstance(profile, Profile) else read_profile(profile)
-    label = "the profile" if found is profile else profile
+def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path) -> dict:
+    """The "twell" block with what the profile, which errors call `label`, measured."""
+    name = checkpoint.name
     if found.fingerprint != fingerprint(checkpoint):
         raise TwellError(
             f"{label} is of another model ({found.model}): "
@@ -157,6 +158,6 @@ def _completed(checkpoint: Checkpoint, profile: str | Path | Profile | None) -> 
         "densities": [round(layer.density, 6) for layer in found.layers],
     }
     try:
-        return check_twell(twell | measured, checkpoint.ffn.num_layers)
+        return check_twell(checkpoint.twell | measured, checkpoint.ffn.num_layers)
     except ValueError as error:
         raise TwellError(f"{label}: its {error}: profile the model again") from error

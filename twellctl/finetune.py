@@ -5,14 +5,16 @@ OUT appears when the run is complete.
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -24,8 +26,9 @@ from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.checkpoint import Checkpoint, copy_side_files, open_checkpoint, write_config
-from twellctl.data import Blocks
+from twellctl.carried import REPORT_FILE, copy_side_files, write_config
+from twellctl.checkpoint import Checkpoint, open_checkpoint
+from twellctl.data import Blocks, text_files
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.from_scratch import check_from_scratch
 from twellctl.model import (
@@ -36,11 +39,11 @@ from twellctl.model import (
     quiet_transformers,
     without_mask,
 )
-from twellctl.outputs import check_output, staged
+from twellctl.model_card import write_card
+from twellctl.outputs import Claim, check_inputs, claimed
 from twellctl.progress import Progress
-from twellctl.recipe import RECIPE_FILE, Recipe, run_folder, save_recipe
+from twellctl.recipe import RECIPE_FILE, Recipe, public_recipe, run_folder, save_recipe
 from twellctl.runs import (
-    REPORT_FILE,
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
@@ -57,7 +60,7 @@ from twellctl.training.optimizer import make_optimizer
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
-from twellctl.training.trainer import SparseTrainer, SparsityCallback
+from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
@@ -93,28 +96,65 @@ def finetune(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    recipe_file: str | Path | None = None,
     progress: Progress | None = None,
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    Weights are drawn for what `from_scratch.open_config` returns. Raises `TwellError`;
-    `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
+    Weights are drawn for what `from_scratch.open_config` returns. `recipe_file`, where `recipe` was
+    read, is spared like all other inputs. Raises `TwellError`; `Interrupted` after Ctrl-C, with a
+    checkpoint that `resume` goes on from.
     """
-    out, run = Path(out), run_folder(Path(out))
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
-    check_output(out, overwrite=overwrite)
-    checkpoint = open_checkpoint(model)
-    check_output(out, overwrite=overwrite, inputs=(checkpoint.path,))
+    out, inputs = Path(out), _inputs(model, recipe, recipe_file)
+    world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
+    how = {"resume": resume, "overwrite": overwrite}
+    with contextlib.ExitStack() as held:
+        claim = _in_the_first(world, lambda: held.enter_context(_claimed(out, inputs, overwrite)))
+        result = _finetune(open_checkpoint(model), out, claim, recipe, world, progress, **how)
+        if world.is_main_process:
+            shutil.rmtree(run_folder(out), ignore_errors=True)
+    return result
+
+
+def _inputs(
+    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
+) -> list[Path]:
+    """All that a run reads."""
+    model = model.path if isinstance(model, Checkpoint) else model
+    given = [model, *recipe.data, *recipe.eval_data]
+    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
+    given += [] if recipe_file is None else [recipe_file]
+    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
+
+
+@contextlib.contextmanager
+def _claimed(out: Path, inputs: list[Path], overwrite: bool) -> Iterator[Claim]:
+    """`out`, and with it `OUT.run`, for this process alone; neither holds any of `inputs`."""
+    with claimed(out, overwrite=overwrite, inputs=inputs) as claim:
+        check_inputs(run_folder(out), inputs)
+        yield claim
+
+
+def _finetune(
+    checkpoint: Checkpoint,
+    out: Path,
+    claim: Claim | None,
+    recipe: Recipe,
+    world: PartialState,
+    progress: Progress,
+    **how: bool,
+) -> FineTuned:
+    """What a process does while `out` is claimed; only the first one has the `claim`."""
+    run = run_folder(out)
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
     _check_report_to(recipe.report_to)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
-    world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     micro_batch(recipe, world.num_processes)
-    progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
-    how = {"resume": resume, "overwrite": overwrite}
     with progress.reading():
         _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = run_blocks(run, recipe)
@@ -123,7 +163,7 @@ def finetune(
         try:
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
-            _save(trainer, checkpoint, recipe, run, result, overwrite=overwrite)
+            _save(trainer, checkpoint, recipe, run, result, claim)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -135,8 +175,6 @@ def finetune(
         finally:
             if world.is_main_process:
                 discard_unstarted(run)
-    if world.is_main_process:
-        shutil.rmtree(run, ignore_errors=True)
     return result
 
 
@@ -169,17 +207,22 @@ def _check_report_to(name: str) -> None:
         raise UsageError(f"report-to {name!r} is unknown or not installed (here: {found})")
 
 
-def _in_the_first(world: PartialState, prepare: Callable[[], None]) -> None:
-    """Call `prepare` in the first process while the others wait; what it raises, all raise."""
+def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
+    """Call `prepare` in the first process while the others wait; what it raises, all raise.
+
+    What it returns only the first process gets.
+    """
     failure: list[BaseException | None] = [None]
+    made = None
     if world.is_main_process:
         try:
-            prepare()
+            made = prepare()
         except (TwellError, KeyboardInterrupt, SystemExit) as error:
             failure = [error]
     broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]
+    return made
 
 
 def build_trainer(
@@ -288,7 +331,8 @@ def _train(
         progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
         teacher_loss = trainer.evaluate_teacher()
         trainer.args.eval_on_start = has_eval and not resumed_at
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        with contextlib.suppress(NoStepLeft):
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         last = _last_evaluation(trainer) if has_eval and sparsity.stopped_at is None else {}
     except (OSError, SafetensorError) as error:
         kept = last_checkpoint(run)
@@ -331,8 +375,7 @@ def _save(
     recipe: Recipe,
     run: Path,
     result: FineTuned,
-    *,
-    overwrite: bool,
+    claim: Claim | None,
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
     trainer.head.remove()
@@ -349,7 +392,7 @@ def _save(
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
-        with staged(result.out, overwrite=overwrite) as stage:
+        with claim.staged() as stage:
             model.save_pretrained(stage, state_dict=state)
             if checkpoint.shards:
                 copy_side_files(checkpoint, stage)
@@ -358,9 +401,11 @@ def _save(
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
             write_config(stage, config)
-            save_recipe(recipe, stage / RECIPE_FILE, _what_it_did(trainer, recipe, result))
+            did = _what_it_did(trainer, recipe, result)
+            save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
             report = dataclasses.asdict(result) | {"out": result.out.name}
             (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
+            write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
 

@@ -38,9 +38,9 @@ def open_config(config: str | Path) -> Checkpoint:
         for tensor, parameter in model.named_parameters()
     }
     ffn = ffn_shape(name, complete, tensors)
-    twell = new_twell(ffn.num_layers, str(file.resolve()), "relu")
+    twell = new_twell(ffn.num_layers, None, "relu")
     complete |= {"architectures": [type(model).__name__], "twell": twell}
-    checkpoint = Checkpoint(name, file.parent, complete, tensors, (), ffn)
+    checkpoint = Checkpoint(str(file), file.parent, complete, tensors, (), ffn)
     checkpoint.require_tokenizer()
     return checkpoint
 

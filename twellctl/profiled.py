@@ -1,12 +1,12 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
 import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from twellctl.errors import TwellError, reason, shown
+from twellctl.outputs import write_file
 from twellctl.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
@@ -103,21 +103,26 @@ class Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the JSON whole or not at all, replacing an older one."""
-    text = to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
-        part = Path(aside) / path.name
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+    write_file(path, to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n")
 
 
 def check_profile_path(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written."""
+    """Refuse, before any work, a file that could not be written, or that is something else."""
     if path.is_dir():
         raise TwellError(f"{path} is a folder: name the JSON file to write")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise TwellError(
             f"{path} cannot be written: {path.parent} is not a folder you may write to"
         )
+    if path.exists() and not _is_profile(path):
+        raise TwellError(f"{path} exists and is no profile: choose another name")
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        return "schema_version" in read_json(path)
+    except TwellError:
+        return False
 
 
 def read_profile(path: str | Path) -> Profile:

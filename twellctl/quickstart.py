@@ -5,8 +5,8 @@ a real model: convert, fine-tune, profile, export, load the export, generate.
 """
 
 import contextlib
+import dataclasses
 import json
-import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ from twellctl.convert import convert
 from twellctl.data import Blocks, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.errors import TwellError
 from twellctl.export import export
-from twellctl.finetune import FineTuned, finetune
+from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.model import default_device, quiet_transformers
-from twellctl.outputs import check_output, make_readable
+from twellctl.outputs import is_model_of_ours, staged
 from twellctl.profile import profile
 from twellctl.profiled import save_profile
 from twellctl.recipe import resolve_recipe
@@ -77,47 +77,42 @@ def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> Qu
     """Do the whole job into the folder `out`, in under three minutes on two CPU cores."""
     out = Path(out)
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
-    with _new_folder(out, overwrite):
-        _write_corpus(out)
-        with _step("training a SiLU model of half a million parameters on Python's own source"):
-            _train_silu(out, seed)
-        with _step("convert: SiLU becomes ReLU"):
-            convert(out / "silu", out / "relu")
-        with _step("finetune: a price on what fires, the SiLU model as teacher"):
-            tuned = _sparsify(out, seed)
-        with _step("profile: which neurons fire"):
-            measured = profile(
-                out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN
-            )
-            save_profile(measured, out / "profile.json")
-        with _step("export, load and generate"):
-            export(out / "sparse", out / "export", profile=out / "profile.json")
-            text = _generate(out / "export")
-        result = QuickStarted(
-            out,
-            out / "export",
-            tuned.teacher_cross_entropy,
-            tuned.first_cross_entropy,
-            tuned.cross_entropy,
-            tuned.density,
-            text,
-        )
-    return result
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path, overwrite: bool) -> Iterator[None]:
-    """`out`, removed again if the block fails."""
-    check_output(out, overwrite=overwrite, marker="silu")
-    shutil.rmtree(out, ignore_errors=True)
     try:
-        out.mkdir(parents=True)
-        yield
-    except BaseException as error:
-        shutil.rmtree(out, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise TwellError(f"{out} could not be written: {error.strerror or error}") from error
-        raise
+        with staged(out, overwrite=overwrite, ours=_is_quickstart) as stage:
+            tuned, text = _whole_job(stage, seed)
+    except Interrupted:
+        raise KeyboardInterrupt from None  # its checkpoint went with the rest
+    return QuickStarted(
+        out,
+        out / "export",
+        tuned.teacher_cross_entropy,
+        tuned.first_cross_entropy,
+        tuned.cross_entropy,
+        tuned.density,
+        text,
+    )
+
+
+def _is_quickstart(folder: Path) -> bool:
+    return is_model_of_ours(folder / "export")
+
+
+def _whole_job(out: Path, seed: int) -> tuple[FineTuned, str]:
+    """Everything, into the folder `out`; how fine-tuning ended, and what the export writes."""
+    _write_corpus(out)
+    with _step("training a SiLU model of half a million parameters on Python's own source"):
+        _train_silu(out, seed)
+    with _step("convert: SiLU becomes ReLU"):
+        convert(out / "silu", out / "relu")
+    with _step("finetune: a price on what fires, the SiLU model as teacher"):
+        tuned = _sparsify(out, seed)
+    with _step("profile: which neurons fire"):
+        found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
+        found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
+        save_profile(found, out / "profile.json")
+    with _step("export, load and generate"):
+        export(out / "sparse", out / "export", profile=out / "profile.json")
+        return tuned, _generate(out / "export")
 
 
 @contextlib.contextmanager
@@ -172,7 +167,6 @@ def _train_silu(out: Path, seed: int) -> None:
     with quiet_transformers():
         model.save_pretrained(out / "silu")
         tokenizer.save_pretrained(out / "silu")
-    make_readable(out / "silu")
     (out / "tokens.bin").unlink()
 
 

@@ -90,7 +90,7 @@ class Recipe:
     teacher: str = setting(
         "auto",
         "Model to distil from, or none. auto: a freshly converted model learns from itself run "
-        "with its source activation, a fine-tuned one from its source if that is a local folder.",
+        "with its source activation, a fine-tuned one from its source on the hub.",
     )
     teacher_weight: float = setting(
         1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
@@ -195,15 +195,22 @@ def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | Non
     return Recipe(**values)
 
 
+def public_recipe(recipe: Recipe) -> Recipe:
+    """`recipe` without the paths of this machine, as it goes out with a model."""
+    is_local = recipe.teacher not in ("auto", "none") and Path(recipe.teacher).exists()
+    hidden = {"teacher": "auto"} if is_local else {}
+    return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
+
+
 def save_recipe(recipe: Recipe, path: Path, did: str = "") -> None:
-    """Write all settings, defaults included, so that the file alone repeats the run.
+    """Write all settings that `recipe` has, defaults included.
 
     `did`, a line of what the run did, comes first, as a comment.
     """
     import yaml
 
-    content = {flag_name(key): value for key, value in dataclasses.asdict(recipe).items()}
-    settings = yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False)
+    given = {k: v for k, v in dataclasses.asdict(recipe).items() if v not in (None, [])}
+    settings = yaml.safe_dump({flag_name(k): v for k, v in given.items()}, sort_keys=False)
     path.write_text((f"# {did}\n" if did else "") + settings, encoding="utf-8")
 
 

@@ -13,17 +13,16 @@ from twellctl.data import (
     hold_out,
     read_blocks,
     read_texts,
-    text_files,
     token_stream,
     write_tokens,
 )
 from twellctl.errors import TwellError, UsageError
+from twellctl.outputs import staged
 from twellctl.recipe import RECIPE_FILE, Recipe, flag_name, resolve_recipe, save_recipe
 from twellctl.strict_json import read_json, to_json
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
-REPORT_FILE = "twell_finetune.json"  # in the result
 # what a resumed run may change, because it changes nothing of the result
 FREE = (
     "save_steps",
@@ -44,22 +43,16 @@ def prepare_run(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    """The run folder with all that training reads; one that holds no checkpoint goes on failure."""
-    text_files([*recipe.data, *recipe.eval_data])  # before the first is read
-    model = checkpoint.origin
+    """The run folder with all that training reads: as it was left, or else a new, whole one."""
     if resume:
-        _check_resumable(run, recipe, model)
-    else:
-        _new_run(run, recipe, model, overwrite)
-    try:
-        if not (run / "tokens.bin").is_file():
-            _write_run_tokens(run, recipe, tokenizer, checkpoint.config.get("vocab_size"))
-        run_blocks(run, recipe)
-    except BaseException as error:
-        discard_unstarted(run)
-        if isinstance(error, OSError):
-            raise TwellError(f"{run} could not be written: {error.strerror or error}") from error
-        raise
+        _check_resumable(run, recipe, checkpoint.origin)
+        return
+    _check_new(run, overwrite)
+    with staged(run, overwrite=overwrite, ours=_is_run) as stage:
+        save_recipe(recipe, stage / RECIPE_FILE)
+        (stage / MODEL_FILE).write_text(checkpoint.origin, encoding="utf-8")
+        _write_run_tokens(stage, recipe, tokenizer, checkpoint.config.get("vocab_size"))
+        run_blocks(stage, recipe)
 
 
 def discard_unstarted(run: Path) -> None:
@@ -83,25 +76,21 @@ def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
     if began != model:
         raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
     for folder in run.glob("checkpoint-*"):
-        if not (folder / STATE_FILE).is_file():  # its writing was cut short
+        if not (folder / STATE_FILE).is_file():  # its writing was cut short, or its removal
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_run(run: Path, recipe: Recipe, model: str, overwrite: bool) -> None:
-    if run.exists() and not (run.is_dir() and (run / RECIPE_FILE).is_file()):
+def _is_run(run: Path) -> bool:
+    return (run / RECIPE_FILE).is_file()
+
+
+def _check_new(run: Path, overwrite: bool) -> None:
+    if run.exists() and not _is_run(run):
         raise TwellError(f"{run} is no run of ours (no {RECIPE_FILE} in it): choose another OUT")
     if run.exists() and not overwrite:
         step = last_checkpoint(run)
         what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
         raise TwellError(f"{run} holds {what}: go on with --resume, or start anew with --overwrite")
-    try:
-        shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True)
-        save_recipe(recipe, run / RECIPE_FILE)
-        (run / MODEL_FILE).write_text(model, encoding="utf-8")
-    except OSError as error:
-        shutil.rmtree(run, ignore_errors=True)
-        raise TwellError(f"{run} cannot be written: {error.strerror or error}") from error
 
 
 def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int | None) -> None:
@@ -157,8 +146,27 @@ def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
 
 def last_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint of a run folder."""
-    complete = [path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}")]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return next(reversed(_complete_checkpoints(run)), None)
+
+
+def _complete_checkpoints(run: Path) -> list[Path]:
+    """Oldest first."""
+    found = (path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}"))
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def drop_old_checkpoints(run: Path, best: str | None) -> None:
+    """Leave two complete checkpoints: the newest, and `best` or else the one before it.
+
+    The others stop to count before they go, so that one which is half gone is never resumed.
+    """
+    complete = _complete_checkpoints(run)
+    others = [path for path in complete[:-1] if best is None or path.name == Path(best).name]
+    kept = {*complete[-1:], *(others or complete[:-1])[-1:]}
+    for folder in complete:
+        if folder not in kept:
+            (folder / STATE_FILE).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_state(checkpoint: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
               "source": str, "source_act": str, "densities": [float a layer]}
 
-`densities`, the share of neurons that fire, are there if a profile measured them. `source` is the
-model this one was made from and `source_act` the activation it had there.
+`densities`, the share of neurons that fire, are there if a profile measured them. `source_act` is
+the activation of the model that this one was made from, `source` its id on the hub, if it has one.
 """
 
 FORMAT_VERSION = 1
@@ -13,15 +13,15 @@ SLOTS = 64  # of 256: what no profile has measured yet may fire up to 25 % in ev
 MAX_COLUMNS = 65536  # a column is 16 bits
 
 
-def new_twell(num_layers: int, source: str, source_act: str) -> dict:
+def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:
     """The block before anything was measured: safe slots."""
-    return {
+    twell = {
         "format_version": FORMAT_VERSION,
         "tile": TILE,
         "slots": [SLOTS] * num_layers,
-        "source": source,
         "source_act": source_act,
     }
+    return twell if source is None else twell | {"source": source}
 
 
 def check_twell(twell: object, num_layers: int) -> dict:

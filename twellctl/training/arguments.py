@@ -58,7 +58,6 @@ def trainer_arguments(
         use_cpu=not on_gpu,
         save_strategy="steps" if recipe.save_steps else "no",
         save_steps=recipe.save_steps or 500,
-        save_total_limit=2,
         eval_strategy="steps" if has_eval and recipe.eval_steps else "no",
         eval_steps=recipe.eval_steps or None,
         logging_steps=recipe.logging_steps,

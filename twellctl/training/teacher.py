@@ -1,16 +1,15 @@
 """The model that fine-tuning distils from: which one it is, and that it fits."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from twellctl.carried import REPORT_FILE
 from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 from twellctl.model import load_model
 from twellctl.recipe import Recipe
-from twellctl.runs import REPORT_FILE
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
     """Whom `student` learns from; nothing is loaded yet.
 
     "auto": a freshly converted model learns from itself with the activation it had, a fine-tuned
-    one from its source, if that is still there.
+    one from its source on the hub. Of a fine-tuned one from elsewhere the source is not known:
+    `UsageError`. Weights that were drawn have no teacher.
     """
     if recipe.teacher == "none" or not recipe.teacher_weight:
         return None
@@ -39,10 +39,14 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
         return _checked(student, open_checkpoint(recipe.teacher))
     if is_fresh(student):
         return Teacher(student, student.twell["source_act"])
-    path = Path(student.twell["source"])
-    if not path.is_dir() or path.resolve() == student.path.resolve():
+    if student.twell["source_act"] == "relu":
         return None
-    return _checked(student, open_checkpoint(path))
+    if "source" not in student.twell:
+        raise UsageError(
+            f"{student.name} was fine-tuned before, and does not say from what: name the model to "
+            "learn from with --teacher MODEL, or give --teacher none"
+        )
+    return _checked(student, open_checkpoint(student.twell["source"]))
 
 
 def is_fresh(student: Checkpoint) -> bool:

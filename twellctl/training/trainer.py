@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
-from twellctl.runs import last_checkpoint, mark_complete
+from twellctl.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.head_loss import HeadLoss
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -187,7 +187,7 @@ class SparseTrainer(Trainer):
             return
         step, last = evaluations[-1]
         if last <= self._worst and int(newest.name.split("-")[1]) <= step:
-            self.state.best_model_checkpoint = str(newest)  # the Trainer never deletes that one
+            self.state.best_model_checkpoint = str(newest)  # which is kept
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
@@ -300,6 +300,10 @@ def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
     return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
 
 
+class NoStepLeft(Exception):
+    """A run was resumed behind its last step, where transformers would train one step more."""
+
+
 class SparsityCallback(TrainerCallback):
     """Ends each step, marks complete checkpoints, and turns Ctrl-C into a checkpoint and a stop."""
 
@@ -310,6 +314,8 @@ class SparsityCallback(TrainerCallback):
         self._handlers: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:  # the checkpoint is loaded by now
+            raise NoStepLeft
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._ask)
@@ -323,9 +329,10 @@ class SparsityCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            mark_complete(folder, self.trainer.sparsity_state())
+            run = Path(args.output_dir)
+            mark_complete(run / f"checkpoint-{state.global_step}", self.trainer.sparsity_state())
             self.trainer.keep_good_checkpoint()
+            drop_old_checkpoints(run, self.trainer.state.best_model_checkpoint)
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""

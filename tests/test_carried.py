@@ -1,0 +1,189 @@
+"""What goes from one model folder to the next: what a model needs, and nothing of this machine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from finetune_runs import small
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from twellctl.convert import convert
+from twellctl.errors import TwellError
+from twellctl.export import export
+from twellctl.finetune import finetune
+from twellctl.profile import profile
+from twellctl.progress import Progress
+
+STRAY = ("train.jsonl", "notes.txt", "recipe.yaml", "LICENSE.key", "evil.py", "weights.onnx")
+CARD = """---
+license: llama3.2
+license_name: 'the Llama licence'
+license_link: LICENSE
+model-index: {score: 100}
+---
+# The dense one
+
+It scores 100.
+"""
+
+
+@pytest.fixture
+def source(silu_llama, tmp_path) -> Path:
+    """The tiny Llama among other files, some of which know where it lay."""
+    folder = Path(shutil.copytree(silu_llama, tmp_path / "private" / "model"))
+    for name in STRAY:
+        (folder / name).write_text("mine")
+    for name in ("LICENSE", "NOTICE.txt", "USE_POLICY.md"):
+        (folder / name).write_text("by name")
+    (folder / "README.md").write_text(CARD)
+    for name, key in (
+        ("config.json", "_name_or_path"),
+        ("tokenizer_config.json", "special_tokens_map_file"),
+        ("generation_config.json", "_name_or_path"),
+    ):
+        content = json.loads((folder / name).read_text()) | {key: str(folder)}
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_no_path_and_no_stray_file_goes_out(source, text_file, tmp_path):
+    chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
+    convert(source, chain[0])
+    recipe = small(text_file, max_steps=1, eval_data=[str(text_file)], teacher=str(source))
+    finetune(chain[0], chain[1], recipe, progress=Progress(silent=True))
+    export(chain[1], chain[2])
+    for folder in chain:
+        names = {path.name for path in folder.iterdir()}
+        assert names.isdisjoint({*STRAY} - {"recipe.yaml"})
+        assert names > {"LICENSE", "NOTICE.txt", "USE_POLICY.md", "README.md", "tokenizer.json"}
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            assert str(tmp_path).encode() not in content, path
+            assert str(text_file).encode() not in content, path
+    assert "recipe.yaml" not in {path.name for path in chain[2].iterdir()}
+    assert AutoTokenizer.from_pretrained(chain[2])("a b").input_ids
+
+
+def test_cards(source, text_file, tmp_path):
+    convert(source, tmp_path / "relu")
+    card = (tmp_path / "relu/README.md").read_text()
+    assert card.startswith(
+        "---\nlicense: llama3.2\nlicense_name: 'the Llama licence'\nlicense_link"
+    )
+    assert "scores" not in card
+    assert "converted and not fine-tuned" in card
+    assert "has not been measured" in card
+    assert "trust_remote_code" not in card
+    finetune(
+        tmp_path / "relu",
+        tmp_path / "sparse",
+        small(text_file, max_steps=1),
+        progress=Progress(silent=True),
+    )
+    report = json.loads((tmp_path / "sparse/twell_finetune.json").read_text())
+    card = (tmp_path / "sparse/README.md").read_text()
+    assert f"{report['density']:.2%} of the neurons" in card
+    assert "held-out text when fine-tuning ended" in card
+    assert "not fine-tuned" not in card
+    found = profile(tmp_path / "sparse", [str(text_file)], windows=2, seq_len=16)
+    export(tmp_path / "sparse", tmp_path / "exported", profile=found)
+    card = (tmp_path / "exported/README.md").read_text()
+    assert f"{found.density:.2%} of the neurons" in card
+    assert "over 32 tokens" in card
+    assert "license: llama3.2" in card
+    for words in ("`TwellLlamaForCausalLM`", "llama.cpp", "mlx-lm", "--model-impl transformers"):
+        assert words in card
+    export(tmp_path / "exported", tmp_path / "again")
+    assert "as a profile measured" in (tmp_path / "again/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "card", ["", "no front matter", "---\nlicense: never closed", "---\n---\n"]
+)
+def test_odd_cards_of_the_source(source, tmp_path, card):
+    (source / "README.md").write_text(card)
+    convert(source, tmp_path / "relu")
+    assert "license" not in (tmp_path / "relu/README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "config.json", "model.safetensors"])
+def test_a_link_out_of_the_folder_is_refused(source, cli, tmp_path, name):
+    secret = tmp_path / "secret"
+    (source / name).rename(secret)
+    (source / name).symlink_to(secret)
+    code, _, err = cli("convert", source, tmp_path / "out")
+    assert (code, len(err)) == (1, 1)
+    assert f"{source / name} is a link to {secret}, outside its model folder" in err[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_linked_card_is_not_read(source, tmp_path):
+    (source / "README.md").rename(tmp_path / "secret")
+    (source / "README.md").symlink_to(tmp_path / "secret")
+    convert(source, tmp_path / "out")
+    assert "llama3.2" not in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_linked_folder_of_templates_is_not_followed(source, tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "x.jinja").touch()
+    (source / "additional_chat_templates").symlink_to(tmp_path / "secret")
+    with pytest.raises(TwellError, match="outside its model folder"):
+        convert(source, tmp_path / "out")
+
+
+def test_links_within_the_folder_work(source, tmp_path):
+    (source / "files").mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (source / name).rename(source / "files" / name)
+        (source / name).symlink_to(Path("files") / name)
+    (tmp_path / "link").symlink_to(source)
+    convert(tmp_path / "link", tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_snapshot_of_the_hubs_cache_works(source, tmp_path, shared):
+    """snapshots/REVISION/NAME leads to blobs/HASH, and that may lead to the blobs of all models."""
+    hub = tmp_path / "hub"
+    repository = hub / "models--owner--name"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(source.iterdir())):
+        blob = repository / "blobs" / str(number)
+        path.rename(blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+        if shared:
+            (hub / "blobs" / "ab").mkdir(parents=True, exist_ok=True)
+            blob.rename(hub / "blobs" / "ab" / str(number))
+            blob.symlink_to(f"../../blobs/ab/{number}")
+    convert(snapshot, tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert "license: llama3.2" in (tmp_path / "out/README.md").read_text()
+    (snapshot / "LICENSE").unlink()
+    (tmp_path / "secret").touch()
+    (snapshot / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(TwellError, match="outside its model folder"):
+        convert(snapshot, tmp_path / "other")
+
+
+def test_an_id_of_the_hub_stays(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("twellctl.checkpoint._download", lambda name, revision: source)
+    convert("owner/name", tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["twell"]["source"] == "owner/name"
+    card = (tmp_path / "out/README.md").read_text()
+    assert "base_model: owner/name" in card
+    assert "[owner/name](https://huggingface.co/owner/name)" in card
+
+
+def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
+    folder = Path(shutil.copytree(relu_llama, tmp_path / "old"))
+    config = json.loads((folder / "config.json").read_text())
+    config["twell"]["source"] = "/home/me/private/model"
+    (folder / "config.json").write_text(json.dumps(config))
+    export(folder, tmp_path / "out")
+    assert "source" not in json.loads((tmp_path / "out/config.json").read_text())["twell"]

@@ -1,0 +1,147 @@
+"""--overwrite removes no input of its own call, and no run takes the checkpoints of another."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from finetune_runs import InterruptAt, assert_same_weights, small
+
+from twellctl import finetune as finetune_module
+from twellctl.errors import TwellError
+from twellctl.finetune import Interrupted, finetune
+from twellctl.profile import profile
+from twellctl.profiled import save_profile
+from twellctl.progress import Progress
+from twellctl.recipe import run_folder, save_recipe
+from twellctl.rooms import room_beside
+from twellctl.runs import drop_old_checkpoints, last_checkpoint, mark_complete
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def out(relu_llama, text_file, tmp_path) -> Path:
+    """An OUT that holds an input of every kind, and beside it an OUT.run that does."""
+    out = tmp_path / "out"
+    shutil.copytree(relu_llama, out)
+    shutil.copy(text_file, out / "text.jsonl")
+    save_recipe(small(text_file), out / "recipe.yaml")
+    save_profile(profile(out, [str(text_file)], windows=1, seq_len=16), out / "profile.json")
+    shutil.copytree(out, tmp_path / "out.run")
+    (tmp_path / "link.jsonl").symlink_to(out / "text.jsonl")
+    (out / "link.jsonl").symlink_to(text_file)
+    return out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("finetune", "RELU", "OUT", "--data", "OUT/text.jsonl"),
+        ("finetune", "RELU", "OUT", "--data", "OUT"),
+        ("finetune", "RELU", "OUT", "--data", "link.jsonl"),
+        ("finetune", "RELU", "OUT", "--data", "OUT/link.jsonl"),
+        ("finetune", "RELU", "OUT", "--data", "."),
+        ("finetune", "RELU", "OUT", "--data", "OUT.run/text.jsonl"),
+        ("finetune", "RELU", "OUT", "--data", "TEXT", "--eval-data", "OUT/text.jsonl"),
+        ("finetune", "RELU", "OUT", "--data", "TEXT", "--teacher", "OUT"),
+        ("finetune", "RELU", "OUT", "--data", "TEXT", "--recipe", "OUT/recipe.yaml"),
+        ("finetune", "OUT", "OUT", "--data", "TEXT"),
+        ("finetune", "OUT.run", "OUT", "--data", "TEXT"),
+        ("finetune", "--from-scratch", "OUT/config.json", "OUT", "--data", "TEXT"),
+        ("export", "RELU", "OUT", "--profile", "OUT/profile.json"),
+        ("export", "OUT", "OUT"),
+        ("convert", "OUT", "OUT"),
+    ],
+    ids=" ".join,
+)
+def test_an_input_in_out_is_spared(cli, out, relu_llama, text_file, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    paths = {"RELU": relu_llama, "TEXT": text_file}
+    words = [paths.get(word, word.replace("OUT", "out")) for word in words]
+    before = contents(tmp_path)
+    code, _, err = cli(*words, "--overwrite")
+    assert (code, len(err)) == (1, 1), err
+    assert "is or contains the input" in err[0]
+    assert contents(tmp_path) == before
+
+
+def test_a_second_run_is_refused_while_the_first_lives(relu_llama, text_file, tmp_path):
+    out, refused = tmp_path / "out", []
+
+    class Second(Progress):
+        def first_line(self, *args):
+            for how in ({"resume": True}, {"overwrite": True}, {}):
+                with pytest.raises(TwellError, match="being written by another twellctl") as error:
+                    finetune(relu_llama, out, small(text_file), **how)
+                refused.append(str(error.value))
+
+    first = finetune(relu_llama, out, small(text_file, max_steps=2), progress=Second(silent=True))
+    assert len(refused) == 3
+    assert first.num_steps == 2
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_run_goes_only_when_the_new_one_is_whole(relu_llama, text_file, tmp_path):
+    out, short = tmp_path / "out", tmp_path / "short.txt"
+    short.write_text("one two three")
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, out, small(text_file), progress=InterruptAt(2))
+    before = contents(tmp_path)
+    with pytest.raises(TwellError, match="fewer than one batch"):
+        finetune(relu_llama, out, small(short), overwrite=True, progress=Progress(silent=True))
+    assert contents(tmp_path) == before
+
+
+def test_a_failed_overwrite_keeps_the_old_out(relu_llama, text_file, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    finetune(relu_llama, out, small(text_file, max_steps=1), progress=Progress(silent=True))
+    shutil.copytree(out, tmp_path / "was")
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_module, "write_card", lambda *args: 1 / 0)
+        recipe = small(text_file, max_steps=2)
+        with pytest.raises(ZeroDivisionError):
+            finetune(relu_llama, out, recipe, overwrite=True, progress=Progress(silent=True))
+    assert_same_weights(out, tmp_path / "was")
+    assert last_checkpoint(run_folder(out)).name == "checkpoint-2"  # --resume writes it again
+
+
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [(None, [9, 12]), ("checkpoint-12", [9, 12]), ("run/checkpoint-3", [3, 12]), ("gone", [9, 12])],
+)
+def test_which_checkpoints_stay(tmp_path, best, kept):
+    for step in (3, 6, 9, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        mark_complete(tmp_path / f"checkpoint-{step}", {})
+    (tmp_path / "checkpoint-15").mkdir()  # not complete
+    drop_old_checkpoints(tmp_path, best)
+    found = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+    assert found == [*kept, 15]
+    assert last_checkpoint(tmp_path).name == "checkpoint-12"
+
+
+def test_a_checkpoint_that_is_half_gone_does_not_count(tmp_path, monkeypatch):
+    for step in (3, 6, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        mark_complete(tmp_path / f"checkpoint-{step}", {})
+    monkeypatch.setattr("twellctl.runs.shutil.rmtree", lambda *args, **kwargs: None)
+    drop_old_checkpoints(tmp_path, None)
+    assert not (tmp_path / "checkpoint-3/twell_state.json").exists()
+
+
+def test_a_profile_replaces_only_a_profile(cli, relu_llama, text_file, tmp_path):
+    text = Path(shutil.copy(text_file, tmp_path / "text.jsonl"))
+    words = ["profile", relu_llama, "--data", text, "--windows=1", "--seq-len=16", "--json"]
+    code, _, err = cli(*words, text)
+    assert (code, len(err)) == (1, 1)
+    assert f"{text} exists and is no profile" in err[0]
+    assert text.read_bytes() == text_file.read_bytes()
+    for _ in range(2):
+        assert cli(*words, tmp_path / "profile.json")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json", "text.jsonl"]
+    with room_beside(tmp_path / "profile.json"):
+        code, _, err = cli(*words, tmp_path / "profile.json")
+    assert code == 1
+    assert "another twellctl" in err[-1]

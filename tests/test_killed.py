@@ -1,0 +1,152 @@
+"""Killed with -9 at any moment, a command leaves the old OUT or the new one, whole.
+
+At random moments: `TWELL_TEST_KILLS` says how often for each command, with and without --overwrite.
+The processes are forked from a warm one, so that they die at work and not while they import. And
+before each single thing that convert does to the disk.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kill_jobs
+import pytest
+
+from twellctl import outputs
+from twellctl.convert import convert
+
+FOREVER = 1e9
+KILLS = int(os.environ.get("TWELL_TEST_KILLS", "2"))
+
+
+@pytest.fixture(scope="module")
+def run():
+    """`run(job, model, text, out, overwrite, seconds)`: the exit code, and how long it ran."""
+    server = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("kill_jobs.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def asked(job, model, text, out, overwrite, seconds=FOREVER):
+        words = [job, str(model), str(text), str(out), overwrite, seconds]
+        print(json.dumps(words), file=server.stdin, flush=True)
+        return json.loads(server.stdout.readline())
+
+    yield asked
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def sources(make_model, tmp_path_factory) -> dict[str, list]:
+    """What each job makes its old and its new OUT of."""
+    silu = [make_model("llama", seed=seed) for seed in (1, 2)]
+    relu = [tmp_path_factory.mktemp("relu") / "model" for _ in silu]
+    for model, out in zip(silu, relu, strict=True):
+        convert(model, out)
+    return {"converted": silu, "exported": relu, "finetuned": relu, "whole": [1, 2]}
+
+
+def state(out: Path) -> dict[str, str] | None:
+    """The names in `out`, with the sha256 of what must be the same each time; None if not there."""
+    if not out.exists():
+        return None
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.suffix in (".safetensors", ".py")
+        else ""
+        for path in files
+    }
+
+
+def beside(out: Path) -> set[str]:
+    return {path.name for path in out.parent.iterdir()} - {out.name}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("job", kill_jobs.JOBS)
+def test_at_random_moments(run, sources, text_file, tmp_path, job, overwrite):
+    (first, second), out = sources[job], tmp_path / "out"
+    for model, name in ((first, "first"), (second, "second")):
+        code, seconds = run(job, model, text_file, tmp_path / name, False)
+        assert code == 0
+    old, new = (state(tmp_path / name) for name in ("first", "second"))
+    before = old if overwrite else None
+    assert old != new
+    landed, seen = 0, {"before": 0, "new": 0}
+    while landed < KILLS:
+        if state(out) != before:
+            shutil.rmtree(out, ignore_errors=True)
+            if overwrite:
+                shutil.copytree(tmp_path / "first", out)
+        moment = random.uniform(0, 1.1 * seconds)
+        code, _ = run(job, second, text_file, out, overwrite, moment)
+        found = state(out)
+        if code == -signal.SIGKILL:
+            landed += 1
+            assert found in (before, new), f"killed after {moment} s"
+            seen["new" if found == new else "before"] += 1
+        else:
+            assert (code, found) == (0, new)
+    print(job, overwrite, f"{landed} kills", seen, f"of {seconds:.2f} s", sorted(beside(out)))
+    if found != new:  # what the killed ones left is no hindrance
+        assert run(job, second, text_file, out, overwrite)[0] == 0
+        assert state(out) == new
+        assert beside(out) == {"first", "second"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
+def test_before_each_thing_done_to_the_disk(sources, tmp_path, monkeypatch, can_exchange):
+    (first, second), out = sources["converted"], tmp_path / "out"
+    if not can_exchange:
+        monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
+    for model, name in ((first, "out"), (second, "second")):
+        convert(model, tmp_path / name)
+    old, new = state(out), state(tmp_path / "second")
+    killed, laid_aside, number = True, 0, 0
+    while killed:
+        number += 1
+        killed = kill_at(number, second, out)
+        found = state(out)
+        if found is None:  # only where two names cannot be exchanged, and then it is said
+            laid_aside += 1
+            note = (tmp_path / "out.twellctl-restore.txt").read_text()
+            assert note.endswith(f"    mv '{tmp_path}/.out.twellctl/old' '{out}'\n")
+            continue  # the next one puts it back
+        assert found in (old, new)
+        if found == new:
+            convert(first, out, overwrite=True)
+            assert state(out) == old
+    assert number > 40
+    assert (laid_aside == 0) == can_exchange
+    assert beside(out) == {"second"}
+
+
+def kill_at(number: int, model: Path, out: Path) -> bool:
+    """Whether `convert --overwrite` does so much to the disk; it is killed before the last."""
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event, args):
+            nonlocal left
+            if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "open"):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        convert(model, out, overwrite=True)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
