@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled import cluster_blocks, compiled, most_threads
-from launched import Map
 from popular_shapes import NOT_TAKEN, SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_few_clusters, twell_ffn, twell_sequence
+from twellctl.bundle import twell_ffn, twell_launch
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
@@ -95,8 +94,7 @@ def judge(device, monkeypatch) -> Judge:
     """In the place of the kernels of `device`, for the operator and for the engine."""
     made = Judge(DEVICES[device])
     hopper = made.limits.capability == (9, 0)
-    for module in (twell_few_clusters, twell_sequence):
-        monkeypatch.setattr(module, "tensor_map", Map)
+    monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
     for module in (twell_ffn, kernel_decoder):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)

@@ -20,6 +20,12 @@ FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
+    "phi3": {  # heads of 96
+        "hidden_size": 576,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "sliding_window": 40,
+    },
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
 }
 ONE_KERNEL = {  # models of which a step of one row is one kernel
@@ -50,7 +56,7 @@ def make(family: str, changes: dict | None = None):
         "hidden_act": "relu",
     }
     torch.manual_seed(0)
-    kind = family if family in ("qwen2", "qwen3", "mistral") else "llama"
+    kind = family if family in ("qwen2", "qwen3", "mistral", "phi3") else "llama"
     config = AutoConfig.for_model(kind, **settings | (changes or FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
