@@ -7,7 +7,7 @@ import torch
 from launched import Launches, Map, kind_of, parameters
 
 from twellctl.bundle import twell_few_clusters
-from twellctl.bundle.twell_few import few_ffn, few_ffn_kernels, few_kernels
+from twellctl.bundle.twell_few import few_ffn_kernels, few_kernels, few_union
 from twellctl.bundle.twell_few_clusters import CLUSTER_KERNEL, plan_clusters, takes_clusters
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import find_nvrtc
@@ -26,10 +26,10 @@ def _maps(monkeypatch):
 
 
 def launched(M: int, K: int, N: int, limits: Limits = H200):
-    """The two launches of few_ffn."""
+    """The two launches of few_union."""
     x, *weights = (torch.zeros(n, K, dtype=torch.bfloat16) for n in (M, N, N, N))
     kernels = Launches()
-    few_ffn(kernels, limits, x, FFN(*weights, None, None, None), overlap=True)
+    few_union(kernels, limits, x, FFN(*weights, None, None, None), overlap=True)
     assert kernels.overlaps == [True, True]
     return kernels.made
 

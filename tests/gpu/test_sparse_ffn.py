@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_walk
+from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_ffn import NOT_FINITE, gate_pack, register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
@@ -43,16 +43,20 @@ def sources() -> str:
     return register_sources(FILES)
 
 
-@pytest.fixture(params=["twell", "lists", "portable"])
+@pytest.fixture(params=["by rule", "walk", "lists", "portable"])
 def route(request, monkeypatch) -> str:
-    """The kernels of Hopper, also without the walk, which takes most of what is tested here."""
+    """The ways of the route, one after the other, and not the fastest."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         pytest.skip(f"the kernels need compute capability 8.0, this is {capability}")
     if request.param != "portable" and capability != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {capability}")
-    if request.param == "lists":
-        monkeypatch.setattr(twell_walk, "MOST_PAIRS", -1)
+    wanted = {"walk": ("walk", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
+
+    def choose(kind, capturing, runs, by_rule, count_density) -> str:
+        return next((name for name in runs if name in wanted), by_rule())
+
+    monkeypatch.setattr(twell_ffn, "choose", choose)
     return "portable" if request.param == "portable" else "twell"
 
 
@@ -375,15 +379,15 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("asked", ["dense", "fused", "auto"])
+@pytest.mark.parametrize("asked", ["dense", "fused", "auto", "twell"])
 def test_other_routes(sources, asked, monkeypatch, tmp_path):
-    if asked == "fused" and torch.cuda.get_device_capability() != (9, 0):
+    if asked in ("fused", "twell") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     problem = real_problem()
     check(problem, sources, asked)
     check(problem, sources, asked)
-    assert (tmp_path / "routes.json").exists() == (asked == "auto")
+    assert (tmp_path / "routes.json").exists() == (asked in ("auto", "twell"))
 
 
 def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):

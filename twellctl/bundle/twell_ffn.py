@@ -9,6 +9,7 @@ Exports carry copies of this code, which transformers imports under a package of
 Copies that are equal share the state of the first one; others have operators of other names.
 """
 
+import functools
 import hashlib
 import logging
 import sys
@@ -21,12 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE
-from .twell_few import few_ffn, takes_few
 from .twell_format import fires, gated_ffn
 from .twell_launch import (
     KernelError,
-    KernelSet,
-    Limits,
     device_limits,
     kernels_for,
     register_sources,
@@ -49,15 +47,9 @@ from .twell_reasons import (
     why_they_do_not_lie_well,
 )
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
-from .twell_sequence import (
-    dense_ffn,
-    fused_ffn,
-    hopper_ffn,
-    launch_gate_pack,
-    portable_ffn,
-)
+from .twell_sequence import dense_ffn, launch_gate_pack
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_walk import takes_walk, walk_ffn
+from .twell_ways import Problem, Way, by_rule, ways_of
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
@@ -276,57 +268,39 @@ def _gated_ffn(
 def _by_route(
     rows: Tensor, ffn: FFN, slots: int, density: float, sources: str, route: str, hopper: bool
 ) -> Tensor:
-    limits = device_limits(rows.device.index)
-    kernels = kernels_for(sources, rows.device.index)
-    in_place = lies_well(ffn.w_down)
-    known = None if density < 0 else density
+    index, in_place = rows.device.index, lies_well(ffn.w_down)
+    here = kernels_for(sources, index), device_limits(index)
+    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place)
+    ways, known = ways_of(route, problem), None if density < 0 else density
 
-    def sparse() -> Tensor:
-        laid = ffn if in_place else replace(ffn, w_down=_aligned(ffn.w_down))
-        return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper, known)
+    def run(way: Way) -> Tensor:
+        copied = not in_place and way.by_rows
+        laid = replace(ffn, w_down=_aligned(ffn.w_down)) if copied else ffn
+        return way.run(*here, rows, laid, slots)
 
-    runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
-    if hopper:
-        runs["fused"] = lambda: fused_ffn(kernels, limits, rows, ffn)
-    if route == "auto":
-        kind = Kind(
-            torch.cuda.get_device_name(rows.device),
-            ffn.K,
-            ffn.N,
-            len(ffn.tensors) > 3,
-            token_bucket(rows.shape[0]),
-            None if known is None else density_bucket(known),
-            slots,
-            f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
-            in_place and takes_few(rows.shape[0], ffn.N, limits),
+    runs = {way.name: functools.partial(run, way) for way in ways}
+    if len(runs) == 1:
+        return run(ways[0])
+    kind = Kind(
+        torch.cuda.get_device_name(rows.device),
+        ffn.K,
+        ffn.N,
+        len(ffn.tensors) > 3,
+        token_bucket(rows.shape[0]),
+        None if known is None else density_bucket(known),
+        slots,
+        f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
+        tuple(runs),
+    )
+    with torch.cuda.device(index):  # whose stream is timed, or captured
+        name = choose(
+            kind,
+            torch.cuda.is_current_stream_capturing(),
+            runs,
+            lambda: by_rule(ways, problem, known).name,
+            lambda: _sampled_density(rows, ffn),
         )
-        with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
-            route = choose(
-                kind,
-                known,
-                torch.cuda.is_current_stream_capturing(),
-                runs,
-                lambda: _sampled_density(rows, ffn),
-            )
-    return runs.get(route, sparse)()
-
-
-def _sparse_by_tokens(
-    kernels: KernelSet,
-    limits: Limits,
-    rows: Tensor,
-    ffn: FFN,
-    slots: int,
-    hopper: bool,
-    density: float | None,
-) -> Tensor:
-    if takes_few(rows.shape[0], ffn.N, limits):
-        return few_ffn(kernels, limits, rows, ffn, density=density if hopper else None)
-    if hopper and takes_walk(rows.shape[0], ffn.N, ffn.K, density, limits):
-        return walk_ffn(kernels, limits, rows, ffn, slots)
-    if hopper:
-        return hopper_ffn(kernels, limits, rows, ffn, slots)
-    return portable_ffn(kernels, limits, rows, ffn)
+    return runs[name]()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
