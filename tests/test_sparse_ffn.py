@@ -22,7 +22,6 @@ from twellctl.bundle import (
 )
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
-    gate_pack,
     reasons_said,
     register_sources,
     sparse_ffn,
@@ -106,8 +105,6 @@ def test_the_operator_holds_to_torch_rules():
     torch.library.opcheck(twell_ffn._gated_ffn_op, (x, w_gate, w_up, by_neurons, *biases, *numbers))
     meta = [t.to("meta") for t in tensors]
     assert twell_ffn._gated_ffn_op(*meta, *numbers).shape == (2, 5, 64)
-    counts, entries = gate_pack(meta[0].view(10, 64), meta[1], slots=8, sources=SOURCES)
-    assert (counts.shape, entries.shape) == ((10, 1), (10, 1, 8))
 
 
 def test_no_graph_break_in_a_compiled_model(make_model, tmp_path):
@@ -159,14 +156,6 @@ def test_a_model_spread_over_devices_runs_over_twell(make_model, tmp_path, monke
         cpu_offload(model, torch.device("cpu"))  # weights lie elsewhere between calls
         torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
         assert len(calls) == 4
-
-
-def test_gate_pack_says_where_it_runs():
-    x, w_gate, *_ = problem()
-    with pytest.raises(KernelError, match="needs a Hopper GPU"):
-        gate_pack(x[0], w_gate, sources=SOURCES)
-    with pytest.raises(ValueError, match="1 <= slots <= tile, got 300 of 256"):
-        gate_pack(x[0], w_gate, slots=300, sources=SOURCES)
 
 
 def test_unknown_sources_are_refused():

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_ffn import NOT_FINITE, gate_pack, register_sources, sparse_ffn
+from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
+from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_sequence import launch_gate_pack
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.resources import resource_dir
@@ -412,6 +414,8 @@ def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
 
 # ---- gate_pack ----
 
+_NOT_FINITE = 1 << 30  # in a count
+
 
 @pytest.mark.parametrize("slots", [1, 37, 64, 256])
 @pytest.mark.parametrize("seed", range(12))
@@ -426,12 +430,15 @@ def test_gate_pack_is_the_plain_form(sources, slots, seed):
     if seed % 3 == 0:
         problem.x[0, 1] = torch.inf
     wanted = pack(gate_of(problem), TILE, slots)
-    counts, entries = gate_pack(problem.x, w_gate, b_gate, slots=slots, sources=sources)
+    counts = torch.empty_like(wanted.counts, dtype=torch.int32)
+    entries, heavy_count = counts.new_empty(*counts.shape, slots), counts.new_empty(1)
+    here = kernels_for(sources, 0), device_limits(0)
+    launch_gate_pack(*here, problem.x, w_gate, b_gate, counts, entries, heavy_count)
     finite = gate_of(problem).isfinite()
     tiles = torch.nn.functional.pad(finite, (0, -finite.shape[1] % TILE), value=True)
     odd = ~tiles.view(*counts.shape, TILE).all(-1)
-    assert torch.equal((counts & NOT_FINITE) != 0, odd), problem
-    assert torch.equal(counts & ~NOT_FINITE, wanted.counts), problem
+    assert torch.equal((counts & _NOT_FINITE) != 0, odd), problem
+    assert torch.equal(counts & ~_NOT_FINITE, wanted.counts), problem
     filled = torch.arange(slots, device=DEVICE) < wanted.counts[..., None]
     fits = filled & (wanted.counts <= slots)[..., None] & ~wanted.overflowed[:, None, None]
     by_column = (entries.long() & 0xFFFF).masked_fill(~filled, 1 << 20)

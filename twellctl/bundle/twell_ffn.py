@@ -24,7 +24,6 @@ from torch import Tensor
 from .twell_config import SLOTS, TILE
 from .twell_format import fires, gated_ffn
 from .twell_launch import (
-    KernelError,
     device_limits,
     kernels_for,
     register_sources,
@@ -39,21 +38,18 @@ from .twell_reasons import (
     say_once,
     takes_hopper_kernels,
     why_no_kernels,
-    why_not,
     why_not_ffn,
     why_not_here,
     why_not_route,
     why_not_trained,
-    why_they_do_not_lie_well,
 )
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
-from .twell_sequence import dense_ffn, launch_gate_pack
+from .twell_sequence import dense_ffn
 from .twell_train import define_operators, define_training, plain_train_ffn
 from .twell_ways import Problem, Way, by_rule, ways_of
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
-NOT_FINITE = 1 << 30  # in a count of `gate_pack`
 _SAMPLED_ROWS = 4096
 # gradients go over the kernels from so many tokens on, below this density, unless a route says so
 TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.018
@@ -199,23 +195,6 @@ def takes_training(route: str, tokens: int, density: float | None) -> bool:
     return tokens >= TRAINED_ABOVE and density is not None and density < TRAINED_BELOW
 
 
-def gate_pack(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None = None,
-    *,
-    slots: int = SLOTS,
-    sources: str,
-) -> tuple[Tensor, Tensor]:
-    """(counts `[M, T]`, entries `[M, T, slots]`), int32, of the gate of `x` `[M, K]`, on Hopper.
-
-    As `twell_format.pack` has them, but: a count has `NOT_FINITE` added where the tile holds NaN
-    or Inf, entries of a tile are in no order of columns, and slots behind the count are not
-    written. `KernelError` where the kernel cannot run.
-    """
-    return _gate_pack_op(x, w_gate, b_gate, slots, sources)
-
-
 # ---- which path ----
 
 
@@ -317,48 +296,14 @@ def _sampled_density(rows: Tensor, ffn: FFN) -> float:
 # ---- operators ----
 
 
-def _gate_pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, slots: int, sources: str
-) -> tuple[Tensor, Tensor]:
-    """The operator `gate_pack`."""
-    check_numbers(slots, TILE)
-    if not x.is_cuda or not takes_hopper_kernels(x.device.index):
-        raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
-    biases = () if b_gate is None else (b_gate,)
-    index, (N, K) = x.device.index, w_gate.shape
-    weights = (w_gate, *biases)
-    if said := (
-        why_not(x, weights, K, N)
-        or why_they_do_not_lie_well(weights)
-        or why_not_here(sources, index, True)
-    ):
-        raise KernelError(f"gate_pack cannot run: {said}")
-    counts, entries = _fake_gate_pack(x, w_gate, b_gate, slots, sources)
-    if x.shape[0]:
-        rows, heavy_count = _aligned(x), counts.new_empty(1)
-        limits, kernels = device_limits(index), kernels_for(sources, index)
-        launch_gate_pack(kernels, limits, rows, w_gate, b_gate, counts, entries, heavy_count)
-    return counts, entries
-
-
 def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
     return x.new_empty(*x.shape[:-1], w_down.shape[0])
-
-
-def _fake_gate_pack(x, w_gate, b_gate, slots, sources) -> tuple[Tensor, Tensor]:
-    tiles = (x.shape[0], ceil_div(w_gate.shape[0], TILE))
-    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    return counts, torch.empty((*tiles, slots), dtype=torch.int32, device=x.device)
 
 
 _FFN_SCHEMA = (
     "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
     "Tensor? b_down, int tile, int slots, float density, str sources, str route) "
     "-> Tensor"
-)
-_PACK_SCHEMA = (
-    "(Tensor x, Tensor w_gate, Tensor? b_gate, int slots, str sources) "
-    "-> (Tensor counts, Tensor entries)"
 )
 
 
@@ -368,14 +313,9 @@ def _own_digest() -> str:
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operators `twell::gated_ffn_<digest>` and `twell::gate_pack_<digest>`."""
+    """The operator `twell::gated_ffn_<digest>`, and those of training."""
     library = torch.library.Library("twell", "FRAGMENT")
-    define_operators(
-        library,
-        digest,
-        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
-        ("gate_pack", _PACK_SCHEMA, _gate_pack, _fake_gate_pack),
-    )
+    define_operators(library, digest, ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn))
     define_training(library, digest)
     return library
 
@@ -385,11 +325,9 @@ _owner = sys.modules.setdefault(f"twell_ffn_{_DIGEST}", sys.modules[__name__])
 if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
-    _gate_pack_op = getattr(torch.ops.twell, f"gate_pack_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
-    register_sources = _owner.register_sources
-    sparse_ffn, gate_pack = _owner.sparse_ffn, _owner.gate_pack
+    register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels
