@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters, source
+from launched import Launches, kind_of, parameters, source
 from torch import Tensor
 
-from twellctl.bundle import twell_few, twell_few_clusters
+from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     FewPlan,
@@ -40,11 +40,6 @@ HEADERS = {
     for path in resource_dir("kernels").iterdir()
     if path.suffix == ".cuh"
 }
-
-
-@pytest.fixture(autouse=True)
-def _maps(monkeypatch):
-    monkeypatch.setattr(twell_few_clusters, "tensor_map", Map)
 
 
 def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, dense=False, **more):
@@ -86,14 +81,12 @@ def test_arguments_are_the_parameters_of_the_kernel(M, full, dense):
 def test_grids_are_those_of_the_kernels(M, limits):
     for K, N in ((64, 8), (128, 520), (2048, 5632)):
         made = {
-            re.sub(r"_\d.*|_wide.*|_hopper", "", launch[0]): launch
+            re.sub(r"_\d.*|_wide.*", "", launch[0]): launch
             for launch in launches(M, K, N, limits).made
         }
         blocks = min(-(-N // 16), limits.num_sms)
         grids = {name: grid for name, (_, grid, *_) in made.items()}
         products = dict.fromkeys(("few_hidden", "few_gated", "few_linear"), (blocks,))
-        if clusters := twell_few_clusters.plan_clusters(M, N, K, limits, 30):
-            products["few_hidden"] = (4 * clusters.clusters,)
         assert grids == {**products, "few_down": (K // 16,)}
         assert {launch[2] for launch in made.values()} == {256}
         hidden, fired = made["few_hidden"][3][-3:-1]
@@ -165,7 +158,7 @@ def test_every_entry_is_planned_and_has_its_source():
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
     assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
-    own = {"few_hidden_hopper", *few_walk_kernels(17, H200)}
+    own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own
 
 

@@ -229,19 +229,6 @@ def test_real_sizes(kernels, K, N, M):
     check(Problem(x, FFN(*weights, None, None, None)), kernels)
 
 
-@pytest.mark.parametrize("M", [17, 32, 33, 64])
-@pytest.mark.parametrize("clusters", [0, 1, 7, 30])
-def test_clusters_or_none(kernels, monkeypatch, clusters, M):
-    """By any number of clusters, where there are any, and by few_hidden."""
-    monkeypatch.setattr(kernels, "clusters_at_once", lambda *asked: clusters)
-    draw = random.Random(0)
-    for _ in range(10):
-        problem = random_problem(draw)
-        problem.x = problem.x[:1].repeat(M, 1) + whole(M, problem.ffn.K)
-        problem.residual = None
-        check(problem, kernels)
-
-
 @pytest.mark.parametrize("M", TOKENS)
 @pytest.mark.parametrize("N", [8, 16, 24, 128, 264, 3000])
 def test_nothing_fires_and_everything_fires(kernels, M, N):

@@ -2,7 +2,6 @@
 
     few_pairs:   the gate product -> few_walk, where few neurons fire, on Hopper (twell_few_walk.py)
     few_union:   few_hidden (gate product, what fires, up of that)  ->  few_down
-                 in the place of few_hidden what twell_few_clusters.py launches, where it does
     few_dense:   few_gated  ->  few_down over all neurons
     few_gated:   gate and up of the dense form
     few_linear:  one product
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_few_clusters import CLUSTER_KERNEL, launch_clusters, takes_clusters
 from .twell_few_walk import LINEAR_TOKENS, few_walk_kernels, launch_few_walk
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
@@ -152,10 +150,9 @@ def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
     long = [f"{name}_long" for name in names] if octets in _STAYING else []
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    clusters = [CLUSTER_KERNEL] if takes_clusters(M, limits) else []
     downs = [f"few_down_wide_{octets}", *(["few_down"] if M <= 2 else [])]
     walk = few_walk_kernels(M, limits)
-    return (*names, *long, *short, *ahead, *clusters, *downs, *walk)
+    return (*names, *long, *short, *ahead, *downs, *walk)
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
@@ -204,16 +201,17 @@ def few_union(
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
-    made = hidden, fired, counts
-    if not launch_clusters(kernels, limits, x, ffn, made, overlap=overlap):
-        kernels.launch(
-            plan.hidden.name,
-            (min(blocks, limits.num_sms),),
-            _BLOCK,
-            (x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K, *made),
-            plan.hidden.smem_bytes,
-            overlap=overlap,
-        )
+    kernels.launch(
+        plan.hidden.name,
+        (min(blocks, limits.num_sms),),
+        _BLOCK,
+        (
+            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K),
+            *(hidden, fired, counts),
+        ),
+        plan.hidden.smem_bytes,
+        overlap=overlap,
+    )
     return _launch_down(kernels, plan.down, x, ffn, (hidden, fired), residual, overlap)
 
 
