@@ -73,8 +73,9 @@ def sparse_ffn(
     """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
-    (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), "fused" (dense
-    on Hopper, gate and up in one kernel), or "auto": the fastest, unless TWELL_ROUTE says which.
+    (the fastest of this GPU's ways over what fires), "portable" (of those of any), "dense" (torch's
+    products), "fused" (dense on Hopper, gate and up in one kernel), or "auto": the fastest of all
+    ways (twell_ways.py), unless TWELL_ROUTE says which.
     `density`: the share of neurons that fire, if a profile tells it.
 
     The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after

@@ -148,11 +148,10 @@ class KernelDecoder:
         Each takes what `step` does, and counts all layers.
         """
         if B not in self._forms:
-            ffn, L = self._layers[0].ffn, len(self._layers)
-            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
-            ways = (
-                few_ways(problem, self._densities) if self._sparse else {"dense": [BY_COLUMNS] * L}
-            )
+            ffn, ways = self._layers[0].ffn, {"dense": [BY_COLUMNS] * len(self._layers)}
+            if self._sparse:
+                problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
+                ways = few_ways(problem, self._densities)
             self._forms[B] = {
                 **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
                 **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
