@@ -281,6 +281,7 @@ def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
     assert len(timed.measured) == 2
     profiled.step(*inputs(3))
     assert timed.measured[2:] == [["union", "few_dense"]]
+    assert [profiled.chosen(rows) for rows in (2, 3, 4, 5)] == ["union", "union", "pairs", None]
 
 
 def test_of_forms_that_are_as_fast_the_first_is_taken(tiny, timed, kernels):

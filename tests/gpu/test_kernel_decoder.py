@@ -242,7 +242,7 @@ def test_all_forms_of_a_step_one_by_one(family, M):
         found = twice_each(forms, inputs)
         check_forms(found, judge(ids).logits[:, -1], counted=True)
         logits, counts = decoder.step(*inputs)
-        name = decoder._choice._chosen[M, 1]
+        name = decoder.chosen(M)
         assert torch.equal(logits, found[name][0])
         assert torch.equal(counts, found[name][1])
 

@@ -142,6 +142,10 @@ class KernelDecoder:
         logits, counts = self._choice(self.forms(len(tokens)), tokens, positions, tables)
         return logits, counts[: len(self.neurons)]
 
+    def chosen(self, rows: int) -> str | None:
+        """By which of its forms steps of `rows` rows went last; None: there was none."""
+        return self._choice.chosen(rows)
+
     def forms(self, B: int) -> dict[str, Form]:
         """The forms of a step of `B` rows: results differ by the order of sums. The first by rule.
 

@@ -42,6 +42,12 @@ class FormChoice:
             self._chosen[B, W] = self._fastest(runs, B, W)
         return forms[self._chosen[B, W]](*inputs)
 
+    def chosen(self, rows: int) -> str | None:
+        """The form last chosen for `rows` rows, or the next number above; None: for neither."""
+        taken = min((size for size, _ in self._chosen if size >= rows), default=None)
+        names = [name for (size, _), name in self._chosen.items() if size == taken]
+        return names[-1] if names else None
+
     def _fastest(
         self, runs: Mapping[str, Callable[[], tuple[Tensor, Tensor]]], B: int, W: int
     ) -> str:
