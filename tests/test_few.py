@@ -250,7 +250,7 @@ PROBES = {
     "few_linear.cu": "class SIZES",
     "few_gated.cu": "class SIZES",
     "few_hidden.cu": "class SIZES",
-    "few_down.cu": "int OCTETS, int TILES",
+    "few_down.cu": "int OCTETS, int TILES, int LISTED",
 }
 
 
@@ -261,10 +261,10 @@ def template_of(launch: Launch, plan: FewPlan, limits: Limits) -> str:
         assert int(octets) == plan.octets
         return given
     if launch.name == "few_down":
-        return "1, 1"
+        return "1, 1, kFewListed"
     octets = launch.name.removeprefix("few_down_wide_")
     assert int(octets) == plan.octets
-    return f"{octets}, kWideTiles"
+    return f"{octets}, kWideTiles, kAllListed"
 
 
 def claims_of(file: str, limits: Limits) -> list[str]:

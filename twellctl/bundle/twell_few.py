@@ -27,6 +27,7 @@ _BLOCK, _WARPS = 256, 8
 _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 4, 4
+_DOWN_LISTED = 2048  # neurons that few_down lists at a time
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
 # kernels are built for GPUs with much shared memory, and with little
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
@@ -87,7 +88,8 @@ def _down(octets: int, N: int, wide: bool, limits: Limits) -> Launch:
     """few_down.cu: Down::kBytes, and its list."""
     tiles = _WIDE_TILES if wide and limits.capability >= (9, 0) else 1
     stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
-    smem_bytes = ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
+    listed = N if wide else min(N, _DOWN_LISTED)
+    smem_bytes = ceil_div(2 * listed, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
     return Launch(f"few_down_wide_{octets}" if wide else "few_down", smem_bytes)
 
 
