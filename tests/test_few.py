@@ -5,19 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters, source
+from launched import Launches, kind_of, parameters, source
 from torch import Tensor
 
-from twellctl.bundle import twell_few, twell_few_clusters
+from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     FewPlan,
     Launch,
-    few_ffn,
+    few_dense,
     few_ffn_kernels,
     few_gated,
     few_kernels,
     few_linear,
+    few_union,
     plan_few,
     takes_few,
     takes_few_dense,
@@ -42,13 +43,8 @@ HEADERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _maps(monkeypatch):
-    monkeypatch.setattr(twell_few_clusters, "tensor_map", Map)
-
-
-def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True, **more):
-    """What few_ffn, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
+def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, dense=False, **more):
+    """What the FFN, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -58,7 +54,8 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True
     residual = zeros(M, K) if full else None
     counts = zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    y = few_ffn(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
+    form = few_dense if dense else few_union
+    y = form(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
     hidden = few_gated(kernels, limits, x, ffn, **more)
     linear = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, **more)
     assert [tuple(t.shape) for t in (y, hidden, linear)] == [(M, K), (M, N), (M, N)]
@@ -69,11 +66,12 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True
 # ---- launches ----
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("M", TOKENS)
-def test_arguments_are_the_parameters_of_the_kernel(M, full):
+def test_arguments_are_the_parameters_of_the_kernel(M, full, dense):
     for K in (64, 8192):
-        made = launches(M, K, 520, full=full).made
+        made = launches(M, K, 520, full=full, dense=dense).made
         assert len(made) == 4
         for name, _, _, args, _ in made:
             assert [kind_of(argument) for argument in args] == parameters(name), name
@@ -84,14 +82,12 @@ def test_arguments_are_the_parameters_of_the_kernel(M, full):
 def test_grids_are_those_of_the_kernels(M, limits):
     for K, N in ((64, 8), (128, 520), (2048, 5632)):
         made = {
-            re.sub(r"_\d.*|_wide.*|_hopper", "", launch[0]): launch
+            re.sub(r"_\d.*|_wide.*", "", launch[0]): launch
             for launch in launches(M, K, N, limits).made
         }
         blocks = min(-(-N // 16), limits.num_sms)
         grids = {name: grid for name, (_, grid, *_) in made.items()}
         products = dict.fromkeys(("few_hidden", "few_gated", "few_linear"), (blocks,))
-        if clusters := twell_few_clusters.plan_clusters(M, N, K, limits, 30):
-            products["few_hidden"] = (4 * clusters.clusters,)
         assert grids == {**products, "few_down": (K // 16,)}
         assert {launch[2] for launch in made.values()} == {256}
         hidden, fired = made["few_hidden"][3][-3:-1]
@@ -100,6 +96,22 @@ def test_grids_are_those_of_the_kernels(M, limits):
         assert hidden.shape == (N, 8 * plan_few(M, N, K, limits).octets)
         assert len(fired) >= -(-N // 16)
         assert fired.dtype == torch.int16
+
+
+@pytest.mark.parametrize("limits", [H200, A100, L4], ids=["H200", "A100", "L4"])
+@pytest.mark.parametrize("M", TOKENS)
+def test_the_dense_form_goes_over_all_neurons(M, limits):
+    """By neurons, as the weights lie, in blocks of 64 columns whatever the number of tokens."""
+    gated, down, by_tokens, _ = launches(M, 2048, 5632, limits, dense=True).made
+    octets = plan_few(M, 5632, 2048, limits).octets
+    assert (gated[0], gated[1]) == (by_tokens[0], by_tokens[1])
+    assert (down[0], down[1]) == (f"few_down_wide_{octets}", (128,))
+    by_neurons, hidden, counts = gated[3][-3:]
+    assert (by_neurons, hidden.shape, counts.shape) == (1, (5632, 8 * octets), (M,))
+    assert down[3][1] is hidden
+    assert down[3][2] is None
+    by_neurons, hidden, counts = by_tokens[3][-3:]
+    assert (by_neurons, hidden.shape, counts) == (0, (M, 5632), None)
 
 
 def test_a_wide_result_goes_where_the_kernel_has_it():
@@ -147,7 +159,7 @@ def test_every_entry_is_planned_and_has_its_source():
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
     assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
-    own = {"few_hidden_hopper", *few_walk_kernels(17, H200)}
+    own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own
 
 
@@ -162,9 +174,10 @@ def test_all_that_is_taken_fits_and_is_prepared(name):
                     assert max(plan.hidden.smem_bytes, plan.down.smem_bytes) <= limits.smem_bytes
                     assert {plan.hidden.name, plan.down.name} <= set(prepared)
                     seen += 1
-                if takes_few_dense(M, limits):
-                    dense = plan.gated, plan.linear, plan.ahead
+                if takes_few_dense(M, N, limits):
+                    dense = plan.gated, plan.linear, plan.ahead, plan.down_all
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
+                    assert {launch.name for launch in dense} <= set(prepared)
     assert seen
     assert prepared
 
@@ -179,15 +192,19 @@ def test_what_a_kernel_declares_counts_too():
 
 @pytest.mark.parametrize("N", [8, 5632, 14336])
 def test_the_h200_takes_all(N):
-    assert all(takes_few(M, N, H200) and takes_few_dense(M, H200) for M in range(1, FEW_TOKENS + 1))
-    assert not any(takes_few(M, N, H200) or takes_few_dense(M, H200) for M in (0, FEW_TOKENS + 1))
+    assert all(
+        takes_few(M, N, H200) and takes_few_dense(M, N, H200) for M in range(1, FEW_TOKENS + 1)
+    )
+    assert not any(
+        takes_few(M, N, H200) or takes_few_dense(M, N, H200) for M in (0, FEW_TOKENS + 1)
+    )
 
 
 # ---- sizes, judged by the compiler ----
 
 
 def launches_of(plan: FewPlan):
-    return plan.linear, plan.ahead, plan.gated, plan.hidden, plan.down
+    return plan.linear, plan.ahead, plan.gated, plan.hidden, plan.down, plan.down_all
 
 
 def nvrtc() -> Nvrtc:
@@ -242,7 +259,7 @@ PROBES = {
     "few_linear.cu": "class SIZES",
     "few_gated.cu": "class SIZES",
     "few_hidden.cu": "class SIZES",
-    "few_down.cu": "int OCTETS, int TILES",
+    "few_down.cu": "int OCTETS, int TILES, int LISTED",
 }
 
 
@@ -253,10 +270,10 @@ def template_of(launch: Launch, plan: FewPlan, limits: Limits) -> str:
         assert int(octets) == plan.octets
         return given
     if launch.name == "few_down":
-        return "1, 1"
+        return "1, 1, kFewListed"
     octets = launch.name.removeprefix("few_down_wide_")
     assert int(octets) == plan.octets
-    return f"{octets}, kWideTiles"
+    return f"{octets}, kWideTiles, kAllListed"
 
 
 def claims_of(file: str, limits: Limits) -> list[str]:
