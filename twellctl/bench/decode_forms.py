@@ -82,7 +82,7 @@ def why_no_few(M: int, N: int, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "the kernels need an NVIDIA GPU"
     limits = device_limits(device.index)
-    if not (takes_few(M, N, limits) and takes_few_dense(M, N, limits)):
+    if not (takes_few(M, N, limits) and takes_few_dense(M, limits)):
         return f"the kernels for {M} tokens need more shared memory than this GPU has"
     return why_not_loaded(own_kernels(), device.index, few_kernels(M, limits))
 

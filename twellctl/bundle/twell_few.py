@@ -2,7 +2,6 @@
 
     few_pairs:   the gate product -> few_walk, where few neurons fire, on Hopper (twell_few_walk.py)
     few_union:   few_hidden (gate product, what fires, up of that)  ->  few_down
-    few_dense:   few_gated  ->  few_down over all neurons
     few_gated:   gate and up of the dense form
     few_linear:  one product
 
@@ -59,7 +58,6 @@ class FewPlan:
     gated: Launch
     hidden: Launch
     down: Launch
-    down_all: Launch  # over all neurons
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +75,6 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
         _product("few_gated", M, K, octets, gated_passes, 32 * octets, limits),
         _product("few_hidden", M, K, octets, passes, at_hand, limits),
         _down(octets, N, M > 2, limits),
-        _down(octets, N, True, limits),
     )
 
 
@@ -172,12 +169,12 @@ def takes_few(M: int, N: int, limits: Limits) -> bool:
     return _fits(limits, plan.hidden, plan.down)
 
 
-def takes_few_dense(M: int, N: int, limits: Limits) -> bool:
-    """Whether `few_dense` does, and `few_linear`."""
+def takes_few_dense(M: int, limits: Limits) -> bool:
+    """Whether `few_gated` and `few_linear` take `M` inputs, of any length."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, N, _ANY_LENGTH, limits)
-    return _fits(limits, plan.linear, plan.gated, plan.down_all)
+    plan = plan_few(M, 0, _ANY_LENGTH, limits)
+    return _fits(limits, plan.linear, plan.gated)
 
 
 def _fits(limits: Limits, *launches: Launch) -> bool:
@@ -219,7 +216,16 @@ def few_union(
         plan.hidden.smem_bytes,
         overlap=overlap,
     )
-    return _launch_down(kernels, plan.down, x, ffn, (hidden, fired), residual, overlap)
+    y = torch.empty_like(x)
+    kernels.launch(
+        plan.down.name,
+        (K // _DOWN_COLUMNS,),
+        _BLOCK,
+        (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y),
+        plan.down.smem_bytes,
+        overlap=overlap,
+    )
+    return y
 
 
 def few_pairs(
@@ -239,45 +245,6 @@ def few_pairs(
         gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     how = {"residual": residual, "counts": counts, "overlap": by_linear}
     return launch_few_walk(kernels, limits, x, gate, ffn, **how)
-
-
-def few_dense(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
-) -> Tensor:
-    """The same for what `takes_few_dense`: over all neurons."""
-    down = plan_few(x.shape[0], ffn.N, ffn.K, limits).down_all
-    how = {"counts": counts, "overlap": overlap}
-    hidden = few_gated(kernels, limits, x, ffn, by_neurons=True, **how)
-    return _launch_down(kernels, down, x, ffn, (hidden, None), residual, overlap)
-
-
-def _launch_down(
-    kernels: KernelSet,
-    launch: Launch,
-    x: Tensor,
-    ffn: FFN,
-    made: tuple[Tensor, Tensor | None],
-    residual: Tensor | None,
-    overlap: bool,
-) -> Tensor:
-    """y of the hidden state by neurons, over those that fired, or over all."""
-    (M, K), y = x.shape, torch.empty_like(x)
-    kernels.launch(
-        launch.name,
-        (K // _DOWN_COLUMNS,),
-        _BLOCK,
-        (ffn.w_down, *made, ffn.b_down, residual, M, ffn.N, K, y),
-        launch.smem_bytes,
-        overlap=overlap,
-    )
-    return y
 
 
 def few_linear(
@@ -319,21 +286,17 @@ def few_gated(
     ffn: FFN,
     *,
     counts: Tensor | None = None,
-    by_neurons: bool = False,
     overlap: bool = False,
 ) -> Tensor:
-    """The dense hidden state `[M, N]`; or `by_neurons`, as few_down takes it, `[N, 8 octets]`."""
+    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` as in `few_union`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_few(M, N, K, limits)
-    hidden = x.new_empty((N, 8 * plan.octets) if by_neurons else (M, N))
+    hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K),
-            *(int(by_neurons), hidden, counts),
-        ),
+        (x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
         plan.gated.smem_bytes,
         overlap=overlap,
     )
