@@ -30,8 +30,8 @@ def running(served, *, api_key="none", **settings):
     ready: list[str] = []
     loop, stop, up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
-    def on_ready(name: str, url: str) -> None:
-        ready.append(url)
+    def on_ready(served, url: str) -> None:
+        ready.append(f"{url}/v1")
         up.set()
 
     thread = threading.Thread(
