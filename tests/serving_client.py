@@ -52,6 +52,13 @@ def running(served, *, api_key="none", **settings):
     assert not thread.is_alive()
 
 
+def told_at_start(process) -> dict[str, str]:
+    """What a server says on its stdout once it is up, by name."""
+    lines = [process.stdout.readline() for _ in range(7)]
+    assert all(lines), process.stderr.read()
+    return dict(line.rstrip("\n").split(maxsplit=1) for line in lines)
+
+
 class Scripted:
     """An engine that says what it was told to, then fails if it was told to.
 

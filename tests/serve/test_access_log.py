@@ -7,6 +7,7 @@ import openai
 import pytest
 from serving_client import Scripted, chat, complete, eventually, get, post, running
 
+from twellctl import serve_local, ui_serving
 from twellctl.decoding.engine import EngineError
 from twellctl.serving.access import Access
 from twellctl.serving.plan import ServedModel
@@ -117,3 +118,22 @@ def test_an_unknown_url_names_the_list(logged):
     assert answer["error"]["message"] == (
         "no such URL: POST /chat/completions (GET /v1 lists those there are)"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "log"), [([], ui_serving.log), (["--no-access-log"], None)], ids=["default", "off"]
+)
+def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
+    seen = {}
+    monkeypatch.setattr(serve_local, "serve_local", lambda model, **given: seen.update(given))
+    assert cli("serve-local", "model", *flags)[0] == 0
+    assert seen["log"] is log
+
+
+def test_a_log_that_nobody_reads_ends_nothing(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(ui_serving.sys, "stderr", Closed())
+    ui_serving.log("a line")

@@ -16,7 +16,8 @@ const show = (body, text, open) => showMarkdown(body, text, open, (parent, part,
   }
   parent.append(part);
 });
-const told = (body) => body.innerHTML.replaceAll(' class=""', "");
+const told = (body) => body.innerHTML.replaceAll(' class=""', "")
+  .replaceAll(' role="group" aria-label="code"', "").replaceAll(' role="group"', "");
 const fresh = (text, open = false) => {
   const body = document.createElement("div");
   show(body, text, open);
@@ -130,6 +131,15 @@ def test_a_text_that_comes_in_pieces_ends_as_one_that_came_whole(show):
         assert streamed == whole, bits
     tags = {tag for tag in ("<pre", "<ul", "<ol", "<strong", "<em", "<a ", "<h3", "<blockquote")}
     assert all(any(tag in whole for _, whole in pairs) for tag in tags)
+
+
+def test_a_block_of_code_is_named_for_who_cannot_see_it(show):
+    labels = show(
+        """const body = document.createElement("div");
+        show(body, "```sql\\n```\\n~~~\\n~~~", false);
+        return [...body.children].map((pre) => [pre.getAttribute("role"), pre.ariaLabel]);"""
+    )
+    assert labels == [["group", "code, sql"], ["group", "code"]]
 
 
 def test_what_is_shown_stays_while_more_comes(show):

@@ -23,6 +23,7 @@ from serving_client import (
     running,
     streamed_chat,
     streamed_completion,
+    told_at_start,
 )
 
 from twellctl.decoding.engine import EngineClosed, EngineError
@@ -194,7 +195,7 @@ def test_sigterm_ends_the_command_with_0(relu_llama):
         text=True,
     )
     try:
-        told = dict(process.stdout.readline().rstrip("\n").split(maxsplit=1) for _ in range(7))
+        told = told_at_start(process)
         url = told["API"]
         assert told == {
             "page": url.removesuffix("v1"),

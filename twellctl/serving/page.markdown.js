@@ -54,7 +54,9 @@ function become(old, made) {  // two nodes of one kind
     if (old.data !== made.data) old.data = made.data;
     return;
   }
-  for (const { name, value } of made.attributes) old.setAttribute(name, value);
+  for (const { name, value } of made.attributes) {
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
   old.first = made.first;
   const nodes = [...made.childNodes];
   nodes.forEach((node, i) => {
@@ -131,7 +133,8 @@ function fenced(lines, first) {
   const own = lines.slice(first + 1, next).map((line) => cut(line, indent(line, most)[1]));
   return [Math.min(next + 1, lines.length), (leaf) => {
     const box = element("pre", ""), code = element("code", "");
-    if (language) box.setAttribute("aria-label", `code, ${language}`);
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", language ? `code, ${language}` : "code");
     const { text, where } = joinedUp(own);
     leaf(code, text, where);
     box.append(code);
@@ -246,7 +249,7 @@ function markAt(source, i, to) {
   while (text[i + size] === letter && i + size < to) size++;
   const mark = letter.repeat(size), as = { tag: "", end: i + size };  // as it stands
   const most = letter === "`" ? Infinity : letter === "*" ? 3 : 1;
-  const word = /\w/, tight = letter !== "`";  // not so in words: 2**8, snake_case
+  const word = /\w/, tight = letter !== "`";  // stars and dashes stay within words: 2**8, snake_case
   if (size > most) return as;
   if (tight && (!/\S/.test(text[i + size] ?? " ") || word.test(text[i - 1] ?? " "))) return as;
   const closes = (at) => text[at + size] !== letter && text[at - 1] !== letter &&
