@@ -169,13 +169,27 @@ def test_a_chat_with_another_model_is_not_taken_up(open_page, tokenizer):
         assert page.all(".message") == []
 
 
+@pytest.mark.parametrize("kept", ["no JSON", '{"model": "model", "chat": true, "turns": [{}]}'])
+def test_what_was_kept_and_makes_no_sense_is_forgotten(open_page, tokenizer, kept):
+    with open_page(speaking(tokenizer)) as page:
+        page.until(lambda: page["model"].text == "model")
+        page.run("save = () => {}; sessionStorage.setItem(CHAT, arguments[0])", kept)
+        page.driver.refresh()
+        page.until(lambda: page["model"].text == "model")
+        assert page.all(".message") == []
+        page.say("Hello.")
+        page.done()
+        assert page.answer() == TEXT
+        assert page.complaints() == []
+
+
 def test_a_chat_too_long_to_keep_is_kept_without_its_densities(open_page, tokenizer):
     with open_page(speaking(tokenizer)) as page:
         page.say("One?")
         page.done()
         kept = page.run(
             "turns[0].answer.pieces[0].densities = [Array(3_000_000).fill(0.5)]; save();"
-            "return sessionStorage.getItem('chat')"
+            "return sessionStorage.getItem(CHAT)"
         )
         assert "One?" in kept
         assert "0.5" not in kept

@@ -217,6 +217,15 @@ function end(answer, told) {
   save();
 }
 
+function clear() {
+  turns.length = 0;
+  [shown, picked] = [null, null];
+  document.querySelectorAll(".message").forEach((box) => box.remove());
+  at("empty").hidden = false;
+  save();
+  draw();
+}
+
 function summary(answer) {
   const [first, last] = [answer.times[0], answer.times.at(-1)];
   const count = answer.usage?.completion_tokens ?? answer.tokens.length;
@@ -244,7 +253,9 @@ function busy(is) {
 }
 
 // ---- what outlives a reload, in this tab alone ----
+// Other programs' pages may have had this address before, and other versions of this one.
 
+const CHAT = "twellctl.chat", KEY = "twellctl.key";
 const SETTINGS = ["system", "temperature", "top-p", "seed", "max-tokens"];
 
 function save() {
@@ -258,15 +269,22 @@ function save() {
   const rounded = ({ densities }) => densities.map((all) => all.map((share) => +share.toFixed(5)));
   for (const densities of [rounded, () => []]) {  // without them where they are too much
     try {
-      return sessionStorage.setItem("chat", JSON.stringify(kept(densities)));
+      return sessionStorage.setItem(CHAT, JSON.stringify(kept(densities)));
     } catch {
-      sessionStorage.removeItem("chat");
+      sessionStorage.removeItem(CHAT);
     }
   }
 }
 
 function restore() {
-  const kept = JSON.parse(sessionStorage.getItem("chat"));
+  try {
+    takeUp(JSON.parse(sessionStorage.getItem(CHAT)));
+  } catch {  // it makes no sense
+    clear();
+  }
+}
+
+function takeUp(kept) {
   if (kept?.model !== model.id || kept.chat !== model.twell.chat) return;
   for (const id of SETTINGS) at(id).value = kept.settings[id];
   for (const { text, told, pieces } of kept.turns) {
@@ -277,7 +295,7 @@ function restore() {
   at("log").scrollTop = at("log").scrollHeight;
 }
 
-window.addEventListener("pagehide", save);
+window.addEventListener("pagehide", () => save());
 
 // ---- hands ----
 
@@ -313,17 +331,12 @@ at("stop").addEventListener("click", () => controller?.abort());
 at("open").addEventListener("click", () => openSettings(at("settings").hidden));
 at("fresh").addEventListener("click", () => {
   controller?.abort();
-  turns.length = 0;
-  [shown, picked] = [null, null];
-  document.querySelectorAll(".message").forEach((box) => box.remove());
-  at("empty").hidden = false;
+  clear();
   fail(null);
-  save();
-  draw();
   at("prompt").focus();
 });
 at("key").addEventListener("change", () => {
-  sessionStorage.setItem("key", at("key").value);
+  sessionStorage.setItem(KEY, at("key").value);
   connect();
 });
 at("log").addEventListener("pointerover", (event) => {
@@ -337,6 +350,6 @@ document.addEventListener("keydown", (event) => {
   pick(shown, null);
 });
 
-at("key").value = sessionStorage.getItem("key") ?? "";
+at("key").value = sessionStorage.getItem(KEY) ?? "";
 at("key-field").hidden = !at("key").value;
 connect();
