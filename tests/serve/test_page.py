@@ -274,7 +274,7 @@ def test_markup_stays_text(open_page, tokenizer):
 def test_a_wrong_key_is_told_and_a_right_one_helps(open_page, tokenizer):
     access = Access("geheim")
     with open_page(speaking(tokenizer), access=access, api_key="geheim") as page:
-        page.until(lambda: "a key is needed" in page["error"].text)
+        page.until(lambda: "A key is needed" in page["error"].text)
         assert page.run("return document.activeElement.id") == "key"
         told = page["key"].get_attribute("aria-describedby")
         assert "TWELL_API_KEY" in page[told].text

@@ -80,6 +80,7 @@ function fail(error) {
   at("error").hidden = !error;
   at("error").textContent = error ? error.message : "";
   if (error?.status === 401) {
+    if (!at("key").value) at("error").textContent = "A key is needed: enter it above.";
     at("key-field").hidden = false;
     openSettings(true);
     at("key").focus();
@@ -292,6 +293,7 @@ function takeUp(kept) {
     for (const [piece, densities] of pieces) add(answer, piece, densities);
     end(answer, told ?? `${answer.tokens.length} tokens · broken off`);
   }
+  drawNow();  // the chart takes room
   at("log").scrollTop = at("log").scrollHeight;
 }
 
