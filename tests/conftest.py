@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from twellctl import activity
 from twellctl.cli import main
 from twellctl.convert import convert
 from twellctl.model import quiet_transformers
@@ -113,7 +114,11 @@ def relu_llama(silu_llama, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cli(monkeypatch, capfd):
-    """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr)."""
+    """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr).
+
+    What lasts is not said there, however slow the machine is.
+    """
+    monkeypatch.setattr(activity, "PATIENCE", 600)
     terminate = signal.getsignal(signal.SIGTERM)
 
     def run(*words) -> tuple[int, str, list[str]]:

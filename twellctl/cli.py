@@ -53,6 +53,7 @@ def convert(
 
     config.json is edited, the weights are copied as they are.
     """
+    ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
     done = run(model, out, revision=revision, overwrite=overwrite)
@@ -138,6 +139,7 @@ def finetune(
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
     """
     from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
+    from twellctl.trackers import check_report_to
 
     if from_scratch is not None:
         more = [*([] if out is None else [str(out)]), *(more or [])]
@@ -157,11 +159,13 @@ def finetune(
         from twellctl.from_scratch import open_config
 
         model = open_config(from_scratch)
+    check_report_to(settings.report_to)
+    ui.doing("loading PyTorch and transformers")
     if dry_run:
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
-        tried = try_out(model, settings, ui.note)
+        tried = try_out(model, settings, ui.note, ui.doing)
         ui.dry_run(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
@@ -199,6 +203,7 @@ def profile(
 
     if json is not None:
         check_profile_path(json)
+    ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
@@ -231,6 +236,7 @@ def export(
 
     It does so wherever transformers runs, also where twellctl is not installed.
     """
+    ui.doing(f"checking the weights of {model} and copying them")
     from twellctl.export import export as run
 
     ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
@@ -272,6 +278,7 @@ def generate(
 
     The text goes to stdout as it comes; tokens/s and the share of neurons that fired to stderr.
     """
+    ui.doing(f"loading {model}")
     from twellctl.generate import generate as run
 
     text = ui.read_stdin() if prompt == "-" else prompt
@@ -356,6 +363,7 @@ def quickstart(
 
     The model is made here, without a download, and all is done in two or three minutes.
     """
+    ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run
 
     result = run(out, overwrite=overwrite, seed=seed)
@@ -374,6 +382,7 @@ def doctor(
 
     With a folder: whether its weights and its bundle are sound.
     """
+    ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run
 
     diagnosis = run(out, note=ui.note)
@@ -392,6 +401,8 @@ def main() -> None:
             raise KeyboardInterrupt
     except (Exception, KeyboardInterrupt) as error:
         code = _told(error)
+    finally:
+        ui.activity.over()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
 from twellctl.carried import REPORT_FILE, copy_side_files, write_config
@@ -51,6 +50,7 @@ from twellctl.runs import (
     run_blocks,
 )
 from twellctl.strict_json import to_json
+from twellctl.trackers import check_report_to
 from twellctl.training.arguments import micro_batch, trainer_arguments
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -107,6 +107,7 @@ def finetune(
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
+    check_report_to(recipe.report_to)
     out, inputs = Path(out), _inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
@@ -151,18 +152,19 @@ def _finetune(
     run = run_folder(out)
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
-    _check_report_to(recipe.report_to)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
-    with progress.reading():
-        _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
+    progress.doing("reading and tokenising the text")
+    _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = run_blocks(run, recipe)
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     with quiet_transformers(), quiet_compiler():
         try:
+            progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
+            progress.doing(f"writing {out}")
             _save(trainer, checkpoint, recipe, run, result, claim)
         except torch.OutOfMemoryError as error:
             raise TwellError(
@@ -198,13 +200,6 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
 def _compiles(recipe: Recipe) -> bool:
     one_process = os.environ.get("WORLD_SIZE", "1") == "1"
     return torch.cuda.is_available() and one_process and not recipe.lora_rank
-
-
-def _check_report_to(name: str) -> None:
-    installed = get_available_reporting_integrations()
-    if name not in ("none", "all", *installed):
-        found = ", ".join(installed) or "none of them"
-        raise UsageError(f"report-to {name!r} is unknown or not installed (here: {found})")
 
 
 def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
@@ -319,7 +314,7 @@ def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | 
 def _train(
     trainer: SparseTrainer, out: Path, run: Path, recipe: Recipe, progress: Progress
 ) -> FineTuned:
-    sparsity = SparsityCallback(trainer)
+    sparsity = SparsityCallback(trainer, progress.stopping)
     trainer.callback_handler.callbacks.insert(0, sparsity)  # a step is reported before it is shown
     resume_from = last_checkpoint(run)
     if resume_from is not None:
@@ -329,15 +324,22 @@ def _train(
         resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
         has_teacher = trainer.teacher is not None
         progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
+        progress.doing("evaluating the teacher")
         teacher_loss = trainer.evaluate_teacher()
+        compiling = ", for which layers are compiled" if recipe.compile else ""
+        progress.doing(f"evaluating, and taking the first step{compiling}")
         trainer.args.eval_on_start = has_eval and not resumed_at
         with contextlib.suppress(NoStepLeft):
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        last = _last_evaluation(trainer) if has_eval and sparsity.stopped_at is None else {}
+        last = (
+            _last_evaluation(trainer, progress) if has_eval and sparsity.stopped_at is None else {}
+        )
     except (OSError, SafetensorError) as error:
-        kept = last_checkpoint(run)
-        left = f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
-        raise TwellError(f"{run} could not be written: {reason(error)}; {left}") from error
+        raise TwellError(f"{run} could not be written: {reason(error)}; {_kept(run)}") from error
+    except BaseException as error:
+        if not sparsity.in_a_hurry:
+            raise
+        raise Interrupted(f"interrupted in the middle of a step; {_kept(run)}") from error
     finally:
         sparsity.restore_signals()
         progress.stop()
@@ -356,16 +358,23 @@ def _train(
         first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
-        density_by_layer=trainer.report.density_by_layer,
+        density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
 
 
-def _last_evaluation(trainer: SparseTrainer) -> dict[str, float]:
-    """The figures of the last step; evaluated now unless the last step did."""
-    for entry in trainer.state.log_history:
+def _kept(run: Path) -> str:
+    """From where an interrupted run can be resumed."""
+    kept = last_checkpoint(run)
+    return f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
+
+
+def _last_evaluation(trainer: SparseTrainer, progress: Progress) -> dict[str, float]:
+    """The figures of the last step; evaluated now unless this process did so after it."""
+    for entry in trainer.state.log_history if trainer.held_out_by_layer else []:
         if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
             return entry
+    progress.doing("evaluating")
     return trainer.evaluate()
 
 
