@@ -149,14 +149,12 @@ def test_a_checkpoint_whose_state_is_broken(relu_llama, text_file, tmp_path, con
 def test_a_run_whose_result_could_not_be_written_is_not_lost(
     uninterrupted, relu_llama, text_file, tmp_path, monkeypatch, save_steps
 ):
-    import twellctl.finetune as module
-
     def full(*args):
         raise OSError(28, "No space left on device")
 
     out, recipe = tmp_path / "out", small(text_file, save_steps=save_steps)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "copy_side_files", full)
+        patched.setattr(sys.modules["twellctl.finetune"], "copy_side_files", full)
         with pytest.raises(TwellError, match="No space left"):
             finetune(relu_llama, out, recipe, progress=Progress(silent=True))
     done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))

@@ -138,7 +138,7 @@ def finetune(
     Flags win over the recipe, the recipe over the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
     """
-    from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
+    from twellctl.recipe import file_of, recipe_to_resume, resolve_recipe
     from twellctl.trackers import check_report_to
 
     if from_scratch is not None:
@@ -150,11 +150,8 @@ def finetune(
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
-    recipe_file = recipe if recipe is not None and Path(recipe).is_file() else None
-    saved = run_folder(out) / RECIPE_FILE
-    if resume and recipe is None and saved.is_file():
-        recipe = str(saved)
-    settings = resolve_recipe(recipe, flags)
+    recipe_file = file_of(recipe)
+    settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     if from_scratch is not None:
         from twellctl.from_scratch import open_config
 

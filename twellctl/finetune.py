@@ -27,7 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from twellctl.carried import REPORT_FILE, copy_side_files, write_config
 from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import Blocks, text_files
+from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.from_scratch import check_from_scratch
 from twellctl.model import (
@@ -41,13 +41,23 @@ from twellctl.model import (
 from twellctl.model_card import write_card
 from twellctl.outputs import Claim, check_inputs, claimed
 from twellctl.progress import Progress
-from twellctl.recipe import RECIPE_FILE, Recipe, public_recipe, run_folder, save_recipe
+from twellctl.recipe import (
+    RECIPE_FILE,
+    Recipe,
+    file_of,
+    public_recipe,
+    recipe_to_resume,
+    resolve_recipe,
+    run_folder,
+    save_recipe,
+)
 from twellctl.runs import (
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
     prepare_run,
     run_blocks,
+    run_inputs,
 )
 from twellctl.strict_json import to_json
 from twellctl.trackers import check_report_to
@@ -92,23 +102,28 @@ class Interrupted(TwellError):
 def finetune(
     model: str | Path | Checkpoint,
     out: str | Path,
-    recipe: Recipe,
+    recipe: Recipe | str | Path | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
     recipe_file: str | Path | None = None,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    Weights are drawn for what `from_scratch.open_config` returns. `recipe_file`, where `recipe` was
-    read, is spared like all other inputs. Raises `TwellError`; `Interrupted` after Ctrl-C, with a
-    checkpoint that `resume` goes on from.
+    `settings` are the fields of `Recipe`, like `data=[...]` or `target_sparsity=0.97`; they win
+    over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
+    what the run began with. Weights are drawn for what `from_scratch.open_config` returns.
+    `recipe_file`, where a `Recipe` was read, is spared like all other inputs. Raises `TwellError`;
+    `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
     """
+    out, recipe_file = Path(out), recipe_file or file_of(recipe)
+    recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
     check_report_to(recipe.report_to)
-    out, inputs = Path(out), _inputs(model, recipe, recipe_file)
+    inputs = run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
     how = {"resume": resume, "overwrite": overwrite}
@@ -118,17 +133,6 @@ def finetune(
         if world.is_main_process:
             shutil.rmtree(run_folder(out), ignore_errors=True)
     return result
-
-
-def _inputs(
-    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
-) -> list[Path]:
-    """All that a run reads."""
-    model = model.path if isinstance(model, Checkpoint) else model
-    given = [model, *recipe.data, *recipe.eval_data]
-    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
-    given += [] if recipe_file is None else [recipe_file]
-    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
 
 
 @contextlib.contextmanager

@@ -172,8 +172,10 @@ def flag_name(field_name: str) -> str:
     return field_name.replace("_", "-")
 
 
-def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | None = None) -> Recipe:
-    """Flags (field name: value) over a recipe (a file, or the name of a shipped one) over defaults.
+def resolve_recipe(
+    recipe: Recipe | str | Path | None = None, flags: dict[str, Any] | None = None
+) -> Recipe:
+    """Flags (field name: value) over a recipe (a file, or a shipped one's name) over defaults.
 
     All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
     """
@@ -193,6 +195,19 @@ def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | Non
             raise TwellError(f"recipe {recipe}: {'; '.join(wrong_flags)}")
         raise UsageError("; ".join(wrong_flags))
     return Recipe(**values)
+
+
+def file_of(recipe: Recipe | str | Path | None) -> Path | None:
+    """The file that `resolve_recipe` reads, if it is one of the user's."""
+    if not isinstance(recipe, str | Path) or str(recipe) in recipe_names():
+        return None
+    return Path(recipe)
+
+
+def recipe_to_resume(out: Path, resume: bool) -> Path | None:
+    """What the run that will become `out` began with, if it is to be resumed and there is one."""
+    saved = run_folder(out) / RECIPE_FILE
+    return saved if resume and saved.is_file() else None
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
@@ -219,7 +234,14 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
 
 
-def _read(recipe: str | Path) -> dict[str, Any]:
+def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
+    if isinstance(recipe, Recipe):
+        return {flag_name(name): value for name, value in dataclasses.asdict(recipe).items()}
+    if not isinstance(recipe, str | Path):
+        raise UsageError(
+            f"recipe must be a file, a shipped recipe's name or a Recipe, got {shown(recipe)}: "
+            "single settings are keywords"
+        )
     import yaml
 
     from twellctl.recipe_file import parse_settings

@@ -13,6 +13,7 @@ from twellctl.data import (
     hold_out,
     read_blocks,
     read_texts,
+    text_files,
     token_stream,
     write_tokens,
 )
@@ -53,6 +54,17 @@ def prepare_run(
         (stage / MODEL_FILE).write_text(checkpoint.origin, encoding="utf-8")
         _write_run_tokens(stage, recipe, tokenizer, checkpoint.config.get("vocab_size"))
         run_blocks(stage, recipe)
+
+
+def run_inputs(
+    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
+) -> list[Path]:
+    """All that a run reads."""
+    model = model.path if isinstance(model, Checkpoint) else model
+    given = [model, *recipe.data, *recipe.eval_data]
+    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
+    given += [] if recipe_file is None else [recipe_file]
+    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
 
 
 def discard_unstarted(run: Path) -> None:

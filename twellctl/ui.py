@@ -132,7 +132,8 @@ def finetuned(result: Any) -> None:
     }
     held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
     where = "held-out text" if result.cross_entropy is not None else "the last step"
-    say(f"{result.out}: density {result.density:.2%} of {where} after {result.num_tokens} tokens")
+    density = f"density {result.density:.2%} after {result.num_tokens} tokens"
+    say(f"{result.out}: {density}, measured on {where}")
     say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
