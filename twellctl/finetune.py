@@ -20,7 +20,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback
@@ -32,6 +31,7 @@ from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.from_scratch import check_from_scratch
 from twellctl.model import (
     checkpoint_activations,
+    in_autocast_dtype,
     load_model,
     load_tokenizer,
     quiet_compiler,
@@ -62,6 +62,7 @@ from twellctl.runs import (
 from twellctl.strict_json import to_json
 from twellctl.trackers import check_report_to
 from twellctl.training.arguments import micro_batch, trainer_arguments
+from twellctl.training.history import METRICS_FILE, History
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
@@ -247,7 +248,7 @@ def build_trainer(
     penalty = _penalty(model, recipe, train, soften)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
-    model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
+    model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     num_gpus = torch.cuda.device_count()
     if arguments.world_size == 1 < num_gpus:
@@ -286,14 +287,6 @@ def build_trainer(
     return trainer
 
 
-def _in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
-    device = output.device.type
-    if not torch.is_autocast_enabled(device):
-        return output
-    return output.to(torch.get_autocast_dtype(device))
-
-
 def _penalty(
     model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float
 ) -> PricedGates | FfnPenalty:
@@ -323,11 +316,14 @@ def _train(
     resume_from = last_checkpoint(run)
     if resume_from is not None:
         trainer.restore(checkpoint_state(resume_from))
+    resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
+    history = History(trainer, run, recipe.batch_size * recipe.seq_len)
+    history.go_on(resumed_at)
+    trainer.add_callback(history)
     has_eval = trainer.eval_dataset is not None
     try:
-        resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
-        has_teacher = trainer.teacher is not None
-        progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
+        taught = trainer.teacher is not None
+        progress.first_line(recipe, trainer.args.max_steps, resumed_at, taught)
         progress.doing("evaluating the teacher")
         teacher_loss = trainer.evaluate_teacher()
         compiling = ", for which layers are compiled" if recipe.compile else ""
@@ -352,14 +348,14 @@ def _train(
             f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the "
             f"checkpoint is in {run}: go on with the same command and --resume"
         )
-    num_steps, history = trainer.state.global_step, trainer.state.log_history
+    num_steps, logged = trainer.state.global_step, trainer.state.log_history
     return FineTuned(
         out=out,
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
         l1=trainer.schedule.l1,
         teacher_cross_entropy=teacher_loss,
-        first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
+        first_cross_entropy=next((e["eval_loss"] for e in logged if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
@@ -413,6 +409,7 @@ def _save(
                 load_tokenizer(checkpoint).save_pretrained(stage)
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
+            shutil.copy(run / METRICS_FILE, stage)
             write_config(stage, config)
             did = _what_it_did(trainer, recipe, result)
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
