@@ -87,7 +87,7 @@ def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path
     shutil.copytree(relu_llama, stranger)
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
-    with pytest.raises(UsageError, match="l1 differ"):
+    with pytest.raises(UsageError, match="these are others: l1; leave them out"):
         finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
     with pytest.raises(UsageError, match="resume it with that model"):
         finetune(stranger, tmp_path / "out", small(text_file), resume=True)

@@ -165,7 +165,7 @@ def without_mask(model: PreTrainedModel, seq_len: int) -> None:
         model.set_attn_implementation(MASKLESS)
 
 
-def in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+def in_autocast_dtype(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
     """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
     device = output.device.type
     if not torch.is_autocast_enabled(device):

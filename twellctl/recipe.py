@@ -30,10 +30,14 @@ def setting(
     below: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
+    group: str = "",
 ) -> Any:
-    """A field of `Recipe`: its default, its help text and what it may be."""
+    """A field of `Recipe`: its default, its help text and what it may be.
+
+    `group` begins a group of options, which the fields below belong to as well.
+    """
     checks = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
-    metadata = {"help": help, "choices": choices, "checks": checks}
+    metadata = {"help": help, "choices": choices, "checks": checks, "group": group}
     if isinstance(default, list):
         return dataclasses.field(default_factory=list, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -44,7 +48,7 @@ class Recipe:
     """What `twellctl finetune` is told, besides MODEL and OUT."""
 
     data: list[str] = setting(
-        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable."
+        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.", group="Text"
     )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
     seq_len: int | None = setting(
@@ -66,6 +70,7 @@ class Recipe:
         "layers and tokens; of --penalty l1, what the sum over neurons of |relu(gate) * up| costs. "
         "With --l1-schedule target it is only where the controller starts.",
         at_least=0,
+        group="Sparsity and teacher",
     )
     l1_schedule: str = setting(
         "target",
@@ -109,7 +114,12 @@ class Recipe:
         at_most=1,
     )
 
-    epochs: float = setting(1.0, "Passes over the data, unless steps or tokens are given.", above=0)
+    epochs: float = setting(
+        1.0,
+        "Passes over the data, unless steps or tokens are given.",
+        above=0,
+        group="Length, batch and rate",
+    )
     max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
     max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
     batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
@@ -143,6 +153,7 @@ class Recipe:
         "float32",
         "float32 weights (under bf16 autocast on a GPU), or bfloat16 for less memory.",
         choices=("float32", "bfloat16"),
+        group="Memory and speed",
     )
     lora_rank: int = setting(
         0, "Rank of LoRA on attention, the FFN trained in full; 0: full fine-tuning.", at_least=0
@@ -155,7 +166,9 @@ class Recipe:
         "then faster. [default: on a GPU, without LoRA, in one process]",
     )
 
-    save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
+    save_steps: int = setting(
+        500, "Steps between checkpoints; 0 for none.", at_least=0, group="Checkpoints and logs"
+    )
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
     report_to: str = setting(
         "none", "Where else figures go: tensorboard, wandb... if installed, all, or none."

@@ -81,8 +81,8 @@ def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
     changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
     if changed:
         raise UsageError(
-            f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
-            "leave them out"
+            f"--resume continues with the recipe of {run}, but these are others: "
+            f"{', '.join(changed)}; leave them out"
         )
     began = (run / MODEL_FILE).read_text(encoding="utf-8")
     if began != model:
