@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children too: tiny models gain from no more
@@ -43,6 +44,20 @@ def stdlib_texts(count: int) -> list[str]:
     """The first `count` sources of the standard library, by name."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:count]
     return [path.read_text(encoding="utf-8") for path in files]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """What is compiled once for all processes of a session (compiled.py) lies in one folder."""
+    if not hasattr(config, "workerinput"):
+        builds = tempfile.TemporaryDirectory(prefix="twell-builds-")
+        os.environ["TWELL_TEST_BUILDS"] = builds.name
+        config.add_cleanup(builds.cleanup)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest test first, so that no process is left with it alone at the end."""
+    items.sort(key=lambda item: item.name != "test_the_whole_job")
 
 
 @pytest.fixture(scope="session")
