@@ -34,6 +34,7 @@ from twellctl.progress import Progress
 from twellctl.recipe import Recipe, flag_name
 from twellctl.shards import TensorInfo
 from twellctl.trackers import check_report_to
+from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
 
@@ -220,6 +221,9 @@ def _measure_what_fits(
                 _free()
                 doing("loading the model")
                 trainer = _build(checkpoint, changed, blocks, folder)
+                step_tokens = recipe.batch_size * recipe.seq_len
+                if said := slow_on_cpu(trainer.model, recipe.optimizer, step_tokens):
+                    note(said)
             return changes, _measure(trainer, changed, blocks, doing)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames

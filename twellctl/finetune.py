@@ -67,7 +67,7 @@ from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
-from twellctl.training.optimizer import make_optimizer
+from twellctl.training.optimizer import make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
@@ -256,6 +256,8 @@ def build_trainer(
             f"on one of {num_gpus} GPUs; on all: torchrun --nproc-per-node {num_gpus} -m twellctl "
             "finetune ..."
         )
+    if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
+        progress.note(said)
     taught_by = teacher and teacher.load()
     if taught_by is not None:
         without_mask(taught_by, recipe.seq_len)
