@@ -1,8 +1,15 @@
-"""The kernels as NVRTC compiles them: each file once a session for each architecture and NVRTC."""
+"""The kernels as NVRTC compiles them: each file once a session for each architecture and NVRTC.
 
+The processes of a session share what they compile through a folder, which conftest.py makes.
+"""
+
+import fcntl
 import functools
 import math
+import os
+import pickle
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +41,15 @@ def nvrtc(major: int) -> Nvrtc:
 @functools.cache
 def compiled(name: str, arch: str, major: int = 13) -> Cubin:
     """The cubin of a source; skips the test without that NVRTC."""
-    return nvrtc(major).compile(name, SOURCES, arch)
+    library, made = nvrtc(major), Path(os.environ["TWELL_TEST_BUILDS"]) / f"{name}-{arch}-{major}"
+    with made.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
+        file.seek(0)
+        if kept := file.read():
+            return pickle.loads(kept)
+        cubin = library.compile(name, SOURCES, arch)
+        file.write(pickle.dumps(cubin))
+    return cubin
 
 
 def most_threads(code: bytes, entry: str) -> int:

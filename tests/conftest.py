@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children too: tiny models gain from no more
@@ -14,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from twellctl import activity
 from twellctl.cli import main
 from twellctl.convert import convert
 from twellctl.model import quiet_transformers
@@ -42,6 +44,20 @@ def stdlib_texts(count: int) -> list[str]:
     """The first `count` sources of the standard library, by name."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:count]
     return [path.read_text(encoding="utf-8") for path in files]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """What is compiled once for all processes of a session (compiled.py) lies in one folder."""
+    if not hasattr(config, "workerinput"):
+        builds = tempfile.TemporaryDirectory(prefix="twell-builds-")
+        os.environ["TWELL_TEST_BUILDS"] = builds.name
+        config.add_cleanup(builds.cleanup)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest test first, so that no process is left with it alone at the end."""
+    items.sort(key=lambda item: item.name != "test_the_whole_job")
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +129,11 @@ def relu_llama(silu_llama, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cli(monkeypatch, capfd):
-    """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr)."""
+    """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr).
+
+    What lasts is not said there, however slow the machine is.
+    """
+    monkeypatch.setattr(activity, "PATIENCE", 600)
     terminate = signal.getsignal(signal.SIGTERM)
 
     def run(*words) -> tuple[int, str, list[str]]:

@@ -65,7 +65,6 @@ def one_step(model, text, out, micro_batch, checkpointing, gradients):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     _, model, text, out, micro_batch, checkpointing, gradients = sys.argv
-    import twellctl.finetune as module
-
+    module = sys.modules["twellctl.finetune"]
     module.Progress = lambda silent=False: Capture(Path(gradients))  # in every process
     one_step(model, text, out, int(micro_batch), checkpointing == "True", gradients)

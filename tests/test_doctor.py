@@ -269,7 +269,7 @@ def test_the_cache_is_counted(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "state", "said"),
     [
-        ({}, "none", "none set"),
+        ({}, "none", "all at their defaults"),
         ({"TWELL_PORTABLE": "1", "TWELL_ROUTE": "twell"}, "ok", "TWELL_PORTABLE=1, TWELL_ROUTE=tw"),
         ({"TWELL_PORTABLE": "0"}, "ok", "TWELL_PORTABLE=0"),
         ({"TWELL_PORTABLE": "yes"}, "bad", "TWELL_PORTABLE=yes"),

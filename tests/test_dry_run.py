@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import warnings
 
 import pytest
@@ -23,9 +24,18 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
     stdout = stdout.splitlines()
     assert code == 0
     assert stdout[0].startswith("50 steps, 6400 tokens, ")
-    assert "tokens/s" in stdout[1]
-    assert len(stdout) == 2  # without a GPU nothing is said of memory
+    assert re.match(r"about \d+ s at \d+ tokens/s", stdout[1])
+    peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
+    assert 0 < float(peak) <= float(total)
+    assert len(stdout) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_says_what_lasts(relu_llama, text_file):
+    told = []
+    dry_run(relu_llama, small(text_file), doing=told.append)
+    assert told[:2] == ["reading the first of the text", "loading the model"]
+    assert told[2:] == [f"taking step {n} of 5 to measure" for n in range(1, 6)]
 
 
 def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
@@ -88,7 +98,7 @@ def test_a_trainer_that_failed_measures_as_a_new_one(relu_llama, text_file, monk
     told = []
     found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8), told.append)
     assert found.changes == {"micro_batch_size": 2}
-    assert told == ["out of GPU memory as asked", "out of GPU memory with --micro-batch-size 4"]
+    assert told == ["out of memory as asked", "out of memory with --micro-batch-size 4"]
     assert sizes == [8, 4] + [2] * 2 * module.STEPS
 
 
@@ -136,9 +146,9 @@ def test_the_second_part_has_the_gradients_of_the_first_beside_it(
 def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     tried, measure = [], module._measure
 
-    def measured(trainer, recipe, blocks):
+    def measured(trainer, recipe, *rest):
         tried.append(recipe.param_dtype)
-        return measure(trainer, recipe, blocks)
+        return measure(trainer, recipe, *rest)
 
     monkeypatch.setattr(module, "_measure", measured)
     tensors = weights(relu_llama)
@@ -179,7 +189,7 @@ def test_nothing_fits(relu_llama, text_file, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(module, "_measure", never)
-    with pytest.raises(TwellError, match="out of GPU memory"):
+    with pytest.raises(TwellError, match="out of memory"):
         dry_run(relu_llama, small(text_file))
 
 

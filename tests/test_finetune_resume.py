@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
+from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
@@ -84,7 +87,7 @@ def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path
     shutil.copytree(relu_llama, stranger)
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
-    with pytest.raises(UsageError, match="l1 differ"):
+    with pytest.raises(UsageError, match="these are others: l1; leave them out"):
         finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
     with pytest.raises(UsageError, match="resume it with that model"):
         finetune(stranger, tmp_path / "out", small(text_file), resume=True)
@@ -146,14 +149,12 @@ def test_a_checkpoint_whose_state_is_broken(relu_llama, text_file, tmp_path, con
 def test_a_run_whose_result_could_not_be_written_is_not_lost(
     uninterrupted, relu_llama, text_file, tmp_path, monkeypatch, save_steps
 ):
-    import twellctl.finetune as module
-
     def full(*args):
         raise OSError(28, "No space left on device")
 
     out, recipe = tmp_path / "out", small(text_file, save_steps=save_steps)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "copy_side_files", full)
+        patched.setattr(sys.modules["twellctl.finetune"], "copy_side_files", full)
         with pytest.raises(TwellError, match="No space left"):
             finetune(relu_llama, out, recipe, progress=Progress(silent=True))
     done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
@@ -188,8 +189,9 @@ def test_ctrl_c_under_torchrun_saves_a_checkpoint(relu_llama, text_file, tmp_pat
 
 def test_a_repeated_signal_is_one_wish_only_in_several_processes():
     for world_size in (1, 2):
+        told = []
         trainer = SimpleNamespace(args=SimpleNamespace(world_size=world_size))
-        callback = SparsityCallback(trainer)
+        callback = SparsityCallback(trainer, partial(told.append, "stopping"))
         callback._ask(signal.SIGINT, None)
         if world_size == 1:
             with pytest.raises(KeyboardInterrupt):
@@ -197,3 +199,50 @@ def test_a_repeated_signal_is_one_wish_only_in_several_processes():
         else:
             callback._ask(signal.SIGINT, None)
         assert callback.asked_to_stop
+        assert told == ["stopping"]
+
+
+class CtrlC(Progress):
+    """Presses Ctrl-C `times` in the middle of step 5, and waits for an answer."""
+
+    def __init__(self, times: int):
+        super().__init__(silent=True)
+        self.times, self.answered = times, threading.Event()
+
+    def note(self, text):
+        if text.startswith("stopping after this step; a checkpoint will be kept; Ctrl-C once more"):
+            self.answered.set()
+
+    def stopping(self):
+        super().stopping()
+        assert self.answered.wait(10)  # the step goes on only then
+
+    def callback(self, trainer, recipe, num_neurons):
+        progress = self
+
+        class Hook(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 4:
+                    for _ in range(progress.times):
+                        os.kill(os.getpid(), signal.SIGINT)
+
+        return Hook()
+
+
+def test_ctrl_c_is_answered_before_the_step_ends(relu_llama, text_file, tmp_path):
+    progress = CtrlC(times=1)
+    with pytest.raises(Interrupted, match="interrupted at step 5 of 12; the checkpoint is in"):
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress)
+    assert progress.answered.is_set()
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "said"),
+    [(3, "--resume goes on from checkpoint-3"), (0, "no checkpoint was complete")],
+)
+def test_a_second_ctrl_c_says_what_remains(relu_llama, text_file, tmp_path, save_steps, said):
+    recipe = small(text_file, save_steps=save_steps)
+    with pytest.raises(Interrupted, match=f"in the middle of a step; {said}$"):
+        finetune(relu_llama, tmp_path / "out", recipe, progress=CtrlC(times=2))
+    kept = last_checkpoint(run_folder(tmp_path / "out"))
+    assert (kept.name if kept else None) == ("checkpoint-3" if save_steps else None)

@@ -172,7 +172,8 @@ def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):
 
 def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path):
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"max_steps": 1}).items()]
-    for schedule, said in (("constant", "l1 held constant at 0.001"), ("target", "is steered")):
+    cases = (("constant", "price held constant at 0.001"), ("target", "steered until"))
+    for schedule, said in cases:
         extra = [f"--data={text_file}", f"--l1-schedule={schedule}", "--teacher=none"]
         code, _, stderr = cli("finetune", relu_llama, tmp_path / schedule, *flags, *extra)
         assert code == 0

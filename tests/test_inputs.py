@@ -1,12 +1,12 @@
 """--overwrite removes no input of its own call, and no run takes the checkpoints of another."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from finetune_runs import InterruptAt, assert_same_weights, small
 
-from twellctl import finetune as finetune_module
 from twellctl.errors import TwellError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.profile import profile
@@ -99,7 +99,7 @@ def test_a_failed_overwrite_keeps_the_old_out(relu_llama, text_file, tmp_path, m
     finetune(relu_llama, out, small(text_file, max_steps=1), progress=Progress(silent=True))
     shutil.copytree(out, tmp_path / "was")
     with monkeypatch.context() as patch:
-        patch.setattr(finetune_module, "write_card", lambda *args: 1 / 0)
+        patch.setattr(sys.modules["twellctl.finetune"], "write_card", lambda *args: 1 / 0)
         recipe = small(text_file, max_steps=2)
         with pytest.raises(ZeroDivisionError):
             finetune(relu_llama, out, recipe, overwrite=True, progress=Progress(silent=True))

@@ -70,7 +70,7 @@ def test_while_modules_are_imported(module, relu_llama, tmp_path):
         f"        if name == {'torch._C' if module == 'torch' else 'typer'!r}:\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
-        f"sys.argv[1:] = ['export', {str(relu_llama)!r}, {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv[1:] = ['export', '-q', {str(relu_llama)!r}, {str(tmp_path / 'out')!r}]\n"
         "from twellctl.__main__ import main\n"
         "main()\n"
     )

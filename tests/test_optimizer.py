@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.training import optimizer
-from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal
+from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal, slow_on_cpu
 
 ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95)
 
@@ -83,3 +84,15 @@ def test_adamw_and_adapters(make_model):
     assert {group["lr"] for group in made.param_groups} == {0.01}
     count = sum(len(group["params"]) for group in made.param_groups)
     assert count == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "said"), [("muon", 4, True), ("muon", 40, False), ("adamw", 4, False)]
+)
+def test_muon_with_few_tokens_a_step_is_said_to_be_slow(kind, blocks, said):
+    """Of one matrix `[M, M]` Muon takes the operations of 30 / 10 M tokens."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64, bias=False)])})
+    found = slow_on_cpu(nn.ModuleDict({"model": model}), kind, 16 * blocks)
+    assert (found is not None) == said
+    if said:
+        assert "some 192 tokens do, and a step has 64: --optimizer adamw" in found

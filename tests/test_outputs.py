@@ -3,12 +3,14 @@
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from twellctl import convert as convert_module
 from twellctl import outputs, rooms
+
+convert_module = sys.modules["twellctl.convert"]
 
 
 @pytest.fixture

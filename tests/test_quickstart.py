@@ -37,7 +37,7 @@ def test_falling_short_is_said_and_exits_1(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "quickstart", lambda *args, **kwargs: dense)
     code, stdout, stderr = cli("quickstart", "--out", tmp_path / "demo")
     assert code == 1
-    assert "40.0 %" in stdout
+    assert "40.00%" in stdout
     assert len(stderr) == 1
     assert "density 40.00% is not below 15%" in stderr[0]
 

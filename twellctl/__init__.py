@@ -1,6 +1,46 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
-Each command is a module with a plain function of its name: `from twellctl.convert import convert`.
+Its pipeline as functions: `from twellctl import convert, finetune, profile, export`. Each does what
+the command of its name does, and is imported when it is first used.
 """
 
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["convert", "export", "finetune", "profile"]
+
+if TYPE_CHECKING:
+    from twellctl.convert import convert
+    from twellctl.export import export
+    from twellctl.finetune import finetune
+    from twellctl.profile import profile
+
+
+class _Function:
+    """A function of this package, from the module of the same name.
+
+    Python sets an attribute when a submodule is imported; here that would replace the function by
+    its module, so setting does nothing.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, package: types.ModuleType | None, kind: type) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+
+    def __set__(self, package: types.ModuleType, module: types.ModuleType) -> None:
+        pass
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# descriptors work on a class, and a module may change its own
+sys.modules[__name__].__class__ = type(
+    "Package", (types.ModuleType,), {name: _Function(name) for name in __all__}
+)

@@ -1,12 +1,9 @@
 """The commands and their options. Nothing heavy is imported before a command runs."""
 
-import dataclasses
-import inspect
 import os
 import signal
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +11,14 @@ import typer
 
 from twellctl import __version__, cli_bench, interrupts, ui, ui_serving
 from twellctl.bytecode import keep_bytecode
+from twellctl.cli_command import CONTEXT, ReaderLeft, command, show_help
+from twellctl.cli_recipe import takes_recipe
 from twellctl.errors import TwellError, UsageError
 
+MAKE, USE = "Make a model sparse", "Use it"
 app = typer.Typer(
-    add_completion=False,
+    context_settings=CONTEXT,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     help="Make pretrained language models sparse, and fast because they are sparse.",
 )
 
@@ -36,16 +35,18 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    show_help(context)
 
 
-@app.command()
+@command(app, "convert owner/model relu", group=MAKE)
 def convert(
     model: Model, out: Out, revision: Revision = None, overwrite: Overwrite = False
 ) -> None:
@@ -53,6 +54,7 @@ def convert(
 
     config.json is edited, the weights are copied as they are.
     """
+    ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
     done = run(model, out, revision=revision, overwrite=overwrite)
@@ -63,43 +65,8 @@ def convert(
     ui.say(f"next: twellctl finetune {done.out} OUT --data FILE")
 
 
-def _takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(..., flags)` an option a field of `Recipe`; those given are in `flags`."""
-    from twellctl.recipe import Recipe, flag_name
-
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
-    options = []
-    for field in dataclasses.fields(Recipe):
-        help_text = field.metadata["help"]
-        if field.default is not dataclasses.MISSING and field.default is not None:
-            help_text += f" [default: {field.default}]"
-        kind = field.type if isinstance(field.type, types.UnionType) else field.type | None
-        name = f"--{flag_name(field.name)}"
-        is_switch = field.type in (bool, bool | None)
-        flag = (f"{name}/--no-{flag_name(field.name)}",) if is_switch else (name,)
-        option = typer.Option(*flag, help=help_text, show_default=False)
-        options.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[kind, option],
-            )
-        )
-    names = {option.name for option in options}
-
-    def with_options(**given: Any) -> None:
-        flags = {name: given.pop(name) for name in names}
-        command(**given, flags={k: v for k, v in flags.items() if v not in (None, [], ())})
-
-    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
-    with_options.__signature__ = inspect.Signature([*own, *options])
-    with_options.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
-    return with_options
-
-
-@app.command()
-@_takes_recipe
+@command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)
+@takes_recipe
 def finetune(
     *,
     model: Annotated[
@@ -108,7 +75,10 @@ def finetune(
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
     more: Annotated[
-        list[str] | None, typer.Argument(metavar="FILE", help="More files after --data FILE.")
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE", help="More text, as after --data: so that --data *.jsonl works."
+        ),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
@@ -122,7 +92,7 @@ def finetune(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint of OUT.run.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
     ] = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
@@ -137,7 +107,8 @@ def finetune(
     Flags win over the recipe, the recipe over the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
     """
-    from twellctl.recipe import RECIPE_FILE, resolve_recipe, run_folder
+    from twellctl.recipe import file_of, recipe_to_resume, resolve_recipe
+    from twellctl.trackers import check_report_to
 
     if from_scratch is not None:
         more = [*([] if out is None else [str(out)]), *(more or [])]
@@ -148,20 +119,19 @@ def finetune(
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
-    recipe_file = recipe if recipe is not None and Path(recipe).is_file() else None
-    saved = run_folder(out) / RECIPE_FILE
-    if resume and recipe is None and saved.is_file():
-        recipe = str(saved)
-    settings = resolve_recipe(recipe, flags)
+    recipe_file = file_of(recipe)
+    settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     if from_scratch is not None:
         from twellctl.from_scratch import open_config
 
         model = open_config(from_scratch)
+    check_report_to(settings.report_to)
+    ui.doing("loading PyTorch and transformers")
     if dry_run:
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
-        tried = try_out(model, settings, ui.note)
+        tried = try_out(model, settings, ui.note, ui.doing)
         ui.dry_run(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
@@ -171,7 +141,7 @@ def finetune(
         ui.finetuned(result)
 
 
-@app.command()
+@command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)
 def profile(
     model: LocalModel,
     data: Annotated[
@@ -188,17 +158,22 @@ def profile(
         int | None,
         typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the profile here, for export.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
+    ] = None,
 ) -> None:
     """Count which neurons fire.
 
     By token and layer; dead ones too, and the slots a packed gate needs. Then by position in the
     window, and by kind of text if --data names several; --json holds these by layer too.
     """
-    from twellctl.profiled import check_profile_path, save_profile
+    from twellctl.profiled import check_profile_path, profile_json, save_profile
 
-    if json is not None:
+    to_stdout = json == Path("-")
+    if json is not None and not to_stdout:
         check_profile_path(json)
+    ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
@@ -210,12 +185,15 @@ def profile(
             seq_len=seq_len,
             progress=progress,
         )
+    if to_stdout:
+        print(profile_json(done), end="")
+        return
     if json is not None:
         save_profile(done, json)
     ui.profiled(done, saved_as=json)
 
 
-@app.command()
+@command(app, "export sparse exported --profile profile.json", group=MAKE)
 def export(
     model: LocalModel,
     out: Out,
@@ -231,15 +209,16 @@ def export(
 
     It does so wherever transformers runs, also where twellctl is not installed.
     """
+    ui.doing(f"checking the weights of {model} and copying them")
     from twellctl.export import export as run
 
     ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
 
 
-app.add_typer(cli_bench.app, name="bench")
+app.add_typer(cli_bench.app, name="bench", rich_help_panel=USE)
 
 
-@app.command()
+@command(app, "generate exported 'Once upon a time'", group=USE)
 def generate(
     model: LocalModel,
     prompt: Annotated[
@@ -268,10 +247,11 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Write on after a prompt.
+    """Continue or answer a prompt.
 
     The text goes to stdout as it comes; tokens/s and the share of neurons that fired to stderr.
     """
+    ui.doing(f"loading {model}")
     from twellctl.generate import generate as run
 
     text = ui.read_stdin() if prompt == "-" else prompt
@@ -291,7 +271,7 @@ def generate(
         ui.generated(made.figures)
 
 
-@app.command()
+@command(app, "serve-local exported --port 8000", group=USE)
 def serve_local(
     model: LocalModel,
     host: Annotated[
@@ -351,7 +331,7 @@ def serve_local(
     )
 
 
-@app.command()
+@command(app, "quickstart --out demo", group=MAKE)
 def quickstart(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
@@ -361,6 +341,7 @@ def quickstart(
 
     The model is made here, without a download, and all is done in two or three minutes.
     """
+    ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run
 
     result = run(out, overwrite=overwrite, seed=seed)
@@ -369,7 +350,7 @@ def quickstart(
         raise TwellError("; ".join(result.shortfalls))
 
 
-@app.command()
+@command(app, "doctor exported", group=USE)
 def doctor(
     out: Annotated[
         str | None, typer.Argument(metavar="OUT", help="A model folder to look at as well.")
@@ -379,6 +360,7 @@ def doctor(
 
     With a folder: whether its weights and its bundle are sound.
     """
+    ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run
 
     diagnosis = run(out, note=ui.note)
@@ -397,6 +379,8 @@ def main() -> None:
             raise KeyboardInterrupt
     except (Exception, KeyboardInterrupt) as error:
         code = _told(error)
+    finally:
+        ui.activity.over()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -408,8 +392,9 @@ def _told(error: BaseException) -> int:
     if isinstance(error, TwellError):
         ui.fail(str(error))
         return error.exit_code
-    if isinstance(error, BrokenPipeError):
-        return 1
+    if isinstance(error, ReaderLeft):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
+        return 128 + signal.SIGPIPE
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         ui.fail(f"{where}{error.strerror or error}")

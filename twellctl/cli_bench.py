@@ -9,15 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import ui, ui_bench, ui_bench_decode, ui_bench_train
+from twellctl.cli_command import command, show_help
 from twellctl.errors import TwellError, UsageError
 
-app = typer.Typer(rich_markup_mode=None, help="Measure TwELL against the dense form, on this GPU.")
+app = typer.Typer(
+    callback=show_help,
+    invoke_without_command=True,
+    help="Measure TwELL against the dense form, on this GPU.",
+)
 
 Route = Annotated[
     list[str] | None,
     typer.Option(
-        help="What the TwELL side takes: auto, twell, portable, fused or dense. Repeatable; the "
-        "first counts. [default: auto]"
+        metavar="auto|twell|portable|fused|dense",
+        help="What the TwELL side takes. Repeatable; the first counts. [default: auto]",
     ),
 ]
 Rounds = Annotated[int, typer.Option(help="Samples of each candidate; medians count.")]
@@ -47,7 +52,7 @@ Layers = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="All figures as JSON on stdout, no table.")]
 
 
-@app.command("ffn")
+@command(app, "bench ffn --density 0.01 --tokens 2048", name="ffn")
 def ffn(
     hidden_size: Annotated[int, typer.Option(help="K, the width of the model.")] = 2048,
     intermediate_size: Annotated[int, typer.Option(help="N, the neurons of the FFN.")] = 5632,
@@ -63,7 +68,7 @@ def ffn(
         ),
     ] = None,
     spread: Annotated[
-        str, typer.Option(help="How density is spread over tokens: even, lognormal or heavy.")
+        str, typer.Option(metavar="even|lognormal|heavy", help="How density is spread over tokens.")
     ] = "even",
     heavy_rows: Annotated[
         float | None, typer.Option(help="Of --spread heavy: share of such rows. [default: 0.05]")
@@ -72,7 +77,9 @@ def ffn(
         float | None, typer.Option(help="Of --spread heavy: their density. [default: 0.5]")
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="Biases on gate, up and down.")] = False,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(metavar="bf16|fp16|fp32", help="Of weights and inputs.")
+    ] = "bf16",
     route: Route = None,
     slots: Annotated[
         int | None, typer.Option(help="Slots of a tile. [default: as profile would choose them]")
@@ -129,7 +136,7 @@ def ffn(
     _show(_measured(bench_ffn, settings), json)
 
 
-@app.command("model")
+@command(app, "bench model exported --data heldout.jsonl", name="model")
 def model(
     model: Annotated[
         str | None,
@@ -209,7 +216,7 @@ def model(
     _show(_measured(bench_model, settings), json)
 
 
-@app.command("decode")
+@command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
 def decode(
     model: Annotated[
         str | None,
@@ -305,7 +312,7 @@ def decode(
     _show(_measured(bench_decode, settings), json, ui_bench_decode.decoded)
 
 
-@app.command("train")
+@command(app, "bench train --model --layers 4", name="train")
 def train(
     model: Annotated[
         bool,

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import resource
 import statistics
 import tempfile
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
@@ -31,6 +33,8 @@ from twellctl.model import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.progress import Progress
 from twellctl.recipe import Recipe, flag_name
 from twellctl.shards import TensorInfo
+from twellctl.trackers import check_report_to
+from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
 
@@ -41,18 +45,21 @@ FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would take. Without a CUDA device there is no `peak_bytes` and no `speedup`.
+    """What a run would take, and of what `memory`. Without a CUDA device there is no `speedup`.
 
-    `changes` are the settings without which it does not fit, `speedup` is how many times as fast as
-    dense an FFN of the model's shape is at the target's density and `PROBED_TOKENS` tokens.
+    `peak_bytes` is the most that was allocated, on a CPU by the whole process; `total_bytes` is
+    what the GPU has, or the system could give a process. `changes` are the settings without which
+    it does not fit, `speedup` is how many times as fast as dense an FFN of the model's shape is at
+    the target's density and `PROBED_TOKENS` tokens.
     """
 
     num_steps: int
     num_tokens: int
     num_trained: int
     tokens_per_second: float
-    peak_bytes: int | None
-    total_bytes: int | None
+    peak_bytes: int
+    total_bytes: int
+    memory: str
     speedup: float | None
     changes: dict[str, object]
 
@@ -62,28 +69,36 @@ class DryRun:
 
 
 def dry_run(
-    model: str | Path | Checkpoint, recipe: Recipe, note: Callable[[str], None] = lambda text: None
+    model: str | Path | Checkpoint,
+    recipe: Recipe,
+    note: Callable[[str], None] = lambda text: None,
+    doing: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
 
-    `note` is told what does not fit, as it is found.
+    `note` is told what does not fit, as it is found; `doing` what lasts.
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
+    check_report_to(recipe.report_to)
     text_files([*recipe.data, *recipe.eval_data])
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
     PartialState(cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
+        doing("reading the first of the text")
         blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
-        changes, measured = _measure_what_fits(checkpoint, recipe, blocks, Path(folder), note)
+        changes, measured = _measure_what_fits(
+            checkpoint, recipe, blocks, Path(folder), note, doing
+        )
     _free()
     num_steps = _num_steps(recipe, per_byte)
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
         total_bytes=_total_bytes(),
+        memory=_memory(),
         speedup=_speedup(checkpoint, 1 - recipe.target_sparsity),
         changes=changes,
         **measured,
@@ -139,8 +154,22 @@ def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
             yield so_far
 
 
-def _total_bytes() -> int | None:
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def _memory() -> str:
+    return "GPU memory" if torch.cuda.is_available() else "memory"
+
+
+def _total_bytes() -> int:
+    """What the GPU has, or this process and what the system could still give it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def _peak_bytes() -> int:
+    """Most that was allocated on the GPU since the count began, or by this process ever."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
@@ -171,6 +200,7 @@ def _measure_what_fits(
     blocks: np.ndarray,
     folder: Path,
     note: Callable[[str], None],
+    doing: Callable[[str], None],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """(the changes without which it does not fit, what `_measure` found with them).
 
@@ -180,7 +210,7 @@ def _measure_what_fits(
     for changes in _in_less_memory(recipe):
         changed = dataclasses.replace(recipe, **changes)
         least = _least_bytes(checkpoint, changed)
-        if total is not None and least > total:
+        if least > total:
             continue
         how = dataclasses.replace(changed, micro_batch_size=1)
         if how == loaded and trainer is None:
@@ -189,17 +219,21 @@ def _measure_what_fits(
             if how != loaded:
                 trainer, loaded = None, how
                 _free()
+                doing("loading the model")
                 trainer = _build(checkpoint, changed, blocks, folder)
-            return changes, _measure(trainer, changed, blocks)
+                step_tokens = recipe.batch_size * recipe.seq_len
+                if said := slow_on_cpu(trainer.model, recipe.optimizer, step_tokens):
+                    note(said)
+            return changes, _measure(trainer, changed, blocks, doing)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
-        note(f"out of GPU memory {f'with {as_flags(changes)}' if changes else 'as asked'}")
+        note(f"out of {_memory()} {f'with {as_flags(changes)}' if changes else 'as asked'}")
         if trainer is not None:
             trainer.drop_parts()
         _free()
     raise TwellError(
-        f"out of GPU memory even with {as_flags(changes)}: that takes {least / 2**30:.1f} GiB "
-        "before the first block; take a GPU of more memory, or a smaller model"
+        f"out of {_memory()} even with {as_flags(changes)}: that takes {least / 2**30:.1f} GiB "
+        "before the first block; take a machine with more of it, or a smaller model"
     )
 
 
@@ -213,7 +247,9 @@ def _build(
     return build_trainer(checkpoint, teacher, probe, folder, data, Progress(silent=True))
 
 
-def _measure(trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray) -> dict[str, object]:
+def _measure(
+    trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray, doing: Callable[[str], None]
+) -> dict[str, object]:
     """Of some steps of a trainer that may have taken steps of other sizes before."""
     micro = min(recipe.micro_batch_size, recipe.batch_size)
     parts = recipe.batch_size // micro
@@ -221,7 +257,7 @@ def _measure(trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray) -> dict
     trainer.take_batches(Blocks(blocks[: STEPS * probed * micro]), micro, probed)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    clock = _Clock(trainer)
+    clock = _Clock(trainer, doing)
     trainer.remove_callback(_Clock)
     trainer.callback_handler.callbacks.insert(0, clock)
     trainer.train()
@@ -229,15 +265,15 @@ def _measure(trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray) -> dict
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "tokens_per_second": recipe.batch_size * recipe.seq_len / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "peak_bytes": _peak_bytes(),
     }
 
 
 class _Clock(TrainerCallback):
     """When steps ended, and their last parts began and ended; it ends steps as a run does."""
 
-    def __init__(self, trainer: SparseTrainer):
-        self.trainer, self.ends, self.parts = trainer, [], []
+    def __init__(self, trainer: SparseTrainer, doing: Callable[[str], None]):
+        self.trainer, self.doing, self.ends, self.parts = trainer, doing, [], []
         self._part_began: float | None = None
 
     def step_seconds(self) -> float:
@@ -247,6 +283,9 @@ class _Clock(TrainerCallback):
     def part_seconds(self) -> float:
         """Of the second part, forward and backward; 0 where a step has one part."""
         return statistics.median(self.parts[1:] or [0.0])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.doing(f"taking step {len(self.ends) + 1} of {STEPS} to measure")
 
     def on_substep_end(self, args, state, control, **kwargs):
         self._part_began = _now()

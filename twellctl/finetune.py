@@ -20,19 +20,18 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback
 
 from twellctl.carried import REPORT_FILE, copy_side_files, write_config
 from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import Blocks, text_files
+from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.from_scratch import check_from_scratch
 from twellctl.model import (
     checkpoint_activations,
+    in_autocast_dtype,
     load_model,
     load_tokenizer,
     quiet_compiler,
@@ -42,21 +41,33 @@ from twellctl.model import (
 from twellctl.model_card import write_card
 from twellctl.outputs import Claim, check_inputs, claimed
 from twellctl.progress import Progress
-from twellctl.recipe import RECIPE_FILE, Recipe, public_recipe, run_folder, save_recipe
+from twellctl.recipe import (
+    RECIPE_FILE,
+    Recipe,
+    file_of,
+    public_recipe,
+    recipe_to_resume,
+    resolve_recipe,
+    run_folder,
+    save_recipe,
+)
 from twellctl.runs import (
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
     prepare_run,
     run_blocks,
+    run_inputs,
 )
 from twellctl.strict_json import to_json
+from twellctl.trackers import check_report_to
 from twellctl.training.arguments import micro_batch, trainer_arguments
+from twellctl.training.history import METRICS_FILE, History
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
-from twellctl.training.optimizer import make_optimizer
+from twellctl.training.optimizer import make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
@@ -92,22 +103,28 @@ class Interrupted(TwellError):
 def finetune(
     model: str | Path | Checkpoint,
     out: str | Path,
-    recipe: Recipe,
+    recipe: Recipe | str | Path | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
     recipe_file: str | Path | None = None,
     progress: Progress | None = None,
+    **settings: Any,
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    Weights are drawn for what `from_scratch.open_config` returns. `recipe_file`, where `recipe` was
-    read, is spared like all other inputs. Raises `TwellError`; `Interrupted` after Ctrl-C, with a
-    checkpoint that `resume` goes on from.
+    `settings` are the fields of `Recipe`, like `data=[...]` or `target_sparsity=0.97`; they win
+    over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
+    what the run began with. Weights are drawn for what `from_scratch.open_config` returns.
+    `recipe_file`, where a `Recipe` was read, is spared like all other inputs. Raises `TwellError`;
+    `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
     """
+    out, recipe_file = Path(out), recipe_file or file_of(recipe)
+    recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
-    out, inputs = Path(out), _inputs(model, recipe, recipe_file)
+    check_report_to(recipe.report_to)
+    inputs = run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
     how = {"resume": resume, "overwrite": overwrite}
@@ -117,17 +134,6 @@ def finetune(
         if world.is_main_process:
             shutil.rmtree(run_folder(out), ignore_errors=True)
     return result
-
-
-def _inputs(
-    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
-) -> list[Path]:
-    """All that a run reads."""
-    model = model.path if isinstance(model, Checkpoint) else model
-    given = [model, *recipe.data, *recipe.eval_data]
-    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
-    given += [] if recipe_file is None else [recipe_file]
-    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
 
 
 @contextlib.contextmanager
@@ -151,18 +157,19 @@ def _finetune(
     run = run_folder(out)
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
-    _check_report_to(recipe.report_to)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
-    with progress.reading():
-        _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
+    progress.doing("reading and tokenising the text")
+    _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = run_blocks(run, recipe)
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     with quiet_transformers(), quiet_compiler():
         try:
+            progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
+            progress.doing(f"writing {out}")
             _save(trainer, checkpoint, recipe, run, result, claim)
         except torch.OutOfMemoryError as error:
             raise TwellError(
@@ -198,13 +205,6 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
 def _compiles(recipe: Recipe) -> bool:
     one_process = os.environ.get("WORLD_SIZE", "1") == "1"
     return torch.cuda.is_available() and one_process and not recipe.lora_rank
-
-
-def _check_report_to(name: str) -> None:
-    installed = get_available_reporting_integrations()
-    if name not in ("none", "all", *installed):
-        found = ", ".join(installed) or "none of them"
-        raise UsageError(f"report-to {name!r} is unknown or not installed (here: {found})")
 
 
 def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
@@ -248,7 +248,7 @@ def build_trainer(
     penalty = _penalty(model, recipe, train, soften)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
-    model.get_input_embeddings().register_forward_hook(_in_autocast_dtype)
+    model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     num_gpus = torch.cuda.device_count()
     if arguments.world_size == 1 < num_gpus:
@@ -256,6 +256,8 @@ def build_trainer(
             f"on one of {num_gpus} GPUs; on all: torchrun --nproc-per-node {num_gpus} -m twellctl "
             "finetune ..."
         )
+    if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
+        progress.note(said)
     taught_by = teacher and teacher.load()
     if taught_by is not None:
         without_mask(taught_by, recipe.seq_len)
@@ -287,14 +289,6 @@ def build_trainer(
     return trainer
 
 
-def _in_autocast_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
-    device = output.device.type
-    if not torch.is_autocast_enabled(device):
-        return output
-    return output.to(torch.get_autocast_dtype(device))
-
-
 def _penalty(
     model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float
 ) -> PricedGates | FfnPenalty:
@@ -319,25 +313,35 @@ def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | 
 def _train(
     trainer: SparseTrainer, out: Path, run: Path, recipe: Recipe, progress: Progress
 ) -> FineTuned:
-    sparsity = SparsityCallback(trainer)
+    sparsity = SparsityCallback(trainer, progress.stopping)
     trainer.callback_handler.callbacks.insert(0, sparsity)  # a step is reported before it is shown
     resume_from = last_checkpoint(run)
     if resume_from is not None:
         trainer.restore(checkpoint_state(resume_from))
+    resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
+    history = History(trainer, run, recipe.batch_size * recipe.seq_len)
+    history.go_on(resumed_at)
+    trainer.add_callback(history)
     has_eval = trainer.eval_dataset is not None
     try:
-        resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
-        has_teacher = trainer.teacher is not None
-        progress.first_line(recipe, trainer.args.max_steps, resumed_at, has_teacher)
+        taught = trainer.teacher is not None
+        progress.first_line(recipe, trainer.args.max_steps, resumed_at, taught)
+        progress.doing("evaluating the teacher")
         teacher_loss = trainer.evaluate_teacher()
+        compiling = ", for which layers are compiled" if recipe.compile else ""
+        progress.doing(f"evaluating, and taking the first step{compiling}")
         trainer.args.eval_on_start = has_eval and not resumed_at
         with contextlib.suppress(NoStepLeft):
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        last = _last_evaluation(trainer) if has_eval and sparsity.stopped_at is None else {}
+        last = (
+            _last_evaluation(trainer, progress) if has_eval and sparsity.stopped_at is None else {}
+        )
     except (OSError, SafetensorError) as error:
-        kept = last_checkpoint(run)
-        left = f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
-        raise TwellError(f"{run} could not be written: {reason(error)}; {left}") from error
+        raise TwellError(f"{run} could not be written: {reason(error)}; {_kept(run)}") from error
+    except BaseException as error:
+        if not sparsity.in_a_hurry:
+            raise
+        raise Interrupted(f"interrupted in the middle of a step; {_kept(run)}") from error
     finally:
         sparsity.restore_signals()
         progress.stop()
@@ -346,26 +350,33 @@ def _train(
             f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the "
             f"checkpoint is in {run}: go on with the same command and --resume"
         )
-    num_steps, history = trainer.state.global_step, trainer.state.log_history
+    num_steps, logged = trainer.state.global_step, trainer.state.log_history
     return FineTuned(
         out=out,
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
         l1=trainer.schedule.l1,
         teacher_cross_entropy=teacher_loss,
-        first_cross_entropy=next((e["eval_loss"] for e in history if "eval_loss" in e), None),
+        first_cross_entropy=next((e["eval_loss"] for e in logged if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
         density=last.get("eval_density", trainer.report.density),
-        density_by_layer=trainer.report.density_by_layer,
+        density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
 
 
-def _last_evaluation(trainer: SparseTrainer) -> dict[str, float]:
-    """The figures of the last step; evaluated now unless the last step did."""
-    for entry in trainer.state.log_history:
+def _kept(run: Path) -> str:
+    """From where an interrupted run can be resumed."""
+    kept = last_checkpoint(run)
+    return f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
+
+
+def _last_evaluation(trainer: SparseTrainer, progress: Progress) -> dict[str, float]:
+    """The figures of the last step; evaluated now unless this process did so after it."""
+    for entry in trainer.state.log_history if trainer.held_out_by_layer else []:
         if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
             return entry
+    progress.doing("evaluating")
     return trainer.evaluate()
 
 
@@ -400,6 +411,7 @@ def _save(
                 load_tokenizer(checkpoint).save_pretrained(stage)
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
+            shutil.copy(run / METRICS_FILE, stage)
             write_config(stage, config)
             did = _what_it_did(trainer, recipe, result)
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)

@@ -119,7 +119,7 @@ def _can_write(folder: Path) -> bool:
 def find_variables() -> Finding:
     """The environment variables that are set for the kernels, and those that mean nothing."""
     given = {name: value for name in VARIABLES if (value := os.environ.get(name))}
-    what = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
+    what = ", ".join(f"{name}={value}" for name, value in given.items()) or "all at their defaults"
     try:
         from twellctl.bundle.twell_route import requested
 

@@ -173,6 +173,14 @@ def without_mask(model: PreTrainedModel, seq_len: int) -> None:
         model.set_attn_implementation(MASKLESS)
 
 
+def in_autocast_dtype(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
+    device = output.device.type
+    if not torch.is_autocast_enabled(device):
+        return output
+    return output.to(torch.get_autocast_dtype(device))
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let `model` compute activations again in the backward pass, in place of keeping them."""
     newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on

@@ -24,7 +24,7 @@ BATCH_TOKENS = 8192
 
 def profile(
     model: str | Path,
-    data: list[str],
+    data: str | Path | list[str | Path],
     *,
     text_column: str = "text",
     windows: int = 128,
@@ -34,7 +34,7 @@ def profile(
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
-    Each of `data` is a file or folder, a kind of text by its name, or NAME=FILE to call it NAME.
+    `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
     `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
     in float32 on the CPU. `progress(done, total)` is told of windows. Raises `TwellError`.
     """
@@ -42,7 +42,7 @@ def profile(
     checkpoint.require_relu()
     seq_len = _checked_length(checkpoint, windows, seq_len)
     tokenizer = load_tokenizer(checkpoint)
-    data = [str(path) for path in data]
+    data = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
     text = grouped_windows(data, text_column, tokenizer, windows, seq_len)
 
     device = device or default_device()

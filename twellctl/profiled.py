@@ -103,7 +103,12 @@ class Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write the JSON whole or not at all, replacing an older one."""
-    write_file(path, to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n")
+    write_file(path, profile_json(profile))
+
+
+def profile_json(profile: Profile) -> str:
+    """The whole text of the file."""
+    return to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
 
 
 def check_profile_path(path: Path) -> None:

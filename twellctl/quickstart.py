@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from twellctl.model import default_device, quiet_transformers
 from twellctl.outputs import is_model_of_ours, staged
 from twellctl.profile import profile
 from twellctl.profiled import save_profile
+from twellctl.progress import Progress
 from twellctl.recipe import resolve_recipe
 
 MAX_DENSITY = 0.15
@@ -117,6 +118,7 @@ def _whole_job(out: Path, seed: int) -> tuple[FineTuned, str]:
 
 @contextlib.contextmanager
 def _step(title: str) -> Iterator[None]:
+    ui.activity.over()
     ui.note(f"- {title}")
     yield
 
@@ -163,7 +165,8 @@ def _train_silu(out: Path, seed: int) -> None:
     blocks = Blocks(read_blocks(out / "tokens.bin", SEQ_LEN))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(_tiny_config()).to(default_device())
-    _pretrain(model, blocks, seed)
+    with ui.progress("steps") as progress:
+        _pretrain(model, blocks, seed, progress)
     with quiet_transformers():
         model.save_pretrained(out / "silu")
         tokenizer.save_pretrained(out / "silu")
@@ -185,11 +188,13 @@ def _tiny_config() -> LlamaConfig:
     )
 
 
-def _pretrain(model: PreTrainedModel, blocks: Blocks, seed: int) -> None:
+def _pretrain(
+    model: PreTrainedModel, blocks: Blocks, seed: int, progress: Callable[[int, int], None]
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.1)
     order = np.random.default_rng(seed).integers(0, len(blocks), (STEPS, BATCH))
-    for picked in order:
+    for done, picked in enumerate(order, 1):
         ids = torch.stack([blocks[i]["input_ids"] for i in picked]).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -198,6 +203,7 @@ def _pretrain(model: PreTrainedModel, blocks: Blocks, seed: int) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        progress(done, STEPS)
 
 
 def _sparsify(out: Path, seed: int) -> FineTuned:
@@ -206,7 +212,13 @@ def _sparsify(out: Path, seed: int) -> FineTuned:
         "eval_data": [str(out / "val.jsonl")],
         "seed": seed,
     }
-    return finetune(out / "relu", out / "sparse", resolve_recipe("quickstart", flags))
+    recipe = resolve_recipe("quickstart", flags)
+    return finetune(out / "relu", out / "sparse", recipe, progress=_Progress())
+
+
+class _Progress(Progress):
+    def stopping(self) -> None:
+        super().stopping("nothing will be kept")
 
 
 def _generate(folder: Path) -> str:

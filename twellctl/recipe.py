@@ -30,10 +30,14 @@ def setting(
     below: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] = (),
+    group: str = "",
 ) -> Any:
-    """A field of `Recipe`: its default, its help text and what it may be."""
+    """A field of `Recipe`: its default, its help text and what it may be.
+
+    `group` begins a group of options, which the fields below belong to as well.
+    """
     checks = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
-    metadata = {"help": help, "choices": choices, "checks": checks}
+    metadata = {"help": help, "choices": choices, "checks": checks, "group": group}
     if isinstance(default, list):
         return dataclasses.field(default_factory=list, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -44,7 +48,7 @@ class Recipe:
     """What `twellctl finetune` is told, besides MODEL and OUT."""
 
     data: list[str] = setting(
-        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable."
+        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.", group="Text"
     )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
     seq_len: int | None = setting(
@@ -66,6 +70,7 @@ class Recipe:
         "layers and tokens; of --penalty l1, what the sum over neurons of |relu(gate) * up| costs. "
         "With --l1-schedule target it is only where the controller starts.",
         at_least=0,
+        group="Sparsity and teacher",
     )
     l1_schedule: str = setting(
         "target",
@@ -109,7 +114,12 @@ class Recipe:
         at_most=1,
     )
 
-    epochs: float = setting(1.0, "Passes over the data, unless steps or tokens are given.", above=0)
+    epochs: float = setting(
+        1.0,
+        "Passes over the data, unless steps or tokens are given.",
+        above=0,
+        group="Length, batch and rate",
+    )
     max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
     max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
     batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
@@ -119,7 +129,7 @@ class Recipe:
     optimizer: str = setting(
         "muon",
         "muon: Muon for the matrices of the layers, AdamW at half the rate for the rest. adamw: "
-        "AdamW for all.",
+        "AdamW for all, faster on a CPU where a step has few tokens (a run says so).",
         choices=("muon", "adamw"),
     )
     learning_rate: float | None = setting(
@@ -143,6 +153,7 @@ class Recipe:
         "float32",
         "float32 weights (under bf16 autocast on a GPU), or bfloat16 for less memory.",
         choices=("float32", "bfloat16"),
+        group="Memory and speed",
     )
     lora_rank: int = setting(
         0, "Rank of LoRA on attention, the FFN trained in full; 0: full fine-tuning.", at_least=0
@@ -155,7 +166,9 @@ class Recipe:
         "then faster. [default: on a GPU, without LoRA, in one process]",
     )
 
-    save_steps: int = setting(500, "Steps between checkpoints; 0 for none.", at_least=0)
+    save_steps: int = setting(
+        500, "Steps between checkpoints; 0 for none.", at_least=0, group="Checkpoints and logs"
+    )
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
     report_to: str = setting(
         "none", "Where else figures go: tensorboard, wandb... if installed, all, or none."
@@ -172,8 +185,10 @@ def flag_name(field_name: str) -> str:
     return field_name.replace("_", "-")
 
 
-def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | None = None) -> Recipe:
-    """Flags (field name: value) over a recipe (a file, or the name of a shipped one) over defaults.
+def resolve_recipe(
+    recipe: Recipe | str | Path | None = None, flags: dict[str, Any] | None = None
+) -> Recipe:
+    """Flags (field name: value) over a recipe (a file, or a shipped one's name) over defaults.
 
     All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
     """
@@ -193,6 +208,19 @@ def resolve_recipe(recipe: str | Path | None = None, flags: dict[str, Any] | Non
             raise TwellError(f"recipe {recipe}: {'; '.join(wrong_flags)}")
         raise UsageError("; ".join(wrong_flags))
     return Recipe(**values)
+
+
+def file_of(recipe: Recipe | str | Path | None) -> Path | None:
+    """The file that `resolve_recipe` reads, if it is one of the user's."""
+    if not isinstance(recipe, str | Path) or str(recipe) in recipe_names():
+        return None
+    return Path(recipe)
+
+
+def recipe_to_resume(out: Path, resume: bool) -> Path | None:
+    """What the run that will become `out` began with, if it is to be resumed and there is one."""
+    saved = run_folder(out) / RECIPE_FILE
+    return saved if resume and saved.is_file() else None
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
@@ -219,7 +247,14 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
 
 
-def _read(recipe: str | Path) -> dict[str, Any]:
+def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
+    if isinstance(recipe, Recipe):
+        return {flag_name(name): value for name, value in dataclasses.asdict(recipe).items()}
+    if not isinstance(recipe, str | Path):
+        raise UsageError(
+            f"recipe must be a file, a shipped recipe's name or a Recipe, got {shown(recipe)}: "
+            "single settings are keywords"
+        )
     import yaml
 
     from twellctl.recipe_file import parse_settings

@@ -13,6 +13,7 @@ from twellctl.data import (
     hold_out,
     read_blocks,
     read_texts,
+    text_files,
     token_stream,
     write_tokens,
 )
@@ -55,6 +56,17 @@ def prepare_run(
         run_blocks(stage, recipe)
 
 
+def run_inputs(
+    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
+) -> list[Path]:
+    """All that a run reads."""
+    model = model.path if isinstance(model, Checkpoint) else model
+    given = [model, *recipe.data, *recipe.eval_data]
+    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
+    given += [] if recipe_file is None else [recipe_file]
+    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
+
+
 def discard_unstarted(run: Path) -> None:
     """Remove a run folder that holds no checkpoint."""
     if last_checkpoint(run) is None:
@@ -69,8 +81,8 @@ def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
     changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
     if changed:
         raise UsageError(
-            f"--resume goes on with the recipe of {run}, but {', '.join(changed)} differ: "
-            "leave them out"
+            f"--resume continues with the recipe of {run}, but these are others: "
+            f"{', '.join(changed)}; leave them out"
         )
     began = (run / MODEL_FILE).read_text(encoding="utf-8")
     if began != model:

@@ -10,14 +10,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from twellctl.activity import Activity
 from twellctl.errors import TwellError, printable
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
+activity = Activity(stderr)
+
+
+def be_quiet() -> None:
+    """From now on stderr has errors only: no notes, no progress."""
+    stderr.quiet = True
+
+
+def doing(text: str) -> None:
+    """What the command does from now on, until it says something on stdout or does another."""
+    activity.now(printable(text))
 
 
 def say(text: str) -> None:
     """One line of result."""
+    activity.over()
     stdout.print(printable(text), markup=False, soft_wrap=True)
 
 
@@ -27,8 +40,23 @@ def note(text: str) -> None:
 
 
 def fail(text: str) -> None:
-    """The one line of an error."""
+    """The one line of an error, also with --quiet."""
+    activity.over()
+    stderr.quiet = False
     note(f"error: {text}")
+
+
+def duration(seconds: float) -> str:
+    """As people say it: "45 s", "3 min 20 s", "1 h 03 min", "10 d 2 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def read_stdin() -> str:
@@ -46,6 +74,7 @@ def stream(pieces: Iterable[str]) -> None:
     some = False
     try:
         for piece in pieces:
+            activity.over()
             some = True
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -79,6 +108,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         made.add_column(column, justify="right" if number else "left")
     for row in rows:
         made.add_row(*map(printable, row))
+    activity.over()
     stdout.print(made)
 
 
@@ -101,9 +131,10 @@ def finetuned(result: Any) -> None:
         "after": result.cross_entropy,
     }
     held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
-    say(f"{result.out}: density {result.density:.2%} after {result.num_tokens} tokens")
-    by_layer = ", ".join(f"{density:.2%}" for density in result.density_by_layer)
-    say(f"by layer, in the last step: {by_layer}")
+    where = "held-out text" if result.cross_entropy is not None else "the last step"
+    density = f"density {result.density:.2%} after {result.num_tokens} tokens"
+    say(f"{result.out}: {density}, measured on {where}")
+    say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
     say(f"next: twellctl profile {result.out} --data FILE")
@@ -113,16 +144,15 @@ def dry_run(result: Any, changes: str) -> None:
     """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
     say(f"{result.num_steps} steps, {result.num_tokens} tokens, {result.num_trained} parameters")
     say(
-        f"about {result.seconds / 60:.1f} minutes at {result.tokens_per_second:.0f} tokens/s, "
+        f"about {duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
         "evaluations and checkpoints not counted"
     )
-    if result.peak_bytes is not None:
-        peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
-        say(f"{peak:.1f} of {total:.1f} GiB of GPU memory")
+    peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
+    say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}")
     if result.speedup is not None:
         say(f"an FFN of this shape at the target: {result.speedup:.2f} times as fast as dense")
     if changes:
-        raise TwellError(f"it does not fit in GPU memory as asked; with {changes} it does")
+        raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
 
 
 def profiled(result: Any, saved_as: Any = None) -> None:
@@ -147,6 +177,8 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     if saved_as is not None:
         say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+    else:
+        say("next: the same with --json FILE, which twellctl export takes")
 
 
 def _positions(part: Any) -> str:
@@ -170,6 +202,7 @@ def exported(result: Any) -> None:
     say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
     say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
     say("and dense in vLLM with --model-impl transformers --trust-remote-code")
+    say(f"next: twellctl generate {result.out} PROMPT")
     note(
         "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
         "this one wrongly; vLLM's own classes and SGLang refuse ReLU"
@@ -189,6 +222,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `show(done, total)`: a bar on stderr while the block runs, nothing off a terminal."""
     from rich.progress import Progress
 
+    activity.over()
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(what)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -197,12 +231,12 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 def quickstarted(result: Any) -> None:
     """What changed in the whole job (a `QuickStarted`)."""
     rows = [
-        ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.0 %", str(result.out / "silu")],
+        ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.00%", str(result.out / "silu")],
         ["ReLU, converted", f"{result.relu_loss:.3f}", "-", str(result.out / "relu")],
         [
             "ReLU, fine-tuned and exported",
             f"{result.sparse_loss:.3f}",
-            f"{result.density:.1%}".replace("%", " %"),
+            f"{result.density:.2%}",
             str(result.export),
         ],
     ]
@@ -211,3 +245,4 @@ def quickstarted(result: Any) -> None:
         "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
     )
     table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
+    say(f"next: twellctl generate {result.export} 'def '")

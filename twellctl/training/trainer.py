@@ -8,6 +8,7 @@ backward pass.
 import math
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class SparseTrainer(Trainer):
         self.soften = soften
         self.leeway = leeway
         self.report: StepReport | None = None
+        self.held_out_by_layer: list[float] | None = None
         self._sums: list[Tensor] = []
         self._checked: tuple[list[str], Tensor] | None = None
 
@@ -226,14 +228,19 @@ class SparseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Held-out cross-entropy (`eval_loss`) and density, over all processes."""
+        """Held-out cross-entropy (`eval_loss`) and density, over all processes.
+
+        The densities of the layers are left in `held_out_by_layer`: trackers take scalars.
+        """
         self.model.eval()
-        losses, densities = [], []
+        found = []
         for ids in self._my_held_out():
             self.penalty.begin(ids.numel(), 1.0)
-            losses.append(self._held_out_loss(self.head, ids))
-            densities.append(self.penalty.measured()[1].mean())
-        metrics = self._mean_of(eval_loss=losses, eval_density=densities)
+            loss = self._held_out_loss(self.head, ids)
+            found.append(torch.cat([loss.view(1), self.penalty.measured()[1]]))
+        loss, *self.held_out_by_layer = self._means(found, 1 + len(self.penalty.ffns))
+        density = sum(self.held_out_by_layer) / len(self.held_out_by_layer)
+        metrics = {"eval_loss": loss, "eval_density": density}
         _check_held_out(metrics["eval_loss"], "lower --learning-rate, and --overwrite")
         self.log(metrics)
         self._stop_if_lost()
@@ -246,8 +253,8 @@ class SparseTrainer(Trainer):
         """The teacher's held-out cross-entropy on the same blocks."""
         if self.teacher is None or self.eval_dataset is None:
             return None
-        losses = [self._held_out_loss(self.teacher, ids) for ids in self._my_held_out()]
-        loss = self._mean_of(loss=losses)["loss"]
+        found = [self._held_out_loss(self.teacher, ids).view(1) for ids in self._my_held_out()]
+        (loss,) = self._means(found, 1)
         _check_held_out(loss, "take another --teacher, or none")
         return loss
 
@@ -261,16 +268,13 @@ class SparseTrainer(Trainer):
         for index in range(rank, len(self.eval_dataset), world):
             yield self.eval_dataset[index]["input_ids"][None].to(self.args.device)
 
-    def _mean_of(self, **values: list[Tensor]) -> dict[str, float]:
+    def _means(self, found: list[Tensor], size: int) -> list[float]:
+        """Of vectors `[size]`, over those of all processes; one may have none."""
         device = self.args.device
-        sums = [
-            torch.stack(v).sum() if v else torch.zeros((), device=device) for v in values.values()
-        ]
-        count = torch.tensor(float(len(next(iter(values.values())))), device=device)
-        *sums, count = self.accelerator.reduce(
-            torch.stack([*sums, count]), reduction="sum"
-        ).tolist()
-        return {name: value / count for name, value in zip(values, sums, strict=True)}
+        total = torch.stack(found).sum(0) if found else torch.zeros(size, device=device)
+        told = torch.cat([total, torch.tensor([float(len(found))], device=device)])
+        *sums, count = self.accelerator.reduce(told, reduction="sum").tolist()
+        return [value / count for value in sums]
 
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
@@ -307,9 +311,10 @@ class NoStepLeft(Exception):
 class SparsityCallback(TrainerCallback):
     """Ends each step, marks complete checkpoints, and turns Ctrl-C into a checkpoint and a stop."""
 
-    def __init__(self, trainer: SparseTrainer):
-        self.trainer = trainer
-        self.asked_to_stop = False
+    def __init__(self, trainer: SparseTrainer, stopping: Callable[[], None] = lambda: None):
+        """`stopping` is called, from a signal handler, when the first signal comes."""
+        self.trainer, self.stopping = trainer, stopping
+        self.asked_to_stop = self.in_a_hurry = False
         self.stopped_at: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -343,5 +348,8 @@ class SparsityCallback(TrainerCallback):
     def _ask(self, number, frame):
         # a launcher hands the signal on to processes that already had it: there, twice is once
         if self.asked_to_stop and self.trainer.args.world_size == 1:
+            self.in_a_hurry = True
             raise KeyboardInterrupt
+        if not self.asked_to_stop:
+            self.stopping()
         self.asked_to_stop = True

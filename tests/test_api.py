@@ -1,0 +1,96 @@
+"""The pipeline as functions: four names of the package, whatever was imported before."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from finetune_runs import SMALL, InterruptAt, small
+
+import twellctl
+from twellctl.errors import UsageError
+from twellctl.finetune import Interrupted, finetune
+from twellctl.progress import Progress
+from twellctl.recipe import Recipe, recipe_names, resolve_recipe
+
+NAMES = ("convert", "finetune", "profile", "export")
+QUIET = Progress(silent=True)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "pass",
+        "import twellctl.convert, twellctl.export, twellctl.profile, twellctl.finetune",
+        "from twellctl.export import export; from twellctl.convert import Converted",
+        "import twellctl.quickstart",
+        "from twellctl import *",
+        "import twellctl.cli; twellctl.cli.app",
+    ],
+)
+def test_they_are_functions_in_every_order(before):
+    code = (
+        f"import inspect, sys\n{before}\n"
+        "from twellctl import convert, finetune, profile, export\n"
+        "import twellctl, twellctl.convert as again\n"
+        "from twellctl.convert import convert as inner, Converted\n"
+        "assert convert is inner is again is twellctl.convert\n"
+        "for f in (convert, finetune, profile, export):\n"
+        "    assert inspect.isfunction(f), f\n"
+        "    assert getattr(twellctl, f.__name__) is f\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code])
+    assert done.returncode == 0
+
+
+def test_the_package_alone_is_cheap():
+    code = (
+        "import sys, twellctl; dir(twellctl); "
+        "sys.exit(bool({'torch', 'transformers', 'typer', 'rich', 'yaml'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert set(NAMES) <= set(dir(twellctl))
+    assert twellctl.__doc__.startswith("twellctl makes")
+
+
+def test_every_setting_is_a_keyword(relu_llama, text_file, tmp_path):
+    settings = SMALL | {"max_steps": 2, "target_sparsity": 0.97}
+    done = twellctl.finetune(
+        relu_llama, tmp_path / "out", data=[text_file], progress=QUIET, **settings
+    )
+    assert done.target_density == pytest.approx(0.03)
+    assert resolve_recipe(tmp_path / "out/recipe.yaml").target_sparsity == 0.97
+    assert inspect.signature(twellctl.finetune).parameters["recipe"].default is None
+    found = twellctl.profile(tmp_path / "out", text_file, windows=1, seq_len=16)
+    assert found.windows == 1
+
+
+def test_keywords_win_over_a_recipe(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("max-tokens: 100\nseed: 3\n")
+    for recipe in (file, str(file), resolve_recipe(file)):
+        both = resolve_recipe(recipe, {"max_steps": 7})
+        assert (both.max_steps, both.max_tokens, both.seed) == (7, None, 3)
+    for name in recipe_names():
+        assert resolve_recipe(resolve_recipe(name)) == resolve_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "said"),
+    [
+        (None, {"target_sparsty": 0.9}, "unknown key target-sparsty, did you mean target-sparsity"),
+        (None, {"target_sparsity": 2}, "target-sparsity must be < 1, got 2"),
+        ({"data": ["a"]}, {}, "single settings are keywords"),
+        (Recipe(), {}, "no text to train on"),
+    ],
+)
+def test_wrong_calls_are_refused(tmp_path, recipe, settings, said):
+    with pytest.raises(UsageError, match=said):
+        finetune("model", tmp_path / "out", recipe, **settings)
+
+
+def test_a_run_is_resumed_without_its_recipe(relu_llama, text_file, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, out, small(text_file), progress=InterruptAt(2))
+    assert finetune(relu_llama, out, resume=True, progress=QUIET).num_steps == 12

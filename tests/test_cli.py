@@ -1,0 +1,119 @@
+"""The command line itself: help, --quiet, completion, pipes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from twellctl import ui
+from twellctl.recipe import Recipe, flag_name
+
+COMMANDS = (
+    "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",
+    "bench ffn", "bench model", "bench decode", "bench train",
+)  # fmt: skip
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """`page(cli, *words)`: the text of a help page as wide as asked."""
+
+    def read(cli, *words, width=160) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, err = cli(*words)
+        assert (code, err) == (0, [])
+        return out
+
+    return read
+
+
+@pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
+def test_without_a_command_there_is_help(cli, page, words):
+    text = page(cli, *words)
+    for command in COMMANDS:
+        assert re.search(rf"^│ {command.split()[0]} ", text, re.MULTILINE), command
+    assert text.index("Make a model sparse") < text.index("finetune") < text.index("Use it")
+    assert "--install-completion" in text
+    assert "ffn" in page(cli, "bench", *words)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example_that_is_its_own(cli, page, command):
+    text = page(cli, *command.split(), "-h")
+    assert f"Example: twellctl {command} " in text
+    assert "--quiet" in text
+
+
+def test_help_is_as_wide_as_the_terminal(cli, page):
+    for width in (80, 160):
+        lines = page(cli, "finetune", "-h", width=width).splitlines()
+        assert max(map(len, lines)) == width
+
+
+def test_options_of_finetune_come_in_groups_with_choices_and_defaults(cli, page):
+    text = page(cli, "finetune", "-h", width=200)
+    panels = dict(re.findall(r"╭─ ([^─]+) ─+╮\n(.*?)╰", text, re.DOTALL))
+    assert list(panels)[:2] == ["Arguments", "Options"]
+    assert len(panels) == 7
+    assert "--target-sparsity" in panels["Sparsity and teacher"]
+    assert "cosine|linear|constant" in panels["Length, batch and rate"]
+    assert "[default: 1024, or the context if shorter]" in panels["Text"]
+    settings = {f"--{flag_name(name)}" for name in Recipe.__dataclass_fields__}
+    shown = set(re.findall(r"--[a-z0-9-]+", "".join(list(panels.values())[2:])))
+    assert settings <= shown
+    assert not settings & set(re.findall(r"^│ +(--[a-z0-9-]+)", panels["Options"], re.MULTILINE))
+
+
+def test_brackets_are_not_taken_for_markup(cli, page):
+    assert "[NAME=]FILE" in page(cli, "profile", "-h")
+    assert "[default: 256, or what the context leaves]" in page(cli, "generate", "-h")
+
+
+def test_choices_are_completed():
+    words = {"COMP_WORDS": "twellctl finetune --lr-scheduler co", "COMP_CWORD": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'twellctl'\n"
+         "from twellctl.__main__ import main; main()"],
+        env=os.environ | words | {"_TWELLCTL_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["cosine", "constant"]
+
+
+def test_quiet_leaves_results_and_errors(cli, relu_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(ui.stderr, "quiet", False)
+    code, out, err = cli("export", relu_llama, tmp_path / "out")
+    assert "beware" in err[0]
+    quiet_code, quiet_out, quiet_err = cli("export", relu_llama, tmp_path / "out2", "--quiet")
+    assert (code, quiet_code, quiet_err) == (0, 0, [])
+    assert quiet_out == out.replace("out:", "out2:").replace("out PROMPT", "out2 PROMPT")
+    code, _, err = cli("export", relu_llama, tmp_path / "out", "-q")
+    assert (code, len(err)) == (1, 1)
+
+
+def test_a_profile_to_stdout(cli, relu_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["profile", relu_llama, "--data", text_file, "--windows=1", "--seq-len=16"]
+    code, out, _ = cli(*words, "--json", "-")
+    assert code == 0
+    assert json.loads(out)["windows"] == 1
+    assert list(tmp_path.iterdir()) == []
+    assert cli(*words, "--json", "file.json")[0] == 0
+    assert (tmp_path / "file.json").read_text() == out
+
+
+def test_a_reader_that_has_had_enough_is_no_failure(relu_llama):
+    """As other tools end behind `| head`: by the number of SIGPIPE, without a word about it."""
+    command = [sys.executable, "-m", "twellctl", "generate", str(relu_llama), "a", "--seed=0"]
+    process = subprocess.Popen(
+        [*command, "--temperature=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141
+    assert "rror" not in said

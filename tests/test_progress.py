@@ -1,0 +1,99 @@
+"""What a command says while it works: what lasts, one time to go, figures that are not stale."""
+
+import io
+import re
+import threading
+
+import pytest
+from finetune_runs import small
+from rich.console import Console
+
+from twellctl import activity, ui
+from twellctl.activity import Activity
+from twellctl.finetune import finetune
+from twellctl.progress import Progress
+
+
+@pytest.fixture
+def console(monkeypatch):
+    """`console(terminal)` takes the place of stderr; its file holds what was said."""
+
+    def replace(terminal: bool) -> Console:
+        made = Console(
+            file=io.StringIO(),
+            force_terminal=terminal,
+            highlight=False,
+            width=120,
+            color_system=None,
+        )
+        monkeypatch.setattr(ui, "stderr", made)
+        monkeypatch.setattr(ui, "activity", Activity(made))
+        return made
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.7, "1 h 00 min"),
+        (3780, "1 h 03 min"),
+        (14494.5 * 60, "10 d 1 h"),
+    ],
+)
+def test_durations_are_as_people_say_them(seconds, said):
+    assert ui.duration(seconds) == said
+
+
+def test_what_lasts_is_said_and_what_does_not_is_not(console, monkeypatch):
+    said = threading.Event()
+    made = console(terminal=False)
+    show = Activity._show
+    monkeypatch.setattr(Activity, "_show", lambda self, text: (show(self, text), said.set()))
+    monkeypatch.setattr(activity, "PATIENCE", 600)
+    ui.doing("what is soon over")
+    monkeypatch.setattr(activity, "PATIENCE", 0)
+    ui.doing("what lasts")
+    assert said.wait(10)
+    ui.activity.over()
+    assert made.file.getvalue() == "what lasts ...\n"
+
+
+def test_quiet_leaves_errors_only(console):
+    made = console(terminal=False)
+    ui.be_quiet()
+    ui.note("a note")
+    ui.fail("an error")
+    assert made.file.getvalue() == "error: an error\n"
+
+
+def test_the_lines_of_a_run(console, relu_llama, text_file, tmp_path):
+    made = console(terminal=False)
+    recipe = small(text_file, max_steps=7, eval_steps=5, logging_steps=3)
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress())
+    lines = [line for line in made.file.getvalue().splitlines() if line.startswith("step ")]
+    steps = [int(re.match(r"step (\d+)/7  ", line)[1]) for line in lines]
+    held_out = [line for line in lines if "held-out" in line]
+    assert steps == [0, 1, 3, 5, 6, 7, 7]
+    assert [int(re.match(r"step (\d+)", line)[1]) for line in held_out] == [0, 5, 7]
+    assert held_out[-1].endswith(f"held-out {done.cross_entropy:.4f} at {done.density:.2%}")
+    for line in set(lines) - set(held_out):
+        assert line.count("left") == 1
+        assert "eta" not in line
+    mean = sum(done.density_by_layer) / len(done.density_by_layer)
+    assert mean == pytest.approx(done.density)
+
+
+def test_the_last_panel_shows_the_last_figures(console, relu_llama, text_file, tmp_path):
+    made = console(terminal=True)
+    recipe = small(text_file, max_steps=6, eval_steps=5)
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress())
+    screen = made.file.getvalue()
+    last = screen[screen.rindex("step 6 of 6") :]
+    assert f"{done.cross_entropy:.4f} at {done.density:.2%} (step 6)" in last
+    assert "(step 5)" not in last
+    assert last.count(" left") == 1
