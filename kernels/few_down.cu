@@ -16,21 +16,26 @@
 // of warps and blocks: the bits do not depend on time.
 //
 // Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads, K / 16
-// blocks. Dynamic shared memory: 2 bytes for each neuron, rounded up to 16, and Down::kBytes.
+// blocks. Dynamic shared memory: the list, 2 bytes a neuron, rounded up to 16, and Down::kBytes.
+// `few_down` lists so many neurons at a time, and goes through several lists if more fired: what it
+// does not take is left to the kernels around it, which start before it ends.
 #include "cluster.cuh"
 #include "few.cuh"
 #include "warp.cuh"
 
 namespace {
 
+constexpr int kFewListed = 2048, kAllListed = 65536;
 #if __CUDA_ARCH__ >= 900
 constexpr int kWideTiles = 4;
 #else
 constexpr int kWideTiles = 1;
 #endif
 
-// The neurons that fired, in ascending order, to shared memory; how many. All threads of the block.
-__device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N) {
+// Of the neurons that fired, in ascending order, number `from` and up to `cap` behind it, to shared
+// memory; how many fired. All threads of the block.
+__device__ __forceinline__ int make_list(unsigned list, const unsigned short* fired, int N,
+                                         int from, int cap) {
     __shared__ int of_warps[few::kWarps];
     const int num = (N + 2 * few::kRows - 1) / (2 * few::kRows), lane = threadIdx.x % 32;
     int total = 0;
@@ -42,15 +47,16 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
         const int own = __popc(left), upto = scan_warp(own, lane);
         if (lane == 31) of_warps[threadIdx.x / 32] = upto;
         __syncthreads();
-        unsigned to = list + 2 * (total + upto - own);
+        int place = total + upto - own - from;
 #pragma unroll
         for (int i = 0; i < few::kWarps; ++i) {
-            if (i < static_cast<int>(threadIdx.x) / 32) to += 2 * of_warps[i];
+            if (i < static_cast<int>(threadIdx.x) / 32) place += of_warps[i];
             total += of_warps[i];
         }
 #pragma unroll 1
-        for (; left; left &= left - 1, to += 2)
-            store_shared_half(to, both * 2 * few::kRows + __ffs(left) - 1);
+        for (; left; left &= left - 1, ++place)
+            if (static_cast<unsigned>(place) < static_cast<unsigned>(cap))
+                store_shared_half(list + 2 * place, both * 2 * few::kRows + __ffs(left) - 1);
         __syncthreads();
     }
     return total;
@@ -77,8 +83,8 @@ class Down {
     int num;                                // of the list
     unsigned row_bytes;                     // of w_down
 
-    // The sums of the block's neurons, to shared memory: [warp][tile][octet][kBlockSums].
-    __device__ __forceinline__ void multiply() const {
+    // Adds the neurons of the list to the sums of a warp.
+    __device__ __forceinline__ void multiply(float (&sums)[TILES][OCTETS][4]) const {
         const int lane = threadIdx.x % 32, step = few::kWarps * TILES;
         const int num_groups = (num + few::kRows - 1) / few::kRows;
         const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -88,7 +94,6 @@ class Down {
             if (first + i * step < num_groups) bring(i, first + i * step);
             commit_copies();
         }
-        float sums[TILES][OCTETS][4] = {};
         const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
         int stage = 0;
 #pragma unroll 1
@@ -119,7 +124,11 @@ class Down {
             commit_copies();
             if (++stage == kStages) stage = 0;
         }
+    }
 
+    // The sums of all warps to shared memory: [warp][tile][octet][kBlockSums].
+    __device__ __forceinline__ void store(const float (&sums)[TILES][OCTETS][4]) const {
+        const int lane = threadIdx.x % 32;
         __syncthreads();
         const unsigned to = memory + threadIdx.x / 32 * kSums * 4;
 #pragma unroll
@@ -203,21 +212,33 @@ class Down {
     }
 };
 
-template <int OCTETS, int TILES>
+// LISTED: neurons that are listed at a time.
+template <int OCTETS, int TILES, int LISTED>
 __device__ __forceinline__ void down(const unsigned short* w_down, const unsigned short* hidden,
                                      const unsigned short* fired, const unsigned short* b_down,
                                      const unsigned short* residual, int M, int N, int K,
                                      unsigned short* y) {
     extern __shared__ uint4 memory[];
-    const unsigned list = kept_address(memory), stages = list + (2 * N + 15) / 16 * 16;
-    if (dynamic_smem_bytes() < (2 * N + 15) / 16 * 16 + Down<OCTETS, TILES>::kBytes) __trap();
+    const int cap = LISTED < N ? LISTED : N;
+    const unsigned list = kept_address(memory), stages = list + (2 * cap + 15) / 16 * 16;
+    if (dynamic_smem_bytes() < (2 * (LISTED < N ? LISTED : N) + 15) / 16 * 16 +
+                                   Down<OCTETS, TILES>::kBytes)
+        __trap();
     const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int first_column = (blockIdx.x - rank) * 16;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
-    const int num = make_list(list, fired, N);
-    const Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, num, 2u * K};
-    product.multiply();
+    const int total = make_list(list, fired, N, 0, cap);
+    Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, 0, 2u * K};
+    float sums[TILES][OCTETS][4] = {};
+    for (int from = 0;;) {
+        product.num = min(total - from, cap);
+        product.multiply(sums);
+        if ((from += cap) >= total) break;
+        __syncthreads();  // the list is still read
+        make_list(list, fired, N, from, cap);
+    }
+    product.store(sums);
     if (TILES > 1) {
         product.add_warps();
         cluster_sync();
@@ -241,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(few::kThreads)
     few_down(const unsigned short* w_down, const unsigned short* hidden,
              const unsigned short* fired, const unsigned short* b_down,
              const unsigned short* residual, int M, int N, int K, unsigned short* y) {
-    down<1, 1>(w_down, hidden, fired, b_down, residual, M, N, K, y);
+    down<1, 1, kFewListed>(w_down, hidden, fired, b_down, residual, M, N, K, y);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -256,7 +277,8 @@ extern "C" __global__ void __launch_bounds__(few::kThreads)
                                const unsigned short* fired, const unsigned short* b_down,      \
                                const unsigned short* residual, int M, int N, int K,            \
                                unsigned short* y) {                                            \
-        down<octets, kWideTiles>(w_down, hidden, fired, b_down, residual, M, N, K, y);         \
+        down<octets, kWideTiles, kAllListed>(w_down, hidden, fired, b_down, residual, M, N, K, \
+                                             y);                                               \
     }
 
 TWELL_FEW_DOWN(1)

@@ -1,9 +1,10 @@
-// few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up), [M, K] to [M, N], for 1 to 64 tokens
-// (few.cuh): the dense form, both products in one kernel.
+// few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up) for 1 to 64 tokens (few.cuh): the dense
+// form, both products in one kernel.
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
+// hidden is [M, N]; counts int32 [M], or null: as in few_hidden.
 //
-// Launch: as few_linear.
+// Launch: as few_linear; dynamic shared memory as there and 32 OCTETS bytes more.
 #include "few.cuh"
 
 namespace {
@@ -28,16 +29,20 @@ template <class SIZES>
 __device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* w_gate,
                                       const unsigned short* w_up, const unsigned short* b_gate,
                                       const unsigned short* b_up, int M, int N, int K,
-                                      unsigned short* hidden) {
+                                      unsigned short* hidden, int* counts) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
+    constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes + SIZES::x_bytes(M, K)) __trap();
+    if (dynamic_smem_bytes() < SIZES::kBytes + 4 * kTokens + SIZES::x_bytes(M, K)) __trap();
+    int* fired = reinterpret_cast<int*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
+    if (threadIdx.x < kTokens) fired[threadIdx.x] = 0;  // a barrier follows, in the product
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
     const GatedRows rows = {w_gate + static_cast<long long>(first_row) * K,
                             min(share.end * few::kRows, N) - first_row, w_up - w_gate};
     const unsigned address = kept_address(memory);
-    few::Product<SIZES, GatedRows> product(address, address + SIZES::kBytes, x, M, K, rows);
+    few::Product<SIZES, GatedRows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M,
+                                            K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();
@@ -51,10 +56,13 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
             if (b_gate) gate += bf16_value(b_gate[n]);
             if (b_up) up += bf16_value(b_up[n]);
             const float h = keep_fired(rounded(gate));
+            if (h != 0.f && counts) atomicAdd(&fired[token], 1);
             hidden[static_cast<long long>(token) * N + n] =
                 static_cast<unsigned short>(bf16_bits(h * rounded(up)));
         });
     });
+    if (counts && static_cast<int>(threadIdx.x) < M && fired[threadIdx.x])
+        atomicAdd(counts + threadIdx.x, fired[threadIdx.x]);
 }
 
 }  // namespace
@@ -64,9 +72,9 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
         few_gated_##name(const unsigned short* x, const unsigned short* w_gate,            \
                          const unsigned short* w_up, const unsigned short* b_gate,         \
                          const unsigned short* b_up, int M, int N, int K,                  \
-                         unsigned short* hidden) {                                         \
+                         unsigned short* hidden, int* counts) {                            \
         gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                 \
-            x, w_gate, w_up, b_gate, b_up, M, N, K, hidden);                               \
+            x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, counts);                       \
     }
 
 #if TWELL_SHARED_KB >= 163

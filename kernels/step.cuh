@@ -7,7 +7,7 @@
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16
 //   words       uint32, zero before the first launch; step_block.cuh says what lies where
 //   epoch       uint32 [1], zero before the first launch: how often words were used
-//   counts      int32 [num_layers]: neurons that fired (not in the dense form, where it is zeroed)
+//   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
 //
 // One token needs 60 MB of weights a layer, and each multiplies one number: time goes by how fast
@@ -148,7 +148,7 @@ struct Step : Neurons {
                 if (SPARSE)
                     ffn(layer(l), share, x, tag, args.counts + l);
                 else
-                    ffn_dense(layer(l), share, x, tag);
+                    ffn_dense(layer(l), share, x, tag, args.counts + l);
                 add_parts(layer(l), own, tag);
             }
         }

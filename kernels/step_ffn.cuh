@@ -100,7 +100,7 @@ struct Neurons : Attention {
 
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
     __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share,
-                                              const Columns& x, unsigned tag) {
+                                              const Columns& x, unsigned tag, int* count) {
         sums_at ^= 1;
         const int num_units = share.num * kQuadUnits;
 #pragma unroll 1
@@ -124,6 +124,7 @@ struct Neurons : Attention {
             if (layer.gate_bias) gate += bf16_value(layer.gate_bias[neuron]);
             if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
             gate = rounded(gate);
+            if (fires(gate)) atomicAdd(count, 1);
             hidden[row] = fires(gate) ? rounded(gate * rounded(up)) : 0.f;
         }
         sums_at ^= 1;

@@ -160,16 +160,6 @@ __device__ __forceinline__ unsigned load_or_leave(bool wanted, const unsigned* f
     return word;
 }
 
-// A number, or 0: a predicate, no branch. The load is made here, wherever its result is needed.
-__device__ __forceinline__ float load_or_zero(bool wanted, const float* from) {
-    float value;
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1];}"
-        : "=f"(value)
-        : "l"(from), "r"(static_cast<unsigned>(wanted)));
-    return value;
-}
-
 // Numbers that lie together, or what was there.
 __device__ __forceinline__ void load_pair_if(bool wanted, const float* from, float& a, float& b) {
     asm volatile(
@@ -249,15 +239,6 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&m)[4], unsig
     asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
         : "r"(smem_row));
-}
-
-// A matrix of 8 x 8 of 16 bits, each lane with row g, columns 2t and 2t + 1: transposed.
-__device__ __forceinline__ unsigned transpose_matrix(unsigned row_pair) {
-    unsigned column_pair;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                 : "=r"(column_pair)
-                 : "r"(row_pair));
-    return column_pair;
 }
 
 // The same of memory that changes: all lanes have read when this returns.

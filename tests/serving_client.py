@@ -30,8 +30,8 @@ def running(served, *, api_key="none", **settings):
     ready: list[str] = []
     loop, stop, up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
-    def on_ready(name: str, url: str) -> None:
-        ready.append(url)
+    def on_ready(served, url: str) -> None:
+        ready.append(f"{url}/v1")
         up.set()
 
     thread = threading.Thread(
@@ -50,6 +50,13 @@ def running(served, *, api_key="none", **settings):
         thread.join(20)
         listener.close()
     assert not thread.is_alive()
+
+
+def told_at_start(process) -> dict[str, str]:
+    """What a server says on its stdout once it is up, by name."""
+    lines = [process.stdout.readline() for _ in range(7)]
+    assert all(lines), process.stderr.read()
+    return dict(line.rstrip("\n").split(maxsplit=1) for line in lines)
 
 
 class Scripted:

@@ -191,13 +191,14 @@ def test_settings_are_checked_from_python_too():
 
 
 def test_which_way_auto_went(monkeypatch):
-    bucket = density_bucket(0.01)
+    bucket, auto = density_bucket(0.01), ("walk", "lists", "fused", "dense")
     kinds = {
-        Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper"): Choice("twell", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper"): Choice("dense", "fused"),
-        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper"): Choice("fused", "fused"),
+        Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper", auto): Choice("lists", "dense"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "fused"),
+        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("fused", "fused"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("walk", "walk"),
     }
     monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
     layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
-    assert routes_taken(64, 256, False, 10000, layers) == {"twell": 2, "fused": 1}
+    assert routes_taken(64, 256, False, 10000, layers) == {"lists": 2, "fused": 1}
     assert routes_taken(64, 256, False, 50, layers) == {"fused": 2}  # graphs are replayed there

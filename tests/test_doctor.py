@@ -81,6 +81,7 @@ def test_a_bare_machine(play, monkeypatch):
         "NVRTC": "none",
         "variables": "none",
         "kernels": "none",
+        "ways": "none",
         "cache": "ok",
         "works": "ok",
     }
@@ -195,6 +196,14 @@ def test_which_kernels_run(gpus, monkeypatch):
     monkeypatch.setenv("TWELL_PORTABLE", "1")
     gpus(HOPPER)
     assert kernels_here.find_kernels(GPU).what.startswith("portable kernels for sm_90a")
+
+
+def test_the_ways_of_an_ffn(gpus):
+    gpus(HOPPER)
+    found = kernels_here.find_ways(kernels_here.find_kernels(GPU))
+    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, fused, dense;")
+    assert found.what.endswith("; 4097 and more tokens: lists, fused, dense")
+    assert kernels_here.find_ways(Finding("kernels", "none", "none")).state == "none"
 
 
 def test_why_no_kernels_run(gpus, monkeypatch):

@@ -54,5 +54,5 @@ def test_a_step(case, folder):
         for own, other in zip(made, exact, strict=True):
             assert (own - other).abs().max() < 0.05
     # a gate within one rounding of 0 may fall on either side
-    missed = (done.counts[0] - wanted.counts[0]).abs() if sparse else done.counts[0]
-    assert (missed <= (2 if sparse else 0)).all()
+    missed = (done.counts[0] - wanted.counts[0]).abs()
+    assert (missed <= 2).all()

@@ -345,7 +345,6 @@ BUNDLED = [
     "twell_cubin.py",
     "twell_driver.py",
     "twell_few.py",
-    "twell_few_clusters.py",
     "twell_ffn.py",
     "twell_format.py",
     "twell_kernels/README.md",
@@ -358,6 +357,7 @@ BUNDLED = [
     "twell_plan.py",
     "twell_route.py",
     "twell_sequence.py",
+    "twell_ways.py",
     "twell_weights.py",
 ]
 

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters, source
+from launched import Launches, kind_of, parameters, source
 from torch import Tensor
 
-from twellctl.bundle import twell_few, twell_few_clusters
+from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     FewPlan,
     Launch,
-    few_ffn,
     few_ffn_kernels,
     few_gated,
     few_kernels,
     few_linear,
+    few_union,
     plan_few,
     takes_few,
     takes_few_dense,
@@ -42,13 +42,8 @@ HEADERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _maps(monkeypatch):
-    monkeypatch.setattr(twell_few_clusters, "tensor_map", Map)
-
-
-def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True, **more):
-    """What few_ffn, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
+def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, **more):
+    """What the FFN, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -58,8 +53,8 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full: bool = True
     residual = zeros(M, K) if full else None
     counts = zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    y = few_ffn(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
-    hidden = few_gated(kernels, limits, x, ffn, **more)
+    y = few_union(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
+    hidden = few_gated(kernels, limits, x, ffn, counts=counts, **more)
     linear = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, **more)
     assert [tuple(t.shape) for t in (y, hidden, linear)] == [(M, K), (M, N), (M, N)]
     assert {t.dtype for t in (y, hidden, linear)} == {torch.bfloat16}
@@ -84,14 +79,12 @@ def test_arguments_are_the_parameters_of_the_kernel(M, full):
 def test_grids_are_those_of_the_kernels(M, limits):
     for K, N in ((64, 8), (128, 520), (2048, 5632)):
         made = {
-            re.sub(r"_\d.*|_wide.*|_hopper", "", launch[0]): launch
+            re.sub(r"_\d.*|_wide.*", "", launch[0]): launch
             for launch in launches(M, K, N, limits).made
         }
         blocks = min(-(-N // 16), limits.num_sms)
         grids = {name: grid for name, (_, grid, *_) in made.items()}
         products = dict.fromkeys(("few_hidden", "few_gated", "few_linear"), (blocks,))
-        if clusters := twell_few_clusters.plan_clusters(M, N, K, limits, 30):
-            products["few_hidden"] = (4 * clusters.clusters,)
         assert grids == {**products, "few_down": (K // 16,)}
         assert {launch[2] for launch in made.values()} == {256}
         hidden, fired = made["few_hidden"][3][-3:-1]
@@ -100,6 +93,14 @@ def test_grids_are_those_of_the_kernels(M, limits):
         assert hidden.shape == (N, 8 * plan_few(M, N, K, limits).octets)
         assert len(fired) >= -(-N // 16)
         assert fired.dtype == torch.int16
+
+
+def test_the_dense_form_counts_where_it_is_asked():
+    for full in (True, False):
+        _, _, gated, _ = launches(3, 2048, 5632, full=full).made
+        hidden, counts = gated[3][-2:]
+        assert hidden.shape == (3, 5632)
+        assert (counts is not None) == full
 
 
 def test_a_wide_result_goes_where_the_kernel_has_it():
@@ -147,7 +148,7 @@ def test_every_entry_is_planned_and_has_its_source():
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
     assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
-    own = {"few_hidden_hopper", *few_walk_kernels(17, H200)}
+    own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own
 
 
@@ -165,16 +166,16 @@ def test_all_that_is_taken_fits_and_is_prepared(name):
                 if takes_few_dense(M, limits):
                     dense = plan.gated, plan.linear, plan.ahead
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
+                    assert {launch.name for launch in dense} <= set(prepared)
     assert seen
     assert prepared
 
 
 def test_what_a_kernel_declares_counts_too():
     N = 65536  # for which few_down asks for the most
-    for M in (1, 8):
-        most = plan_few(M, N, 64, H200).down.smem_bytes + twell_few._DOWN_STATIC
-        assert takes_few(M, N, replace(H200, smem_bytes=most))
-        assert not takes_few(M, N, replace(H200, smem_bytes=most - 1))
+    most = plan_few(8, N, 64, H200).down.smem_bytes + twell_few._DOWN_STATIC
+    assert takes_few(8, N, replace(H200, smem_bytes=most))
+    assert not takes_few(8, N, replace(H200, smem_bytes=most - 1))
 
 
 @pytest.mark.parametrize("N", [8, 5632, 14336])
@@ -242,7 +243,7 @@ PROBES = {
     "few_linear.cu": "class SIZES",
     "few_gated.cu": "class SIZES",
     "few_hidden.cu": "class SIZES",
-    "few_down.cu": "int OCTETS, int TILES",
+    "few_down.cu": "int OCTETS, int TILES, int LISTED",
 }
 
 
@@ -253,10 +254,10 @@ def template_of(launch: Launch, plan: FewPlan, limits: Limits) -> str:
         assert int(octets) == plan.octets
         return given
     if launch.name == "few_down":
-        return "1, 1"
+        return "1, 1, kFewListed"
     octets = launch.name.removeprefix("few_down_wide_")
     assert int(octets) == plan.octets
-    return f"{octets}, kWideTiles"
+    return f"{octets}, kWideTiles, kAllListed"
 
 
 def claims_of(file: str, limits: Limits) -> list[str]:

@@ -11,13 +11,14 @@ import torch
 from launched import Launches, kind_of, parameters
 
 from twellctl.bundle import twell_few_walk
-from twellctl.bundle.twell_few import few_ffn, few_ffn_kernels, few_kernels
+from twellctl.bundle.twell_few import few_ffn_kernels, few_kernels, few_pairs
 from twellctl.bundle.twell_few_walk import (
     LINEAR_TOKENS,
     WALK_SIZES,
     WALK_TOKENS,
     few_walk_kernels,
     plan_few_walk,
+    suits_few_walk,
     takes_few_walk,
 )
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
@@ -39,16 +40,15 @@ def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
     return AT_ONCE[size]
 
 
-def launched(M: int, K: int, N: int, *, full: bool = False, density: float = 0.0, **how):
-    """What few_ffn launches; `full`: with biases, a residual, counts."""
+def launched(M: int, K: int, N: int, *, full: bool = False, **how):
+    """What few_pairs launches; `full`: with biases, a residual, counts."""
     x, *weights = (torch.zeros(n, K, dtype=torch.bfloat16) for n in (M, N, N, N))
     biases = [torch.zeros(n, dtype=torch.bfloat16) if full else None for n in (N, N, K)]
     residual = torch.zeros_like(x) if full else None
     counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
     ffn = FFN(*weights, *biases)
-    given = {"residual": residual, "counts": counts, "density": density}
-    y = few_ffn(kernels, H200, x, ffn, **given, **how)
+    y = few_pairs(kernels, H200, x, ffn, residual=residual, counts=counts, **how)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 
@@ -104,18 +104,16 @@ def test_all_columns_have_a_thread_and_all_lists_room(K, N):
 
 
 def test_it_is_taken_where_few_fire_on_hopper():
-    few, K, N = 0.005, 2048, 5632
-    taken = [M for M in range(1, 70) if takes_few_walk(M, N, K, few, H200)]
+    K, N = 2048, 5632
+    taken = [M for M in range(1, 70) if takes_few_walk(M, N, K, H200)]
     assert taken == list(WALK_TOKENS)
-    assert not takes_few_walk(16, N, K, None, H200)
+    assert not suits_few_walk(16, N, K, None)
     for M, most in ((4, 0.0216), (8, 0.043), (16, 0.086), (64, 0.086)):
-        assert takes_few_walk(M, N, K, most, H200)
-        assert not takes_few_walk(M, N, K, most + 0.001, H200)
-    assert not takes_few_walk(16, N, 4160, few, H200)  # more columns than threads
-    assert not any(takes_few_walk(16, N, K, few, limits) for limits in OTHERS)
-    assert not takes_few_walk(16, 65536, K, few, replace(H200, smem_bytes=99 << 10))
-    names = {launch[0] for launch in launched(16, K, N, density=0.1).made}
-    assert names == {"few_hidden_2", "few_down_wide_2"}
+        assert suits_few_walk(M, N, K, most)
+        assert not suits_few_walk(M, N, K, most + 0.001)
+    assert not takes_few_walk(16, N, 4160, H200)  # more columns than threads
+    assert not any(takes_few_walk(16, N, K, limits) for limits in OTHERS)
+    assert not takes_few_walk(16, 65536, K, replace(H200, smem_bytes=99 << 10))
 
 
 def test_it_is_loaded_where_it_may_be_launched():
@@ -123,7 +121,7 @@ def test_it_is_loaded_where_it_may_be_launched():
         for M in range(1, 65):
             entries = few_walk_kernels(M, limits)
             assert set(entries) <= set(few_kernels(M, limits))
-            assert bool(entries) == takes_few_walk(M, 8, 64, 0.0, limits)
+            assert bool(entries) == takes_few_walk(M, 8, 64, limits)
     wanted = {entry for entry, file in ENTRY_FILES.items() if file == "few_walk.cu"}
     assert wanted == set(few_walk_kernels(64, H200))
     linear = {f"few_linear_{octets}" for octets in (1, 2, 4)}

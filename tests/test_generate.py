@@ -214,7 +214,7 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
         "from twellctl.decoding.hf_decoder import HFDecoder\n"
         "step = HFDecoder.step\n"
         "HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)\n"
-        "from twellctl.cli import main\n"
+        "from twellctl.__main__ import main\n"
         f"sys.argv[1:] = ['generate', {str(relu_llama)!r}, 'x = 1', '--temperature', '2',\n"
         " '--seed', '1']\n"
         "main()\n"

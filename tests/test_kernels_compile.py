@@ -17,10 +17,10 @@ from twellctl.bundle.twell_walk import WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {"gate_pack.cu", "heavy.cu", "walk.cu", "few_hidden_hopper.cu", "few_walk.cu"}
+HOPPER_ONLY = {"gate_pack.cu", "heavy.cu", "walk.cu", "few_walk.cu"}
 HOPPER_ONLY |= {"step_2048.cu", "step_4096.cu", "step_rows_2048.cu"}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
-ENTRIES |= {*WALK_KERNELS, "few_down", "few_hidden_hopper", "choose"}
+ENTRIES |= {*WALK_KERNELS, "few_down", "choose"}
 COMPILED = [
     (name, arch)
     for name in SOURCES

@@ -90,7 +90,7 @@ def test_two_processes_change_nothing(relu_llama, eight_blocks, expected, tmp_pa
 @pytest.mark.parametrize("normalizer", ["sum", "mean"])
 def test_normalizer(relu_llama, eight_blocks, normalizer):
     model = load_model(open_checkpoint(relu_llama))
-    penalty = FfnPenalty(model, [0.0, 0.0], normalizer)
+    penalty = FfnPenalty(model, normalizer)
     ids = eight_blocks[1]
     model(ids)
     value, densities = penalty.measured()
@@ -109,7 +109,7 @@ def test_normalizer(relu_llama, eight_blocks, normalizer):
 def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
     convert(make_model("phi3"), tmp_path / "relu")
     model = load_model(open_checkpoint(tmp_path / "relu")).requires_grad_(True)
-    penalty = FfnPenalty(model, [0.0, 0.0])
+    penalty = FfnPenalty(model)
     penalty.l1 = 1.0
     penalty.begin(eight_blocks[1].numel(), 1.0)
     logits = model(eight_blocks[1]).logits
@@ -118,7 +118,7 @@ def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
 
 
 def penalised_gradients(model, ids) -> dict[str, torch.Tensor]:
-    penalty = FfnPenalty(model, [0.0, 0.0])
+    penalty = FfnPenalty(model)
     penalty.l1 = 0.5
     penalty.begin(ids.numel(), 1.0)
     logits = model(ids).logits
@@ -142,7 +142,7 @@ def test_ffns_that_their_own_modules_compute_are_penalised(relu_llama, eight_blo
 def test_ffns_are_as_before_without_the_penalty(relu_llama, eight_blocks):
     model = load_model(open_checkpoint(relu_llama))
     stock, wanted = type(model.model.layers[0].mlp), model(eight_blocks[1]).logits
-    penalty = FfnPenalty(model, [0.0, 0.0])
+    penalty = FfnPenalty(model)
     assert type(model.model.layers[0].mlp) is not stock
     torch.testing.assert_close(model(eight_blocks[1]).logits, wanted)
     penalty.remove()
@@ -159,7 +159,7 @@ def test_compiled_layers_leave_the_ffns_to_themselves(relu_llama, eight_blocks, 
     ids, found = eight_blocks[1], {}
     for compiled in (False, True):
         model = load_model(open_checkpoint(relu_llama)).requires_grad_(True).train()
-        penalty = FfnPenalty(model, [0.0, 0.0], compiled=compiled)
+        penalty = FfnPenalty(model, compiled=compiled)
         if compiled:
             for layer in model.model.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=False)

@@ -9,19 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled import cluster_blocks, compiled, most_threads
-from launched import Map
 from popular_shapes import NOT_TAKEN, SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_few_clusters, twell_ffn, twell_sequence
+from twellctl.bundle import twell_ffn, twell_launch
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_plan import why_unfit
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding import kernel_decoder
+from twellctl.decoding import down_copies, kernel_decoder
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 
@@ -95,13 +94,13 @@ def judge(device, monkeypatch) -> Judge:
     """In the place of the kernels of `device`, for the operator and for the engine."""
     made = Judge(DEVICES[device])
     hopper = made.limits.capability == (9, 0)
-    for module in (twell_few_clusters, twell_sequence):
-        monkeypatch.setattr(module, "tensor_map", Map)
+    monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
     for module in (twell_ffn, kernel_decoder):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     monkeypatch.setattr(kernel_decoder, "takes_hopper_kernels", lambda index: hopper)
     monkeypatch.setattr(kernel_decoder, "what_is_missing", lambda: None)
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
@@ -180,6 +179,8 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
                 for width in (decoder.widths(PAGES)[0], PAGES):
                     logits, _ = decoder.step(*inputs(B, width))
                     assert logits.shape == (B, shape.vocabulary)
+                densely, _ = decoder.forms(B)["dense"](*inputs(B, PAGES))
+                assert densely.shape == logits.shape
     assert judge.launched <= judge.prepared
 
 

@@ -1,5 +1,6 @@
 """Which route is taken: measured once, kept, and a rule for what is not measured."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,17 +9,19 @@ import torch
 from twellctl.bundle import twell_route
 from twellctl.bundle.twell_route import Choice, Kind, choose
 
-KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, 8, "hopper")
+WAYS = ("union", "dense")
+KIND = Kind("a GPU", 2048, 5632, False, 4096, -10, 8, "hopper", WAYS)
 
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path) -> list:
-    """Measurements that were made; dense wins launched one by one, TwELL in a graph."""
+    """Measurements that were made; dense wins launched one by one, the union in a graph."""
     made = []
 
     def measure(runs):
-        made.append(sorted(runs))
-        return Choice("dense", "twell"), {"eager dense": 1.0}
+        made.append(list(runs))
+        times = {"eager union": 2.0, "eager dense": 1.0, "graph union": 1.0, "graph dense": 2.0}
+        return {key: times[key] for key in times if key.split()[1] in runs}
 
     monkeypatch.setattr(twell_route, "measure", measure)
     monkeypatch.setattr(twell_route, "_choices", {})
@@ -26,20 +29,30 @@ def timed(monkeypatch, tmp_path) -> list:
     return made
 
 
-def chosen(kind: Kind = KIND, density: float | None = 0.01, capturing: bool = False) -> str:
-    return choose(kind, density, capturing, {"dense": None, "twell": None}, lambda: 0.005)
+def chosen(kind: Kind = KIND, capturing: bool = False) -> str:
+    runs = dict.fromkeys(kind.ways)
+    return choose(kind, capturing, runs, lambda: "by rule", lambda: 0.005)
 
 
 def test_a_choice_is_measured_once_and_kept(timed, monkeypatch):
-    assert [chosen(), chosen(), chosen(capturing=True)] == ["dense", "dense", "twell"]
-    assert timed == [["dense", "twell"]]
+    assert [chosen(), chosen(), chosen(capturing=True)] == ["dense", "dense", "union"]
+    assert timed == [["union", "dense"]]
     monkeypatch.setattr(twell_route, "_choices", {})  # another process
     assert chosen() == "dense"
     assert len(timed) == 1
-    chosen(Kind("a GPU", 2048, 5632, False, 128, -10, 8, "hopper"))
+    chosen(replace(KIND, tokens=128))
     assert len(timed) == 2
     assert len(twell_route._read_kept()) == 2
-    assert set(twell_route.known_choices().values()) == {Choice("dense", "twell")}
+    assert set(twell_route.known_choices().values()) == {Choice("dense", "union")}
+
+
+def test_what_was_chosen_among_others_is_no_choice(timed):
+    """A kernel for 4 tokens and more does not take 3, which are in the same power of two."""
+    assert chosen() == "dense"
+    assert chosen(replace(KIND, ways=("union",))) == "union"
+    assert len(timed) == 1
+    assert chosen(replace(KIND, ways=("dense", "union"))) == "dense"
+    assert len(timed) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"'])
@@ -57,7 +70,7 @@ def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path, ke
 
 
 def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):
-    fits = {"twell"}
+    fits = {"union"}
 
     def median_ms(run, *, ahead):
         if run not in fits:
@@ -67,38 +80,37 @@ def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):
     monkeypatch.setattr(twell_route, "median_ms", median_ms)
     monkeypatch.setattr(twell_route, "_choices", {})
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    runs = {"dense": "dense", "twell": "twell"}
-    assert choose(KIND, 0.01, False, runs, lambda: 0.01) == "twell"
-    assert choose(KIND, 0.01, True, runs, lambda: 0.01) == "twell"
+
+    def chosen(kind: Kind, capturing: bool = False) -> str:
+        runs = {name: name for name in kind.ways}
+        return choose(kind, capturing, runs, lambda: "by rule", lambda: 0.01)
+
+    assert chosen(KIND) == "union"
+    assert chosen(KIND, capturing=True) == "union"
     assert twell_route._read_kept() == {}
     fits.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        choose(replace(KIND, tokens=64), 0.01, False, runs, lambda: 0.01)
+        chosen(replace(KIND, tokens=64))
 
 
-def test_nothing_is_measured_during_a_capture(timed):
-    assert chosen(capturing=True) == "twell"
-    assert chosen(density=None, capturing=True) == "twell"
-    assert chosen(density=0.03, capturing=True) == "dense"
-    assert chosen(replace(KIND, tokens=2048), capturing=True) == "dense"
+def test_nothing_is_measured_or_counted_during_a_capture(timed):
+    def count() -> float:
+        raise AssertionError("counted")
+
+    unknown = replace(KIND, density=None)
+    assert choose(unknown, True, dict.fromkeys(WAYS), lambda: "by rule", count) == "by rule"
     assert timed == []
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 32, 64])
-@pytest.mark.parametrize("density", [None, 0.005, 0.099, 0.1, 1.0])
-def test_few_tokens_in_a_capture(timed, tokens, density):
-    few = replace(KIND, tokens=tokens, few=True)
-    sparse = tokens <= 16 and (density is None or density < 0.1)
-    assert chosen(few, density, capturing=True) == ("twell" if sparse else "dense")
-    assert chosen(replace(few, few=False), density, capturing=True) == "dense"
-    assert timed == []
-    assert chosen(few, density) == "dense"  # measured
-    assert chosen(few, density, capturing=True) == "twell"
+def test_of_what_is_as_fast_the_first_is_taken():
+    assert twell_route.fastest({"a": 1.009, "b": 1.0}) == "a"
+    assert twell_route.fastest({"a": 1.02, "b": 1.0, "c": 1.0}) == "b"
+    assert twell_route.fastest({"a": math.inf, "b": 1.0}) == "b"
 
 
 def test_an_unknown_density_is_counted(timed):
-    kind = Kind("a GPU", 2048, 5632, False, 64, None, 8, "hopper")
-    assert chosen(kind, None) == "dense"
+    kind = replace(KIND, density=None)
+    assert chosen(kind) == "dense"
     assert list(twell_route._read_kept()) == [kind.key + " counted=-20"]
 
 

@@ -5,16 +5,23 @@ import importlib.util
 import logging
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons, twell_route
+from twellctl.bundle import (
+    twell_ffn,
+    twell_launch,
+    twell_nvrtc,
+    twell_reasons,
+    twell_route,
+    twell_ways,
+)
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
-    gate_pack,
     reasons_said,
     register_sources,
     sparse_ffn,
@@ -98,8 +105,6 @@ def test_the_operator_holds_to_torch_rules():
     torch.library.opcheck(twell_ffn._gated_ffn_op, (x, w_gate, w_up, by_neurons, *biases, *numbers))
     meta = [t.to("meta") for t in tensors]
     assert twell_ffn._gated_ffn_op(*meta, *numbers).shape == (2, 5, 64)
-    counts, entries = gate_pack(meta[0].view(10, 64), meta[1], slots=8, sources=SOURCES)
-    assert (counts.shape, entries.shape) == ((10, 1), (10, 1, 8))
 
 
 def test_no_graph_break_in_a_compiled_model(make_model, tmp_path):
@@ -151,14 +156,6 @@ def test_a_model_spread_over_devices_runs_over_twell(make_model, tmp_path, monke
         cpu_offload(model, torch.device("cpu"))  # weights lie elsewhere between calls
         torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=1e-4)
         assert len(calls) == 4
-
-
-def test_gate_pack_says_where_it_runs():
-    x, w_gate, *_ = problem()
-    with pytest.raises(KernelError, match="needs a Hopper GPU"):
-        gate_pack(x[0], w_gate, sources=SOURCES)
-    with pytest.raises(ValueError, match="1 <= slots <= tile, got 300 of 256"):
-        gate_pack(x[0], w_gate, slots=300, sources=SOURCES)
 
 
 def test_unknown_sources_are_refused():
@@ -297,60 +294,38 @@ def test_what_is_not_taken(monkeypatch):
     assert "[M, 64], not [10, 32]" in twell_reasons.why_not_ffn(rows[:, :32], ffn, 256)
 
 
-@pytest.mark.parametrize(
-    ("M", "taken"), [(1, "few"), (64, "few"), (65, "walk"), (4096, "walk"), (4097, "long")]
-)
-@pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
-def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, M, taken, hopper):
+@pytest.mark.parametrize("M", [1, 64, 65, 4097])
+@pytest.mark.parametrize("route", ["twell", "portable", "fused"])
+def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
     monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: "kernels")
-    calls, long = [], "hopper_ffn" if hopper else "portable_ffn"
-    names = {"few": "few_ffn", "walk": "walk_ffn" if hopper else long, "long": long}
-    for name in names.values():
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    found = []
 
-        def called(kernels, found, rows, ffn, *slots, density=None, name=name):
-            assert (kernels, found, rows.shape) == ("kernels", limits, (M, 64))
-            assert density == (0.01 if name == "few_ffn" and hopper else None)
-            calls.append((name, slots, ffn.w_down))
+    def way(given):
+        def run(kernels, here, rows, ffn, slots):
+            assert (kernels, here, rows.shape, slots) == ("kernels", limits, (M, 64), 8)
+            found.append(ffn.w_down)
 
-        monkeypatch.setattr(twell_ffn, name, called)
+        return replace(given, run=run)
+
+    monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, twell_ways.WAYS)))
     _, w_gate, w_up, w_down, *biases = problem()
     x = torch.randn(M, 64).bfloat16()
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = FFN(w_gate, w_up, laid.t(), *biases)
-        twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "twell", hopper)
-        name, slots, found = calls[-1]
-        assert name == names[taken]
-        assert slots == ((8,) if name in ("hopper_ffn", "walk_ffn") else ())
-        assert found.is_contiguous()
-        assert found.data_ptr() % 16 == 0
-        assert torch.equal(found, w_down.t())
-    assert found.data_ptr() == laid.data_ptr()
-
-
-@pytest.mark.parametrize("lies_well", [True, False])
-@pytest.mark.parametrize(("M", "few"), [(1, True), (64, True), (65, False)])
-def test_what_is_not_measured_may_go_by_its_few_tokens(monkeypatch, M, few, lies_well):
-    """Where w_down must be copied first, few tokens are no reason."""
-    limits, kinds = twell_launch.Limits(132, 232448, 60 << 20, (9, 0)), []
-    for name, stand_in in (
-        ("device_limits", lambda index: limits),
-        ("kernels_for", lambda sources, index: None),
-        ("choose", lambda kind, *rest: kinds.append(kind) or "dense"),
-    ):
-        monkeypatch.setattr(twell_ffn, name, stand_in)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    _, w_gate, w_up, w_down, *_ = problem()
-    w_down = w_down.t().contiguous() if lies_well else w_down.t()
-    ffn = FFN(w_gate, w_up, w_down, None, None, None)
-    x = torch.randn(M, 64).bfloat16()
-    y = twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, "auto", True)
-    assert torch.equal(y, dense_ffn(x, ffn))
-    assert [kind.few for kind in kinds] == [few and lies_well]
+        twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, route, route != "portable")
+        assert torch.equal(found[-1], w_down.t())
+        if route == "fused":
+            assert found[-1].data_ptr() == laid.data_ptr()
+        else:
+            assert found[-1].is_contiguous()
+            assert found[-1].data_ptr() % 16 == 0
+    assert found[-1].data_ptr() == laid.data_ptr()
 
 
 # ---- copies of the code ----

@@ -8,7 +8,15 @@ from torch import Tensor
 from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import hopper_cap
-from twellctl.bundle.twell_walk import GATE_TOKENS, MOST_PAIRS, plan_walk, takes_walk, walk_ffn
+from twellctl.bundle.twell_walk import (
+    GATE_TOKENS,
+    MOST_PAIRS,
+    plan_walk,
+    suits_walk,
+    takes_walk,
+    walk_gate_ffn,
+    walk_packed_ffn,
+)
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -24,7 +32,8 @@ def launches(M: int, K: int, N: int, *, biases: bool = True) -> Launches:
     weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
     rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
     kernels, x = Launches(), torch.zeros(M, K, dtype=torch.bfloat16)
-    y = walk_ffn(kernels, H200, x, FFN(*weights, *rest), 24)
+    here = kernels, H200, x, FFN(*weights, *rest)
+    y = walk_gate_ffn(*here) if M <= GATE_TOKENS else walk_packed_ffn(*here, 24)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 
@@ -61,7 +70,7 @@ def test_heavy_rows_are_flagged_or_listed():
 def test_launches_fit_the_device(shape):
     M, K, N = shape
     plan = plan_walk(M, N, K, H200)
-    assert takes_walk(M, N, K, 0.0, H200)
+    assert takes_walk(M, N, K, H200)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     assert plan.threads * plan.ways <= 1024
@@ -91,20 +100,20 @@ def test_few_tokens_are_walked_in_several_ways():
 
 def test_it_is_taken_by_the_number_of_pairs():
     N, K = 5632, 2048
-    assert takes_walk(256, N, K, 0.005, H200)
-    assert takes_walk(256, N, K, None, H200)
+    assert takes_walk(256, N, K, H200)
+    assert suits_walk(256, N, 0.005)
+    assert suits_walk(256, N, None)
     for density in (0.005, 0.02):
         most = int(MOST_PAIRS / (N * density))
-        assert takes_walk(min(most, 4096), N, K, density, H200)
-        assert not takes_walk(most + 1, N, K, density, H200)
-    assert not takes_walk(131072, N, K, 0.0, H200)
-    assert not takes_walk(1024, N, K, 1.0, H200)
+        assert suits_walk(most, N, density)
+        assert not suits_walk(most + 1, N, density)
+    assert not takes_walk(131072, N, K, H200)
     small = Limits(132, 8192, 60 << 20, (9, 0))
-    assert not takes_walk(256, N, K, 0.005, small)
+    assert not takes_walk(256, N, K, small)
 
 
 def test_every_row_has_a_place_in_the_window(monkeypatch):
     """Heavy rows are computed in one window."""
     monkeypatch.setattr(twell_walk, "heavy_window", lambda M, N, K: 100)
-    assert takes_walk(100, 96, 64, 0.0, H200)
-    assert not takes_walk(101, 96, 64, 0.0, H200)
+    assert takes_walk(100, 96, 64, H200)
+    assert not takes_walk(101, 96, 64, H200)

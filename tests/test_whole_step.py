@@ -73,19 +73,6 @@ def test_who_does_not(sizes, limits, why):
     assert why in why_no_whole_step(sizes, limits)
 
 
-def test_long_texts_go_one_by_one():
-    kernels, layers = Launches(), [make_layer(None)]
-    sizes = replace(SMALL, N=64, V=512)
-    weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
-    rotary = bf16(128, 64), bf16(128, 64)
-    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, sparse=True)
-    taken = {1: (64, 65), 8: (64, 65), 9: (16, 17), 16: (16, 17)}
-    for rows, (longest, too_long) in taken.items():
-        assert step.takes(rows, longest)
-        assert not step.takes(rows, too_long)
-    assert not step.takes(17, 1)
-
-
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_launch(sparse):
     kernels, layers = Launches(), [make_layer(None), make_layer(100)]

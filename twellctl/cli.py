@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import __version__, cli_bench, interrupts, ui
+from twellctl import __version__, cli_bench, interrupts, ui, ui_serving
 from twellctl.bytecode import keep_bytecode
 from twellctl.cli_command import CONTEXT, ReaderLeft, command, show_help
 from twellctl.cli_recipe import takes_recipe
@@ -303,12 +303,16 @@ def serve_local(
         float,
         typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
     ] = 30,
+    access_log: Annotated[
+        bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
+    ] = True,
 ) -> None:
     """Serve a model through OpenAI's API, and a page to chat.
 
     /v1/chat/completions, /v1/completions, /v1/models; the page at /, which shows what share of each
-    layer's neurons fires for each token; /health; /metrics for Prometheus. To this machine only,
-    unless there is a key. Ctrl-C ends it once running answers are complete, a second one at once.
+    layer's neurons fires for each token; /health; /metrics for Prometheus; /v1 lists them all. To
+    this machine only, unless there is a key. Ctrl-C ends it once running answers are complete, a
+    second one at once.
     """
     from twellctl.serve_local import serve_local as run
 
@@ -322,7 +326,8 @@ def serve_local(
         max_waiting=max_waiting,
         timeout=timeout,
         drain=drain,
-        on_ready=lambda name, url: ui.say(f"serving {name} at {url}"),
+        on_ready=ui_serving.serving,
+        log=ui_serving.log if access_log else None,
     )
 
 

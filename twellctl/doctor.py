@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError
-from twellctl.kernels_here import find_cache, find_kernels, find_nvrtc, find_variables
+from twellctl.kernels_here import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
 from twellctl.machine import (
     Finding,
     find_cupy,
@@ -50,7 +50,7 @@ def doctor(
         note("loading the kernels; the first time they are compiled, some ten seconds")
     kernels = find_kernels(gpu)
     works = _works(libraries, gpu, kernels, variables)
-    found = (*found, variables, kernels, find_cache(), works)
+    found = (*found, variables, kernels, find_ways(kernels), find_cache(), works)
     return Diagnosis(found, () if out is None else _find_folder(out))
 
 

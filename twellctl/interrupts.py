@@ -5,7 +5,6 @@ abort on it, or raise an error of its own in its place; in a finalizer it is pri
 is kept in mind here that Ctrl-C came, for whoever tells of the error that followed.
 """
 
-import os
 import signal
 import sys
 import types
@@ -43,9 +42,8 @@ def _interrupt(signum: int, frame: types.FrameType | None) -> None:
     _came = True
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
-        # its C++ would abort; commands import torch before they write anything
-        os.write(2, b"error: interrupted\n")
-        os._exit(130)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # its C++ would abort now
+        return
     raise KeyboardInterrupt
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from twellctl.machine import Finding, install_advice, line
 
 VARIABLES = ("TWELL_CACHE_DIR", "TWELL_PORTABLE", "TWELL_ROUTE")
+_USUAL = (2048, 5632)  # hidden size and neurons of an FFN to tell the ways of
 _PROBE = {"probe.cu": b'extern "C" __global__ void probe() {}'}
 
 
@@ -72,6 +73,22 @@ def _load_kernels() -> Finding:
     if "ok" in states:
         told.append(f"loaded in {time.perf_counter() - start:.1f} s")
     return Finding("kernels", min(states, key=("bad", "ok", "none").index), ", ".join(told))
+
+
+def find_ways(kernels: Finding) -> Finding:
+    """The ways of an FFN that "auto" measures on the first GPU, by numbers of tokens."""
+    if kernels.state != "ok":
+        return Finding("ways", "none", "dense, in plain PyTorch")
+    try:
+        from twellctl.bundle.twell_launch import device_limits
+        from twellctl.bundle.twell_reasons import takes_hopper_kernels
+        from twellctl.bundle.twell_ways import ways_by_tokens
+
+        K, N = _USUAL
+        found = ways_by_tokens(device_limits(0), hopper=takes_hopper_kernels(0), N=N, K=K)
+        return Finding("ways", "ok", f"of an FFN {K} x {N}: " + "; ".join(found))
+    except Exception as error:  # whatever a driver may say
+        return Finding("ways", "none", f"not looked for: {line(error)}")
 
 
 def find_cache() -> Finding:

@@ -32,6 +32,14 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def told_of_place(model: PreTrainedModel) -> str:
+    """Where a model lies and in what, in words: its device and the dtype of its weights."""
+    name = str(model.device)
+    if model.device.type == "cuda":
+        name = f"{name}, {torch.cuda.get_device_name(model.device)}"
+    return f"{name}, {str(model.dtype).removeprefix('torch.')}"
+
+
 def load_model(
     checkpoint: Checkpoint,
     *,

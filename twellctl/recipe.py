@@ -139,7 +139,7 @@ class Recipe:
         above=0,
     )
     lr_scheduler: str = setting(
-        "cosine", "What follows the warm-up.", choices=("cosine", "linear", "constant")
+        "linear", "What follows the warm-up.", choices=("cosine", "linear", "constant")
     )
     warmup_steps: float = setting(0.02, "Warm-up steps; below 1, a share of the run.", at_least=0)
     weight_decay: float = setting(0.0, "Weight decay.", at_least=0)

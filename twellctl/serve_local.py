@@ -22,7 +22,7 @@ from twellctl.serving.plan import ServedModel
 from twellctl.serving.traffic import Traffic
 from twellctl.text_tokens import encode_text
 
-OnReady = Callable[[str, str], None]
+OnReady = Callable[[ServedModel, str], None]
 # The event loop and the engine's worker share the interpreter. A thread that wants it gets it after
 # Python's 5 ms at the latest, which is longer than a step: with 16 clients a tenth of that made
 # 842 steps/s of 638.
@@ -41,6 +41,7 @@ def serve_local(
     timeout: float = 600,
     drain: float = 30,
     on_ready: OnReady | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> None:
     """Serve `model` (a ReLU folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
@@ -48,8 +49,9 @@ def serve_local(
     `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). Up to
     `max_running` choices are written side by side, `max_waiting` more wait, others are refused. An
     answer may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second
-    one ends it at once. `on_ready` is called with the model's name and the API's URL once requests
-    are taken. Port 0 takes a free one. Signals are only heeded in the main thread.
+    one ends it at once. `on_ready` is called with what is served and the server's URL, which ends
+    in its port, once requests are taken; `log` with a line for each request that was answered.
+    Port 0 takes a free one. Signals are only heeded in the main thread.
     """
     access = access_of(host, api_key, allow_hosts)
     _check_numbers(port, max_running, max_waiting, timeout, drain)
@@ -60,9 +62,8 @@ def serve_local(
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         try:
             limits = Limits(answer_seconds=timeout)
-            asyncio.run(
-                serve(served, listener, on_ready, access=access, limits=limits, drain=drain)
-            )
+            how = {"access": access, "limits": limits, "drain": drain, "log": log}
+            asyncio.run(serve(served, listener, on_ready, **how))
         finally:
             served.engine.close()
 
@@ -70,13 +71,15 @@ def serve_local(
 def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
     # torch takes seconds to import: a wrong model or a busy port is told before
-    from twellctl.decoding.opening import open_engine
-    from twellctl.model import load_model, load_tokenizer
+    from twellctl.decoding.opening import open_engine, told_of_decoder
+    from twellctl.model import load_model, load_tokenizer, told_of_place
 
     tokenizer = load_tokenizer(checkpoint)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
-    engine = open_engine(load_model(checkpoint), tokenizer.eos_token_id, **limits)
-    return ServedModel(_served_name(checkpoint), tokenizer, engine)
+    model = load_model(checkpoint)
+    about = {"device": told_of_place(model), "engine": told_of_decoder(model)}
+    engine = open_engine(model, tokenizer.eos_token_id, **limits)
+    return ServedModel(_served_name(checkpoint), tokenizer, engine, about)
 
 
 async def serve(
@@ -88,13 +91,14 @@ async def serve(
     access: Access | None = None,
     limits: Limits | None = None,
     drain: float = 0,
+    log: Callable[[str], None] | None = None,
 ) -> None:
     """Answer requests until `stop` is set or a signal comes; what runs then has `drain` seconds."""
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     limits, traffic = limits or Limits(), Traffic()
     # handler_cancellation: a client that leaves stops its generation
     runner = web.AppRunner(
-        make_app(served, access or Access(), limits, traffic),
+        make_app(served, access or Access(), limits, traffic, log),
         handler_cancellation=True,
         access_log=None,
         logger=aiohttp_log,
@@ -107,7 +111,7 @@ async def serve(
         with _signals_set(stop, hurry):
             await _start(runner, listener)
             if on_ready:
-                on_ready(served.name, _url(listener))
+                on_ready(served, _url(listener))
             await stop.wait()
             traffic.refuse_more()
             await _first_of(drain, traffic.idle(), hurry.wait())
@@ -189,7 +193,7 @@ def _no_port(port: int, error: OSError) -> TwellError:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager

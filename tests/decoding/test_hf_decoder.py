@@ -6,7 +6,7 @@ import torch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
-from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.opening import open_scheduler, told_of_decoder
 from twellctl.errors import TwellError
 from twellctl.firing import FiredMeter
 
@@ -31,6 +31,13 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, c
     scheduler = open_scheduler(model, max_running=3)
     kind = HFDecoder if family in PAGED else LoneDecoder
     assert type(scheduler.decoder) is kind
+    what = "transformers' own code"
+    assert told_of_decoder(model) == (
+        f"{what} (the decode kernels need an NVIDIA GPU)"
+        if kind is HFDecoder
+        else f"{what}, one sequence at a time ({type(model).__name__} keeps more than keys and "
+        "values of attention)"
+    )
     assert greedy(scheduler, prompts, 60) == known  # side by side, some joining later
     assert greedy(scheduler, prompts[:1], 60) == known[:1]
     said = [record.getMessage() for record in caplog.records if "decoding" in record.name]

@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn
+from twellctl.bundle import twell_ffn, twell_ways
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
-    few_ffn,
     few_gated,
     few_linear,
+    few_pairs,
+    few_union,
     takes_few,
     takes_few_dense,
 )
 from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
+from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
@@ -157,23 +158,33 @@ def equal(found: Tensor, wanted: Tensor, told: object) -> None:
     )
 
 
+def forms_for(M: int, N: int, K: int) -> dict:
+    """The forms of the FFN that take so many tokens here, by name."""
+    limits = device_limits(0)
+    takes = {
+        few_union: takes_few(M, N, limits),
+        few_pairs: takes_few_walk(M, N, K, limits),
+    }
+    return {form.__name__: form for form, taken in takes.items() if taken}
+
+
 def check(problem: Problem, kernels: KernelSet) -> None:
-    """few_ffn with its counts, few_gated and few_linear."""
+    """All forms of the FFN with their counts, few_gated and few_linear."""
     limits, M, ffn = device_limits(0), problem.x.shape[0], problem.ffn
-    if takes_few(M, ffn.N, limits):
-        counts = torch.arange(M, device=DEVICE, dtype=torch.int32)
-        here = kernels, limits, problem.x, ffn
-        y = few_ffn(*here, residual=problem.residual, counts=counts)
-        equal(y, problem.y, f"few_ffn, {problem}")
-        counts -= torch.arange(M, device=DEVICE, dtype=torch.int32)
-        equal(counts[None], problem.fired.sum(-1).int()[None], f"counts, {problem}")
-        again = few_ffn(*here, residual=problem.residual)
-        assert torch.equal(again.view(torch.int16), y.view(torch.int16)), f"twice, {problem}"
-    if takes_few_walk(M, ffn.N, ffn.K, 0.0, limits):
-        check_walk(problem, kernels, limits)
+    here, first = (kernels, limits, problem.x, ffn), torch.arange(M, device=DEVICE).int()
+    for name, form in forms_for(M, ffn.N, ffn.K).items():
+        counts, told = first.clone(), f"{name}, {problem}"
+        y = form(*here, residual=problem.residual, counts=counts)
+        equal(y, problem.y, told)
+        equal((counts - first)[None], problem.fired.sum(-1).int()[None], told)
+        again = form(*here, residual=problem.residual)
+        assert torch.equal(again.view(torch.int16), y.view(torch.int16)), told
     if takes_few_dense(M, limits):
-        hidden = few_gated(kernels, limits, problem.x, ffn)
+        counts = first.clone()
+        hidden = few_gated(*here, counts=counts)
         equal(hidden, problem.hidden, f"few_gated, {problem}")
+        equal((counts - first)[None], problem.fired.sum(-1).int()[None], f"few_gated, {problem}")
+        equal(few_gated(*here), hidden, f"few_gated without counts, {problem}")
         w_down, rest = ffn.w_down.t().contiguous(), (ffn.b_down,)
         y = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate)
         wide = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate, wide=True)
@@ -183,18 +194,6 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         if ffn.N % 64 == 0:
             y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)
             equal(y, problem.y, f"few_linear, {problem}")
-
-
-def check_walk(problem: Problem, kernels: KernelSet, limits: Limits) -> None:
-    """few_ffn as it goes where few neurons fire, whatever fires here."""
-    first = torch.arange(problem.x.shape[0], device=DEVICE, dtype=torch.int32)
-    counts, told = first.clone(), f"the walk, {problem}"
-    here = kernels, limits, problem.x, problem.ffn
-    y = few_ffn(*here, residual=problem.residual, counts=counts, density=0.0)
-    equal((counts - first)[None], problem.fired.sum(-1).int()[None], told)
-    equal(y, problem.y, told)
-    again = few_ffn(*here, residual=problem.residual, density=0.0)
-    assert torch.equal(again.view(torch.int16), y.view(torch.int16)), told
 
 
 @pytest.mark.parametrize("N", [2048, 6144, 6152])
@@ -231,19 +230,6 @@ def test_real_sizes(kernels, K, N, M):
     check(Problem(x, FFN(*weights, None, None, None)), kernels)
 
 
-@pytest.mark.parametrize("M", [17, 32, 33, 64])
-@pytest.mark.parametrize("clusters", [0, 1, 7, 30])
-def test_clusters_or_none(kernels, monkeypatch, clusters, M):
-    """By any number of clusters, where there are any, and by few_hidden."""
-    monkeypatch.setattr(kernels, "clusters_at_once", lambda *asked: clusters)
-    draw = random.Random(0)
-    for _ in range(10):
-        problem = random_problem(draw)
-        problem.x = problem.x[:1].repeat(M, 1) + whole(M, problem.ffn.K)
-        problem.residual = None
-        check(problem, kernels)
-
-
 @pytest.mark.parametrize("M", TOKENS)
 @pytest.mark.parametrize("N", [8, 16, 24, 128, 264, 3000])
 def test_nothing_fires_and_everything_fires(kernels, M, N):
@@ -254,10 +240,10 @@ def test_nothing_fires_and_everything_fires(kernels, M, N):
 
 @pytest.mark.parametrize("M", TOKENS)
 def test_any_number_of_neurons_fires(kernels, M):
-    """The list of few_down ends anywhere in a step of its blocks."""
+    """The list of few_down ends anywhere in a step of its blocks, or anew."""
     torch.manual_seed(0)
-    N = 2200
-    for num in (1, 2, 15, 16, 17, 127, 128, 129, 511, 513, 1024, 2199):
+    N = 4504
+    for num in (1, 2, 15, 16, 17, 127, 128, 129, 511, 513, 1024, 2047, 2048, 2049, 4097, 4503):
         fired = torch.zeros(M, N, device=DEVICE, dtype=torch.bool)
         neurons = torch.randperm(N, device=DEVICE)[:num]
         fired[torch.randint(M, (num,), device=DEVICE), neurons] = True
@@ -293,32 +279,36 @@ def test_gates_at_0(kernels, M):
     check(Problem(problem.x, ffn), kernels)
 
 
+@pytest.fixture(params=["few_union", "few_pairs"])
+def form(request, M):
+    """A form of the FFN that takes `M` tokens."""
+    return forms_for(M, 1024, 512).get(request.param) or pytest.skip("not for so many tokens here")
+
+
 @pytest.mark.parametrize("M", [1, 8, 16, 32, 64])
-def test_a_cuda_graph_holds_it(kernels, M):
-    if not takes_few(M, 1024, limits := device_limits(0)):
-        pytest.skip("too little shared memory")
+def test_a_cuda_graph_holds_it(kernels, form, M):
+    limits = device_limits(0)
     problem = real(M, 256, 1024, -2.0)
     inputs = [problem.x.clone(), problem.x.flip(0) + 0.25, torch.zeros_like(problem.x)]
-    wanted = [few_ffn(kernels, limits, x, problem.ffn) for x in inputs]
+    wanted = [form(kernels, limits, x, problem.ffn) for x in inputs]
     assert not torch.equal(*wanted[:2])
     counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
     graph, x = torch.cuda.CUDAGraph(), inputs[0].clone()
     with torch.cuda.graph(graph):
-        y = few_ffn(kernels, limits, x, problem.ffn, counts=counts)
+        y = form(kernels, limits, x, problem.ffn, counts=counts)
     for given, expected in zip(inputs * 2, wanted * 2, strict=True):
         x.copy_(given)
         graph.replay()
         assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("density", [None, 0.0], ids=["union", "walk"])
 @pytest.mark.parametrize("graphed", [False, True], ids=["one by one", "in a graph"])
 @pytest.mark.parametrize("M", [1, 2, 8, 16, 32, 64])
-def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, graphed, density):
+def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, graphed, form):
     """A chain as in a decoder: each kernel needs what the one just before, or earlier, wrote."""
     limits = device_limits(0)
     problems = [real(M, 512, 1536, level, biases=True) for level in (-2.5, -1.5, 0.0, -3.0) * 3]
-    if not (takes_few(M, 1536, limits) and takes_few_dense(M, limits)):
+    if not takes_few_dense(M, limits):
         pytest.skip("too little shared memory")
 
     def chain(overlap: bool) -> list[Tensor]:
@@ -326,10 +316,10 @@ def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, gr
         counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
         for problem in problems:
             here = kernels, limits
-            how = {"residual": x, "counts": counts, "overlap": overlap, "density": density}
-            y = few_ffn(*here, x, problem.ffn, **how)
+            how = {"residual": x, "counts": counts, "overlap": overlap}
+            y = form(*here, x, problem.ffn, **how)
             y = few_linear(*here, y, problem.ffn.w_up[:512], residual=x, overlap=overlap)
-            gated = few_gated(*here, y, problem.ffn, overlap=overlap)
+            gated = few_gated(*here, y, problem.ffn, counts=counts, overlap=overlap)
             x = few_linear(*here, gated, problem.ffn.w_down.view(512, 1536), overlap=overlap)
             x = x / x.float().norm(dim=-1, keepdim=True).bfloat16() * 20  # torch's own kernels too
             made += [y, gated, x]
@@ -361,50 +351,46 @@ def _graphed(run):
 @pytest.mark.parametrize("M", [1, 2, 8, 16, 33, 64])
 def test_errors_are_those_of_bf16(kernels, M, level, biases):
     """Against the equation in float64 without any rounding, as torch's own products in bf16."""
-    if not takes_few(M, 5632, limits := device_limits(0)):
-        pytest.skip("too little shared memory")
+    limits = device_limits(0)
     problem = real(M, 2048, 5632, level, biases)
     x, ffn = problem.x, problem.ffn
     biases = [0 if b is None else b.double() for b in (ffn.b_gate, ffn.b_up, ffn.b_down)]
     gate = x.double() @ ffn.w_gate.double().T + biases[0]
     hidden = gate.relu() * (x.double() @ ffn.w_up.double().T + biases[1])
     wanted = hidden @ ffn.w_down.double() + biases[2]
-    errors = [
-        ((found.double() - wanted).norm() / wanted.norm()).item()
-        for found in (
-            few_ffn(kernels, limits, x, ffn),
-            few_ffn(kernels, limits, x, ffn, density=0.0),
-            dense_ffn(x, ffn),
-        )
-    ]
-    assert max(errors) <= 1.3 * errors[-1], errors
+    forms = forms_for(M, 5632, 2048).items()
+    made = {name: form(kernels, limits, x, ffn) for name, form in forms}
+    made["dense"] = dense_ffn(x, ffn)
+    errors = {
+        name: ((found.double() - wanted).norm() / wanted.norm()).item()
+        for name, found in made.items()
+    }
+    assert max(errors.values()) <= 1.3 * errors["dense"], errors
 
 
 # ---- in the routes of an export ----
 
 
-@pytest.mark.parametrize("route", ["twell", "portable"])
-def test_the_operator_takes_them(sources, route, monkeypatch):
-    """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, the long sequence."""
-    if route == "twell" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
+@pytest.mark.parametrize("way", ["pairs", "union"])
+def test_the_operator_takes_them(sources, way, monkeypatch):
+    """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, others."""
     monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
-    calls = []
+    taken = []
 
-    def counted(*args, **kwargs):
-        calls.append(args[2].shape[0])
-        return few_ffn(*args, **kwargs)
+    def choose(kind, capturing, runs, *rest) -> str:
+        taken.append(way in runs)
+        return way if way in runs else "dense"
 
-    monkeypatch.setattr(twell_ffn, "few_ffn", counted)
+    monkeypatch.setattr(twell_ffn, "choose", choose)
     torch.manual_seed(0)
-    taken = [M for M in TOKENS if takes_few(M, 520, device_limits(0))]
-    for M in [*TOKENS, FEW_TOKENS + 1, 100]:
+    tokens = [*TOKENS, FEW_TOKENS + 1, 100]
+    for M in tokens:
         weights = whole(520, 128), whole(520, 128), whole(520, 128)
         problem = Problem(whole(M, 128), FFN(*weights, None, None, None))
         for laid in (weights[2].t(), weights[2].t().contiguous()):
-            y = sparse_ffn(problem.x, *weights[:2], laid, sources=sources, route=route)
+            y = sparse_ffn(problem.x, *weights[:2], laid, sources=sources, route="auto")
             equal(y, problem.y, problem)
-    assert calls == [M for M in taken for _ in range(2)]
+    assert taken == [f"few_{way}" in forms_for(M, 520, 128) for M in tokens for _ in range(2)]
 
 
 def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_path):
@@ -428,16 +414,18 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
 def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     """Which it does where a GPU has too little shared memory for the others."""
     monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
-    monkeypatch.setattr(twell_ffn, "takes_few", lambda *sizes: False)
-    hopper = torch.cuda.get_device_capability() == (9, 0)
+    monkeypatch.setattr(twell_ways, "takes_few", lambda *sizes: False)
+    monkeypatch.setattr(twell_ffn, "choose", lambda *given: wanted)
+    ways = ("walk_gate", "walk", "lists", "portable")
+    taken = ways[:3] if torch.cuda.get_device_capability() == (9, 0) else ways[3:]
     for seed in range(200):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn
-        for route in ("twell", "portable") if hopper else ("portable",):
+        for wanted in taken:
             y = sparse_ffn(
                 *(problem.x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up),
                 ffn.b_down,
                 sources=sources,
-                route=route,
+                route="portable" if wanted == "portable" else "twell",
             )
             equal(y, Problem(problem.x, ffn).y, problem)

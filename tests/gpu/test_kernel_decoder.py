@@ -20,6 +20,12 @@ FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
+    "phi3": {  # heads of 96
+        "hidden_size": 576,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "sliding_window": 40,
+    },
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
 }
 ONE_KERNEL = {  # models of which a step of one row is one kernel
@@ -50,7 +56,7 @@ def make(family: str, changes: dict | None = None):
         "hidden_act": "relu",
     }
     torch.manual_seed(0)
-    kind = family if family in ("qwen2", "qwen3", "mistral") else "llama"
+    kind = family if family in ("qwen2", "qwen3", "mistral", "phi3") else "llama"
     config = AutoConfig.for_model(kind, **settings | (changes or FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
@@ -103,17 +109,40 @@ def make_for_one_kernel(family: str):
     return make(family, settings | ONE_KERNEL[family])
 
 
+def twice_each(forms: dict, inputs: tuple) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Logits and counts of each form, which are the same bits the second time."""
+    found = {}
+    for name, form in forms.items():
+        first = [made.clone() for made in form(*inputs)]
+        for made, again in zip(first, form(*inputs), strict=True):
+            assert torch.equal(made, again), name
+        found[name] = tuple(first)
+    return found
+
+
+def check_forms(found: dict, wanted: torch.Tensor, *, counted: bool) -> None:
+    """Logits near to `wanted`, and counts near to one another's, if they are `counted`."""
+    errors = {name: (logits - wanted).abs().max() for name, (logits, _) in found.items()}
+    usual, fired = list(errors.values())[-1], list(found.values())[-1][1]
+    for name, (_, counts) in found.items():
+        assert errors[name] <= max(2 * usual, 0.05), errors
+        if counted:
+            assert (counts - fired).abs().sum() <= 0.02 * fired.sum() + 2, name
+
+
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("family", ONE_KERNEL)
 def test_a_row_alone(family, sparse):
-    """A step in one kernel is as near to the model in float64 as the kernels one by one."""
+    """Each form of a step is as near to the model in float64 as the kernels one by one."""
     model = make_for_one_kernel(family)
     judge = copy.deepcopy(model).double()
     assert KernelDecoder.why_not(model) is None
     assert why_not_one_kernel(model) is None
     decoder = KernelDecoder(model, sparse)
     decoder.open_cache(35)
-    whole = decoder._whole
+    forms = decoder.forms(1)
+    last = {"union", "dense"} if sparse else {"dense"}
+    assert forms.keys() == {"one dense kernel"} | last | ({"one kernel"} if sparse else set())
     for length in (1, 5, 64, 130, 700, 2000):
         ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
         table = torch.randperm(34, device="cuda").int()[None] + 1
@@ -121,18 +150,9 @@ def test_a_row_alone(family, sparse):
         with torch.inference_mode():
             decoder.prefill(ids[:, :-1], positions[None, :-1], table)
             inputs = ids[0, -1:].int(), positions[-1:], table
-            found = []
-            for step in (None, whole, whole):
-                decoder._whole = step
-                logits, counts = decoder.step(*inputs)
-                found.append((logits.clone(), counts.clone()))
-            wanted = judge(ids).logits[0, -1]
-        (one_by_one, fired), (at_once, fired_at_once), again = found
-        assert torch.equal(at_once, again[0])
-        assert torch.equal(fired_at_once, again[1])
-        usual, error = ((logits[0] - wanted).abs().max() for logits in (one_by_one, at_once))
-        assert error <= max(2 * usual, 0.05), f"at position {length}"
-        assert (fired - fired_at_once).abs().sum() <= 0.02 * fired.sum() + 2
+            found = twice_each(forms, inputs)
+            wanted = judge(ids).logits[0, -1:]
+        check_forms(found, wanted, counted=sparse)
 
 
 @pytest.mark.parametrize("B", [2, 5, 16])
@@ -143,8 +163,9 @@ def test_rows_together(family, B):
     judge = copy.deepcopy(model).double()
     decoder = KernelDecoder(model)
     decoder.open_cache(16 * B + 1)
-    whole = decoder._whole
-    assert whole.most_rows == 16
+    forms = decoder.forms(B)
+    names = {"one kernel", "union", "dense", *(["pairs"] if B >= 4 else [])}
+    assert forms.keys() == names
     lengths = [(5 + 61 * row) % 900 for row in range(B)]
     tables = torch.randperm(16 * B, device="cuda").int().view(B, 16) + 1
     ids = torch.randint(1, 1000, (B, 1000), device="cuda")
@@ -157,24 +178,15 @@ def test_rows_together(family, B):
             ends = [length + step for length in lengths]
             tokens = ids[range(B), ends].int()
             inputs = tokens, torch.tensor(ends, device="cuda").int(), tables
-            found = []
-            for one_kernel in (None, whole, whole):
-                decoder._whole = one_kernel
-                logits, counts = decoder.step(*inputs)
-                found.append((logits.clone(), counts.clone()))
-            (one_by_one, fired), (at_once, fired_at_once), again = found
-            assert torch.equal(at_once, again[0])
-            assert torch.equal(fired_at_once, again[1])
+            found = twice_each(forms, inputs)
             wanted = torch.stack(
                 [judge(ids[row : row + 1, : end + 1]).logits[0, -1] for row, end in enumerate(ends)]
             )
-            usual, error = ((logits - wanted).abs().max() for logits in (one_by_one, at_once))
-            assert error <= max(2 * usual, 0.05), f"in step {step}"
-            assert (fired - fired_at_once).abs().sum() <= 0.02 * fired.sum() + 2
+            check_forms(found, wanted, counted=True)
             order = torch.randperm(B, device="cuda")
-            logits, counts = decoder.step(*(t[order].contiguous() for t in inputs))
-            assert torch.equal(logits, at_once[order])
-            assert torch.equal(counts, fired_at_once[:, order])
+            logits, counts = forms["one kernel"](*(t[order].contiguous() for t in inputs))
+            assert torch.equal(logits, found["one kernel"][0][order])
+            assert torch.equal(counts, found["one kernel"][1][:, order])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
@@ -215,6 +227,30 @@ def test_a_text_alone(family):
         usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
         found = shortfall(wanted, torch.tensor(written, device="cuda"))
         assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
+@pytest.mark.parametrize("M", [1, 8, 40])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_forms_of_a_step_one_by_one(family, M):
+    """Each is as near to the model in float64 as the last; a step is one of them."""
+    model = make(family)
+    judge = copy.deepcopy(model).double()
+    decoder = KernelDecoder(model)
+    decoder.open_cache(M + 1)
+    ids = torch.randint(1, 1000, (M, 34), device="cuda")
+    tables = torch.arange(M, device="cuda").int()[:, None] + 1
+    positions = torch.arange(34, device="cuda").int().repeat(M, 1)
+    with torch.inference_mode():
+        decoder.prefill(ids[:, :-1], positions[:, :-1], tables)
+        inputs = ids[:, -1].int(), positions[:, -1].contiguous(), tables
+        forms = decoder.forms(M)
+        assert {"union", "dense"} <= forms.keys()
+        found = twice_each(forms, inputs)
+        check_forms(found, judge(ids).logits[:, -1], counted=True)
+        logits, counts = decoder.step(*inputs)
+        name = decoder.chosen(M)
+        assert torch.equal(logits, found[name][0])
+        assert torch.equal(counts, found[name][1])
 
 
 def test_what_is_told_of_a_token():

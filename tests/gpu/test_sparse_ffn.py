@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_walk
+from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_ffn import NOT_FINITE, gate_pack, register_sources, sparse_ffn
+from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
+from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_sequence import launch_gate_pack
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.resources import resource_dir
@@ -43,16 +45,20 @@ def sources() -> str:
     return register_sources(FILES)
 
 
-@pytest.fixture(params=["twell", "lists", "portable"])
+@pytest.fixture(params=["by rule", "walk", "lists", "portable"])
 def route(request, monkeypatch) -> str:
-    """The kernels of Hopper, also without the walk, which takes most of what is tested here."""
+    """The ways of the route, one after the other, and not the fastest."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         pytest.skip(f"the kernels need compute capability 8.0, this is {capability}")
     if request.param != "portable" and capability != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {capability}")
-    if request.param == "lists":
-        monkeypatch.setattr(twell_walk, "MOST_PAIRS", -1)
+    wanted = {"walk": ("walk", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
+
+    def choose(kind, capturing, runs, by_rule, count_density) -> str:
+        return next((name for name in runs if name in wanted), by_rule())
+
+    monkeypatch.setattr(twell_ffn, "choose", choose)
     return "portable" if request.param == "portable" else "twell"
 
 
@@ -364,9 +370,8 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
         weights = [None if w is None else w.to(dtype) for w in problem.weights]
         found = sparse_ffn(problem.x.to(dtype), *weights, sources=sources)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=2e-2)
-    odd = Problem(
-        whole(20, 100), (whole(96, 100), whole(96, 100), whole(100, 96)) + (None,) * 3, 0.0, 64
-    )
+    weights = whole(96, 100), whole(96, 100), whole(100, 96), None, None, None
+    odd = Problem(whole(20, 100), weights, 64)
     assert torch.equal(odd.run(sources, "auto"), reference(odd))
     assert reasons == [
         "the kernels take bf16, not float16",
@@ -375,15 +380,15 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("asked", ["dense", "fused", "auto"])
+@pytest.mark.parametrize("asked", ["dense", "fused", "auto", "twell"])
 def test_other_routes(sources, asked, monkeypatch, tmp_path):
-    if asked == "fused" and torch.cuda.get_device_capability() != (9, 0):
+    if asked in ("fused", "twell") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     problem = real_problem()
     check(problem, sources, asked)
     check(problem, sources, asked)
-    assert (tmp_path / "routes.json").exists() == (asked == "auto")
+    assert (tmp_path / "routes.json").exists() == (asked in ("auto", "twell"))
 
 
 def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
@@ -408,6 +413,8 @@ def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
 
 # ---- gate_pack ----
 
+_NOT_FINITE = 1 << 30  # in a count
+
 
 @pytest.mark.parametrize("slots", [1, 37, 64, 256])
 @pytest.mark.parametrize("seed", range(12))
@@ -422,12 +429,15 @@ def test_gate_pack_is_the_plain_form(sources, slots, seed):
     if seed % 3 == 0:
         problem.x[0, 1] = torch.inf
     wanted = pack(gate_of(problem), TILE, slots)
-    counts, entries = gate_pack(problem.x, w_gate, b_gate, slots=slots, sources=sources)
+    counts = torch.empty_like(wanted.counts, dtype=torch.int32)
+    entries, heavy_count = counts.new_empty(*counts.shape, slots), counts.new_empty(1)
+    here = kernels_for(sources, 0), device_limits(0)
+    launch_gate_pack(*here, problem.x, w_gate, b_gate, counts, entries, heavy_count)
     finite = gate_of(problem).isfinite()
     tiles = torch.nn.functional.pad(finite, (0, -finite.shape[1] % TILE), value=True)
     odd = ~tiles.view(*counts.shape, TILE).all(-1)
-    assert torch.equal((counts & NOT_FINITE) != 0, odd), problem
-    assert torch.equal(counts & ~NOT_FINITE, wanted.counts), problem
+    assert torch.equal((counts & _NOT_FINITE) != 0, odd), problem
+    assert torch.equal(counts & ~_NOT_FINITE, wanted.counts), problem
     filled = torch.arange(slots, device=DEVICE) < wanted.counts[..., None]
     fits = filled & (wanted.counts <= slots)[..., None] & ~wanted.overflowed[:, None, None]
     by_column = (entries.long() & 0xFFFF).masked_fill(~filled, 1 << 20)

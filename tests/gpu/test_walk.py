@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_walk
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.bundle.twell_walk import plan_walk, walk_ffn
+from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn, walk_packed_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.resources import resource_dir
 
@@ -37,11 +36,11 @@ def kernels():
 
 
 @pytest.fixture(params=["gate", "packed"])
-def form(request, monkeypatch) -> str:
+def form(request):
     """The gate comes out of torch's product, or packed."""
-    if request.param == "packed":
-        monkeypatch.setattr(twell_walk, "GATE_TOKENS", 0)
-    return request.param
+    if request.param == "gate":
+        return walk_gate_ffn
+    return lambda *given: walk_packed_ffn(*given, SLOTS)
 
 
 def whole(*shape: int, most: int = 1) -> Tensor:
@@ -69,8 +68,8 @@ def wanted(x: Tensor, ffn: FFN) -> Tensor:
     return (y if ffn.b_down is None else y + ffn.b_down.double()).bfloat16()
 
 
-def check(kernels, x: Tensor, ffn: FFN) -> Tensor:
-    y = walk_ffn(kernels, device_limits(0), x, ffn, SLOTS)
+def check(kernels, form, x: Tensor, ffn: FFN) -> Tensor:
+    y = form(kernels, device_limits(0), x, ffn)
     expected = wanted(x, ffn)
     assert torch.equal(y.isnan(), expected.isnan())
     wrong = (y.nan_to_num() != expected.nan_to_num()).nonzero()
@@ -93,18 +92,18 @@ def test_whole_numbers_are_exact(kernels, form, M, K, N, biases):
     ffn = make_ffn(N, K, biases)
     x = whole(M, K, most=2)
     x[:, 0] = -int(2 * K**0.5)
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)
 
 
 def test_no_pair_and_all_of_them(kernels, form):
     torch.manual_seed(0)
     ffn, x = make_ffn(520, 128, True), whole(200, 128)
     x[:, 0] = -300
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)
     x[:, 0] = 300
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)
     x[::3, 0] = -300
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)
 
 
 def test_full_and_one_over(kernels, form):
@@ -122,7 +121,7 @@ def test_full_and_one_over(kernels, form):
     x[::2, 2] = 1
     found = fired(x, ffn)
     assert set(found.tolist()) == {cap, cap + 1}
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)
 
 
 def test_rows_that_are_not_finite(kernels, form):
@@ -130,7 +129,7 @@ def test_rows_that_are_not_finite(kernels, form):
     ffn, x = make_ffn(264, 192, True), whole(90, 192)
     x[:, 0] = -10
     x[3, 5], x[40, 7], x[41, 7] = torch.nan, torch.inf, -torch.inf
-    y = check(kernels, x, ffn)
+    y = check(kernels, form, x, ffn)
     assert y.isnan().any(-1).nonzero().flatten().tolist()[0] == 3
 
 
@@ -144,10 +143,10 @@ def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
     x[:, 0] = 1
     x[17, 0] = -2  # heavy
     limits = device_limits(0)
-    first = walk_ffn(kernels, limits, x, ffn, SLOTS)
+    first = form(kernels, limits, x, ffn)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = walk_ffn(kernels, limits, x, ffn, SLOTS)
+        captured = form(kernels, limits, x, ffn)
     for _ in range(3):
         captured.fill_(torch.nan)
         graph.replay()
@@ -169,4 +168,4 @@ def test_random_problems(kernels, form, seed):
     x = whole(M, K, most=2)
     x[:, 0] = -draw(0, 3) * int(K**0.5)
     x[draw(0, M - 1), 0] = 250
-    check(kernels, x, ffn)
+    check(kernels, form, x, ffn)

@@ -1,12 +1,16 @@
 """One server for all tests of serving."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from page_driver import Page, start_chromium
 from serving_client import running
 
 from twellctl.checkpoint import open_checkpoint
 from twellctl.model import load_model
 from twellctl.serve_local import load_served_model
+from twellctl.serving.plan import ServedModel
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +38,24 @@ def reference(relu_llama):
         return done[0, len(prompt) :].tolist()
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    driver = start_chromium(tmp_path_factory.mktemp("chromium"))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def open_page(chromium, tokenizer):
+    """`with open_page(engine) as page`."""
+
+    @contextmanager
+    def opened(engine, **settings):
+        with running(ServedModel("model", tokenizer, engine), **settings) as client:
+            page = Page(chromium, client)
+            yield page
+            page.run("sessionStorage.clear()")
+
+    return opened

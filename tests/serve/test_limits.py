@@ -13,7 +13,17 @@ import time
 
 import openai
 import pytest
-from serving_client import PROMPT, Scripted, chat, complete, eventually, get, post, running
+from serving_client import (
+    PROMPT,
+    Scripted,
+    chat,
+    complete,
+    eventually,
+    get,
+    post,
+    running,
+    told_at_start,
+)
 
 from twellctl.decoding.engine import OutOfMemory, QueueFull
 from twellctl.errors import UsageError
@@ -237,12 +247,12 @@ def test_stopping_waits_no_longer_than_told(tokenizer):
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_public_command_drains_then_hurries(relu_llama, signals):
     command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
-    command += ["--host", "0.0.0.0"]
+    command += ["--host", "0.0.0.0", "--no-access-log"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TWELL_API_KEY": "geheim"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
-            url = process.stdout.readline().split()[-1].replace("0.0.0.0", "127.0.0.1")
+            url = told_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
             options = {"base_url": url, "max_retries": 0, "timeout": 40}
             with (
                 openai.OpenAI(api_key="wrong", **options) as stranger,

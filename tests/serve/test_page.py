@@ -1,105 +1,21 @@
-"""The page at /, driven in a real Chromium without a screen."""
+"""The page at /: it chats, shows what fired, keeps the chat, and lets no text do harm."""
 
 import re
-import shutil
 import time
-from contextlib import contextmanager
 
 import pytest
+from page_driver import TEXT, speaking
 from serving_client import Scripted, get, running
 
 from twellctl.serving import plan
 from twellctl.serving.access import Access
 from twellctl.serving.plan import ServedModel
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
+pytest.importorskip("selenium", reason="selenium drives the browser")
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-TEXT = "The gate decides which neurons fire, and only those are read."
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b>\n```'
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not browser or not driver:
-        pytest.skip("needs Chromium and ChromeDriver (Debian: chromium, chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.add_argument("--window-size=1280,800")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield made
-    made.quit()
-
-
-class Page:
-    """What the tests see of it and do to it."""
-
-    def __init__(self, driver, client):
-        self.driver, self.url = driver, str(client.base_url).removesuffix("v1/")
-        self.complaints()  # of the page before
-        driver.get(self.url)
-
-    def __getitem__(self, name: str):
-        return self.driver.find_element("id", name)
-
-    def all(self, selector: str):
-        return self.driver.find_elements("css selector", selector)
-
-    def say(self, text: str) -> None:
-        self["prompt"].send_keys(text + Keys.ENTER)
-
-    def until(self, true, seconds: float = 10):
-        """What `true()` gives once it gives something."""
-        deadline = time.monotonic() + seconds
-        while not (found := true()):
-            assert time.monotonic() < deadline, self["log"].text + self["error"].text
-            time.sleep(0.02)
-        return found
-
-    def answer(self) -> str:
-        return self.run("return [...document.querySelectorAll('.text')].at(-1).textContent")
-
-    def done(self) -> str:
-        """The line under the last answer, once it is there."""
-        return self.until(lambda: self.all(".message:last-child .told"))[0].text
-
-    def bars(self) -> list[float]:
-        script = "return [...document.querySelectorAll('.bar')].map(b => b.offsetHeight)"
-        return self.run(script)
-
-    def run(self, script: str):
-        return self.driver.execute_script(script)
-
-    def complaints(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-
-@pytest.fixture
-def open_page(chromium, tokenizer):
-    """`with open_page(engine) as page`."""
-
-    @contextmanager
-    def opened(engine, **settings):
-        with running(ServedModel("model", tokenizer, engine), **settings) as client:
-            page = Page(chromium, client)
-            yield page
-            page.run("sessionStorage.clear()")
-
-    return opened
-
-
-def speaking(tokenizer, text=TEXT, **settings) -> Scripted:
-    return Scripted([*tokenizer.encode(text), 0], **settings)
 
 
 class Flickering(Scripted):
@@ -114,6 +30,8 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
     with open_page(engine) as page:
         page.until(lambda: page["model"].text == "model")
         assert page.bars() == []
+        page["open"].click()
+        assert not page["key"].is_displayed()  # none is asked for
         page.say("Why does it pay?")
         texts, bars = [], []
         while not page.all(".told"):
@@ -178,6 +96,139 @@ def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokeniz
         assert len(page.all(".user")) == 1
 
 
+def test_an_answer_is_markdown_from_its_first_token_on(open_page, tokenizer):
+    text = "Use **this** one:\n\n```python\nx = 1\nreturn x\n```\n\nor [that](https://a.example)."
+    with open_page(speaking(tokenizer, text, delay=0.02)) as page:
+        page.say("Which?")
+        page.until(lambda: page.all("#log pre"))
+        page.run("document.querySelector('#log pre').mark = 'the same'")
+        seen = []
+        while not page.all(".told"):
+            seen.append(page.answer())
+        page.done()
+        assert len(set(seen)) > 3
+        assert not any("*" in text or "`" in text for text in seen)
+        assert page.run("return document.querySelector('#log pre').mark") == "the same"
+        assert page.all("pre code")[0].get_property("textContent") == "x = 1\nreturn x"
+        assert "monospace" in page.all("pre code")[0].value_of_css_property("font-family")
+        assert page.all(".text a")[0].get_attribute("rel") == "noopener noreferrer"
+        # what was marked is still linked to its tokens
+        ActionChains(page.driver).move_to_element(page.all("pre .token")[-1]).perform()
+        page.until(lambda: page.all("pre .token.picked"))
+        assert page.complaints() == []
+
+
+def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, monkeypatch):
+    seen = []
+    encode = plan.encode_chat
+    monkeypatch.setattr(plan, "encode_chat", lambda t, m: seen.append(m) or encode(t, m))
+    with open_page(speaking(tokenizer, "**Yes.**")) as page:
+        page["open"].click()
+        page["temperature"].clear()
+        page["temperature"].send_keys("0")
+        page.say("One?")
+        told = page.done()
+        bars = page.until(page.bars)
+        page.driver.refresh()
+        assert page.done() == told
+        assert [part.text for part in page.all(".text")] == ["One?", "Yes."]
+        assert page.all(".text strong")
+        page.until(lambda: page.bars() == bars)
+        assert page["temperature"].get_attribute("value") == "0"
+        page.say("Two?")
+        page.until(lambda: len(page.all(".told")) == 2)
+        assert [message["content"] for message in seen[-1]] == ["One?", "**Yes.**", "Two?"]
+        page["fresh"].click()
+        page.driver.refresh()
+        page.until(lambda: page["model"].text == "model")
+        assert page["empty"].is_displayed()
+        assert page.all(".message") == []
+        assert page.complaints() == []
+
+
+def test_a_reload_within_an_answer_keeps_what_was_there(open_page, tokenizer):
+    engine = Scripted(tokenizer.encode("x") * 2000, delay=0.03)
+    engine.context = 10_000
+    with open_page(engine) as page:
+        page.say("Count.")
+        page.until(lambda: len(page.answer()) > 3)
+        page.driver.refresh()
+        assert "broken off" in page.done()
+        assert 3 < len(page.answer()) < 100
+        assert set(page.answer()) == {"x"}
+        page.until(lambda: engine.num_running == 0)
+
+
+def test_a_chat_with_another_model_is_not_taken_up(open_page, tokenizer):
+    with open_page(speaking(tokenizer)) as page:
+        page.say("One?")
+        page.done()
+        page.run("model.id = 'another'")  # what is kept as the page goes
+        page.driver.refresh()
+        page.until(lambda: page["model"].text == "model")
+        assert page.all(".message") == []
+
+
+@pytest.mark.parametrize("kept", ["no JSON", '{"model": "model", "chat": true, "turns": [{}]}'])
+def test_what_was_kept_and_makes_no_sense_is_forgotten(open_page, tokenizer, kept):
+    with open_page(speaking(tokenizer)) as page:
+        page.until(lambda: page["model"].text == "model")
+        page.run("save = () => {}; sessionStorage.setItem(CHAT, arguments[0])", kept)
+        page.driver.refresh()
+        page.until(lambda: page["model"].text == "model")
+        assert page.all(".message") == []
+        page.say("Hello.")
+        page.done()
+        assert page.answer() == TEXT
+        assert page.complaints() == []
+
+
+def test_a_chat_too_long_to_keep_is_kept_without_its_densities(open_page, tokenizer):
+    with open_page(speaking(tokenizer)) as page:
+        page.say("One?")
+        page.done()
+        kept = page.run(
+            "turns[0].answer.pieces[0].densities = [Array(3_000_000).fill(0.5)]; save();"
+            "return sessionStorage.getItem(CHAT)"
+        )
+        assert "One?" in kept
+        assert "0.5" not in kept
+
+
+def test_the_settings_reach_the_engine(open_page, tokenizer):
+    engine = speaking(tokenizer)
+    with open_page(engine) as page:
+        page["open"].click()
+        page.until(lambda: page["model"].text == "model")
+        for name, value in {"temperature": "0.5", "top-p": "0.25", "seed": "7"}.items():
+            page[name].clear()
+            page[name].send_keys(value)
+        page.say("One?")
+        page.done()
+        page["seed"].clear()
+        page.say("Two?")
+        page.until(lambda: len(page.all(".told")) == 2)
+        page["open"].click()
+        page.run("at('top-p').value = 2")
+        page.say("Three?")
+        assert page["top-p"].is_displayed()  # with what the browser has to say of it
+    one, two = engine.samplings
+    assert (one.temperature, one.top_p, one.seed) == (0.5, 0.25, 7)
+    assert (two.temperature, two.top_p, two.seed) == (0.5, 0.25, None)
+
+
+def test_an_empty_chat_has_an_example(open_page, tokenizer):
+    with open_page(speaking(tokenizer)) as page:
+        page.until(lambda: page["example"].is_displayed())
+        example = page["example"].text
+        page["example"].send_keys(Keys.ENTER)
+        page.done()
+        assert page.all(".user .text")[0].text == example
+        assert not page["example"].is_displayed()
+        page["fresh"].click()
+        assert page["example"].is_displayed()
+
+
 def test_stop_stops(open_page, tokenizer):
     engine = Scripted(tokenizer.encode("x") * 2000, delay=0.03)
     engine.context = 10_000
@@ -204,7 +255,7 @@ def test_markup_stays_text(open_page, tokenizer):
     with open_page(speaking(tokenizer, HOSTILE)) as page:
         page["prompt"].send_keys(HOSTILE.partition("\n")[0] + Keys.ENTER)
         page.done()
-        assert page.answer() == HOSTILE
+        assert page.answer() == HOSTILE.removesuffix("\n```")  # which opens a block of code
         assert page.all("#log img, #log script, #log b") == []
         assert page.run("return window.hacked") is None
         assert page.all(".user .text")[0].text == HOSTILE.partition("\n")[0]
@@ -223,8 +274,10 @@ def test_markup_stays_text(open_page, tokenizer):
 def test_a_wrong_key_is_told_and_a_right_one_helps(open_page, tokenizer):
     access = Access("geheim")
     with open_page(speaking(tokenizer), access=access, api_key="geheim") as page:
-        page.until(lambda: "a key is needed" in page["error"].text)
+        page.until(lambda: "A key is needed" in page["error"].text)
         assert page.run("return document.activeElement.id") == "key"
+        told = page["key"].get_attribute("aria-describedby")
+        assert "TWELL_API_KEY" in page[told].text
         page["key"].send_keys("falsch" + Keys.TAB)
         page.until(lambda: "not this server's" in page["error"].text)
         page["key"].clear()
@@ -290,40 +343,6 @@ def test_pointing_at_a_token_shows_its_densities(open_page, tokenizer):
         assert pixels[0] < pixels[1]  # darker
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
-def test_it_fits_and_can_be_read(open_page, tokenizer, width, scheme):
-    with open_page(speaking(tokenizer)) as page:
-        size = {"width": width, "height": 640, "deviceScaleFactor": 1, "mobile": False}
-        scheme_feature = [{"name": "prefers-color-scheme", "value": scheme}]
-        try:
-            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme_feature})
-            page["open"].click()
-            page.say("Hello.")
-            page.done()
-            page.until(page.bars)
-            assert page.run("return document.scrollingElement.scrollWidth") <= width
-            for name in ("prompt", "send", "strip", "bars", "fresh", "open", "key"):
-                box = page[name].rect
-                assert box["width"] > 20, name
-                assert box["x"] >= 0, name
-                assert box["x"] + box["width"] <= width, name
-                assert box["y"] + box["height"] <= 700 or name == "strip", name
-            ground, ink = (
-                page.run(f"return getComputedStyle(document.body).{what}")
-                for what in ("backgroundColor", "color")
-            )
-            assert (brightness(ground) > brightness(ink)) == (scheme == "light")
-        finally:
-            page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-            page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def brightness(colour: str) -> int:
-    return sum(map(int, re.findall(r"\d+", colour)[:3]))
-
-
 def test_it_loads_nothing_else(open_page, tokenizer):
     with open_page(speaking(tokenizer)) as page:
         page.say("Hello.")
@@ -345,3 +364,4 @@ def test_its_policy_names_its_script_and_style_alone(tokenizer):
     assert b"http://" not in answer.body
     assert b"https://" not in answer.body
     assert b"innerHTML" not in answer.body
+    assert len(answer.body) < 50_000

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from serving_client import (
     running,
     streamed_chat,
     streamed_completion,
+    told_at_start,
 )
 
 from twellctl.decoding.engine import EngineClosed, EngineError
@@ -193,9 +195,18 @@ def test_sigterm_ends_the_command_with_0(relu_llama):
         text=True,
     )
     try:
-        line = process.stdout.readline()
-        assert line.startswith("serving model at http://127.0.0.1:"), process.stderr.read()
-        url = line.split()[-1]
+        told = told_at_start(process)
+        url = told["API"]
+        assert told == {
+            "page": url.removesuffix("v1"),
+            "API": url,
+            "model": "model",
+            "device": "cpu, float32",
+            "engine": "transformers' own code (the decode kernels need an NVIDIA GPU)",
+            "context": "256 tokens",
+            "running": "64 choices side by side at most (--max-running)",
+        }
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
             events = complete(client, max_tokens=200, n=100, stream=True)  # seconds of work
             next(iter(events))
@@ -206,13 +217,15 @@ def test_sigterm_ends_the_command_with_0(relu_llama):
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, out, err) == (0, "", "")
+    assert (process.returncode, out) == (0, "")
+    (line,) = err.splitlines()  # the access log's
+    assert re.search(r" 127\.0\.0\.1 POST /v1/completions 503 \d+\+\d+ tokens \d+ ms$", line)
 
 
 def test_threads_take_short_turns_while_it_serves(relu_llama):
     seen, before = [], sys.getswitchinterval()
 
-    def on_ready(name: str, url: str) -> None:
+    def on_ready(served: ServedModel, url: str) -> None:
         seen.append(sys.getswitchinterval())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -229,15 +242,15 @@ def test_a_signal_ends_the_function_and_its_handler_comes_back(tokenizer, number
     def own(*_) -> None:
         """The handler of the program that calls the function."""
 
-    def on_ready(name: str, url: str) -> None:
-        ready.append((name, url))
+    def on_ready(served: ServedModel, url: str) -> None:
+        ready.append((served.name, url))
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
     before = signal.signal(number, own)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         asyncio.run(asyncio.wait_for(serve(served, listener, on_ready), 20))
-    assert ready == [("model", f"http://127.0.0.1:{port}/v1")]
+    assert ready == [("model", f"http://127.0.0.1:{port}")]
     assert signal.signal(number, before) is own
 
 

@@ -16,7 +16,6 @@ from twellctl.bench.contest import MUST_RUN
 from twellctl.bench.results import DENSE, FEW_DENSE, TWELL
 from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_few import (
-    few_ffn,
     few_gated,
     few_kernels,
     few_linear,
@@ -27,6 +26,7 @@ from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
+from twellctl.bundle.twell_ways import Problem, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
 from twellctl.own_kernels import own_kernels
 
@@ -95,8 +95,9 @@ def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, 
     hopper = takes_hopper_kernels(device.index)
 
     def sparse(x: Tensor, weights: FewWeights, overlap: bool) -> Tensor:
-        density = weights.density if hopper else None
-        return few_ffn(*here, x, weights.ffn, overlap=overlap, density=density)
+        problem = Problem(x.shape[0], weights.ffn.N, weights.ffn.K, here[1], hopper)
+        way = by_rule(ways_of("twell", problem), problem, weights.density)
+        return way.run(*here, x, weights.ffn, overlap=overlap)
 
     return {
         MUST_RUN: (DENSE, torch_ffn),

@@ -78,7 +78,8 @@ def routes_taken(
         bucket = None if density is None else twell_route.density_bucket(density)
         for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
-            if known == (K, N, biases, twell_route.token_bucket(tokens), bucket, slots):
+            asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, slots)
+            if known == asked and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
 

@@ -1,10 +1,8 @@
 """The gated FFN and a linear layer for few tokens, 1 to 64: bound by how fast weights stream in.
 
-    few_ffn:     few_hidden (gate product, what fires, up of that)  ->  few_down
-                 in the place of few_hidden what twell_few_clusters.py launches, where it does;
-                 where few neurons fire, on Hopper, what twell_few_walk.py launches, in the
-                 place of both
-    few_gated:   gate and up of the dense form, to which few_linear is down
+    few_pairs:   the gate product -> few_walk, where few neurons fire, on Hopper (twell_few_walk.py)
+    few_union:   few_hidden (gate product, what fires, up of that)  ->  few_down
+    few_gated:   gate and up of the dense form
     few_linear:  one product
 
 Nothing is read back by the host, so a CUDA graph can hold it all. What the kernels do stands in
@@ -18,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_few_clusters import CLUSTER_KERNEL, launch_clusters, takes_clusters
-from .twell_few_walk import LINEAR_TOKENS, few_walk_kernels, launch_few_walk, takes_few_walk
+from .twell_few_walk import LINEAR_TOKENS, few_walk_kernels, launch_few_walk
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
 from .twell_weights import FFN
@@ -30,6 +27,7 @@ _ROWS = 16  # of a row block
 _DOWN_COLUMNS = 16
 _DOWN_STAGES, _WIDE_TILES = 4, 4
 _DOWN_STATIC = 32  # bytes of shared memory that few_down declares; the other kernels have none
+_DOWN_LISTED = 2048  # neurons that few_down lists at a time
 # of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
 # kernels are built for GPUs with much shared memory, and with little
 _PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
@@ -65,11 +63,7 @@ class FewPlan:
 @lru_cache(maxsize=4096)
 def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
     """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K."""
-    octets, down_name = _octets(M), _down_name(M)
-    wide = down_name != "few_down" and limits.capability >= (9, 0)
-    tiles = _WIDE_TILES if wide else 1
-    stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
-    down = ceil_div(2 * N, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
+    octets = _octets(M)
     at_hand = 160 + 260 * 8 * octets
     kilobytes = _shared_kb(limits.capability)
     passes = _PASS if kilobytes >= (163 if octets <= 2 else 227) else _SMALL_PASS
@@ -78,9 +72,9 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
         octets,
         _linear(M, N, K, passes, False, limits),
         _linear(M, N, K, passes, True, limits),
-        _product("few_gated", M, K, octets, gated_passes, 0, limits),
+        _product("few_gated", M, K, octets, gated_passes, 32 * octets, limits),
         _product("few_hidden", M, K, octets, passes, at_hand, limits),
-        Launch(down_name, down),
+        _down(octets, N, M > 2, limits),
     )
 
 
@@ -88,8 +82,13 @@ def _octets(M: int) -> int:
     return next(octets for octets in _PASS if 8 * octets >= M)
 
 
-def _down_name(M: int) -> str:
-    return f"few_down_wide_{_octets(M)}" if M > 2 else "few_down"
+def _down(octets: int, N: int, wide: bool, limits: Limits) -> Launch:
+    """few_down.cu: Down::kBytes, and its list."""
+    tiles = _WIDE_TILES if wide and limits.capability >= (9, 0) else 1
+    stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
+    listed = N if wide else min(N, _DOWN_LISTED)
+    smem_bytes = ceil_div(2 * listed, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
+    return Launch(f"few_down_wide_{octets}" if wide else "few_down", smem_bytes)
 
 
 def _shared_kb(capability: tuple[int, int]) -> int:
@@ -151,21 +150,19 @@ def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
     long = [f"{name}_long" for name in names] if octets in _STAYING else []
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    clusters = [CLUSTER_KERNEL] if takes_clusters(M, limits) else []
+    downs = [f"few_down_wide_{octets}", *(["few_down"] if M <= 2 else [])]
     walk = few_walk_kernels(M, limits)
-    return (*names, *long, *short, *ahead, *clusters, _down_name(M), *walk)
+    return (*names, *long, *short, *ahead, *downs, *walk)
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries that `few_ffn` may launch on this device."""
+    """All entries for few tokens on this device."""
     taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
-    names = [name for M in taken for name in few_kernels(M, limits)]
-    own = ("few_hidden", "few_down", "few_walk", "few_linear")  # the walk's gate is few_linear's
-    return tuple(dict.fromkeys(name for name in names if name.startswith(own)))
+    return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
 
 
 def takes_few(M: int, N: int, limits: Limits) -> bool:
-    """Whether `few_ffn` takes `M` tokens of any length on this device."""
+    """Whether `few_union` takes `M` tokens of any length on this device."""
     if not 1 <= M <= FEW_TOKENS:
         return False
     plan = plan_few(M, N, _ANY_LENGTH, limits)
@@ -188,7 +185,7 @@ def _static(name: str) -> int:
     return _DOWN_STATIC if name.startswith("few_down") else 0
 
 
-def few_ffn(
+def few_union(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
@@ -197,39 +194,28 @@ def few_ffn(
     residual: Tensor | None = None,
     counts: Tensor | None = None,
     overlap: bool = False,
-    density: float | None = None,
 ) -> Tensor:
-    """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous.
+    """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous: over all that fires.
 
     `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
-    `density`: the share of neurons that fire, if a profile tells it; the way hangs on it.
     """
     M, N, K = x.shape[0], ffn.N, ffn.K
-    if takes_few_walk(M, N, K, density, limits):
-        if M <= LINEAR_TOKENS:
-            gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, overlap=overlap)
-        else:
-            gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-        how = {"residual": residual, "counts": counts, "overlap": M <= LINEAR_TOKENS}
-        return launch_few_walk(kernels, limits, x, gate, ffn, **how)
     plan = plan_few(M, N, K, limits)
     blocks = ceil_div(N, _ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
-    made = hidden, fired, counts
-    if not launch_clusters(kernels, limits, x, ffn, made, overlap=overlap):
-        kernels.launch(
-            plan.hidden.name,
-            (min(blocks, limits.num_sms),),
-            _BLOCK,
-            (
-                *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(M, N, K, *made),
-            ),
-            plan.hidden.smem_bytes,
-            overlap=overlap,
-        )
+    kernels.launch(
+        plan.hidden.name,
+        (min(blocks, limits.num_sms),),
+        _BLOCK,
+        (
+            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K),
+            *(hidden, fired, counts),
+        ),
+        plan.hidden.smem_bytes,
+        overlap=overlap,
+    )
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,
@@ -240,6 +226,25 @@ def few_ffn(
         overlap=overlap,
     )
     return y
+
+
+def few_pairs(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """The same for what `takes_few_walk`: each token over what fires for it."""
+    if by_linear := x.shape[0] <= LINEAR_TOKENS:
+        gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, overlap=overlap)
+    else:
+        gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    how = {"residual": residual, "counts": counts, "overlap": by_linear}
+    return launch_few_walk(kernels, limits, x, gate, ffn, **how)
 
 
 def few_linear(
@@ -275,9 +280,15 @@ def few_linear(
 
 
 def few_gated(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *, overlap: bool = False
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    counts: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
-    """The hidden state `[M, N]` of the dense form: gate and up in one kernel."""
+    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` as in `few_union`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_few(M, N, K, limits)
     hidden = x.new_empty(M, N)
@@ -285,10 +296,7 @@ def few_gated(
         plan.gated.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up),
-            *(M, N, K, hidden),
-        ),
+        (x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
         plan.gated.smem_bytes,
         overlap=overlap,
     )

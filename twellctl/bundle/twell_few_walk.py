@@ -56,13 +56,16 @@ def few_walk_kernels(M: int, limits: Limits) -> tuple[str, ...]:
     return tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
 
 
-def takes_few_walk(M: int, N: int, K: int, density: float | None, limits: Limits) -> bool:
-    """Whether few_walk takes `M` tokens and is meant to at this density; None: not known."""
-    if density is None or not few_walk_kernels(M, limits) or K > 8 * _MOST_THREADS:
-        return False
-    if 4 * K * N * density > WALK_BYTES * min(M, WALK_GROWS):
+def takes_few_walk(M: int, N: int, K: int, limits: Limits) -> bool:
+    """Whether few_walk takes `M` tokens on this device."""
+    if not few_walk_kernels(M, limits) or K > 8 * _MOST_THREADS:
         return False
     return _plan(N, K, WALK_SIZES[-1]).smem_bytes <= limits.smem_bytes
+
+
+def suits_few_walk(M: int, N: int, K: int, density: float | None) -> bool:
+    """Whether few_walk is the faster by the rule; `density` None: it is not known."""
+    return density is not None and 4 * K * N * density <= WALK_BYTES * min(M, WALK_GROWS)
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +104,7 @@ def launch_few_walk(
     counts: Tensor | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """`[M, K]` and `[M, N]`, the gate of x, to `[M, K]`; the rest is as `few_ffn` has it.
+    """`[M, K]` and `[M, N]`, the gate of x, to `[M, K]`; the rest is as `few_union` has it.
 
     With `overlap` it starts before the gate product in front of it ends. That must be few_linear's
     then, which lets nothing start before all that came before itself has been written.

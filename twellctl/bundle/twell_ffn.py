@@ -9,6 +9,7 @@ Exports carry copies of this code, which transformers imports under a package of
 Copies that are equal share the state of the first one; others have operators of other names.
 """
 
+import functools
 import hashlib
 import logging
 import sys
@@ -21,12 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE
-from .twell_few import few_ffn, takes_few
 from .twell_format import fires, gated_ffn
 from .twell_launch import (
-    KernelError,
-    KernelSet,
-    Limits,
     device_limits,
     kernels_for,
     register_sources,
@@ -41,27 +38,18 @@ from .twell_reasons import (
     say_once,
     takes_hopper_kernels,
     why_no_kernels,
-    why_not,
     why_not_ffn,
     why_not_here,
     why_not_route,
     why_not_trained,
-    why_they_do_not_lie_well,
 )
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
-from .twell_sequence import (
-    dense_ffn,
-    fused_ffn,
-    hopper_ffn,
-    launch_gate_pack,
-    portable_ffn,
-)
+from .twell_sequence import dense_ffn
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_walk import takes_walk, walk_ffn
+from .twell_ways import Problem, Way, by_rule, ways_of
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
-NOT_FINITE = 1 << 30  # in a count of `gate_pack`
 _SAMPLED_ROWS = 4096
 # gradients go over the kernels from so many tokens on, below this density, unless a route says so
 TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.018
@@ -85,8 +73,9 @@ def sparse_ffn(
     """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
-    (the kernels of this GPU), "portable" (those of any), "dense" (torch's products), "fused" (dense
-    on Hopper, gate and up in one kernel), or "auto": the fastest, unless TWELL_ROUTE says which.
+    (the fastest of this GPU's ways over what fires), "portable" (of those of any), "dense" (torch's
+    products), "fused" (dense on Hopper, gate and up in one kernel), or "auto": the fastest of all
+    ways (twell_ways.py), unless TWELL_ROUTE says which.
     `density`: the share of neurons that fire, if a profile tells it.
 
     The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after
@@ -207,23 +196,6 @@ def takes_training(route: str, tokens: int, density: float | None) -> bool:
     return tokens >= TRAINED_ABOVE and density is not None and density < TRAINED_BELOW
 
 
-def gate_pack(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None = None,
-    *,
-    slots: int = SLOTS,
-    sources: str,
-) -> tuple[Tensor, Tensor]:
-    """(counts `[M, T]`, entries `[M, T, slots]`), int32, of the gate of `x` `[M, K]`, on Hopper.
-
-    As `twell_format.pack` has them, but: a count has `NOT_FINITE` added where the tile holds NaN
-    or Inf, entries of a tile are in no order of columns, and slots behind the count are not
-    written. `KernelError` where the kernel cannot run.
-    """
-    return _gate_pack_op(x, w_gate, b_gate, slots, sources)
-
-
 # ---- which path ----
 
 
@@ -276,57 +248,39 @@ def _gated_ffn(
 def _by_route(
     rows: Tensor, ffn: FFN, slots: int, density: float, sources: str, route: str, hopper: bool
 ) -> Tensor:
-    limits = device_limits(rows.device.index)
-    kernels = kernels_for(sources, rows.device.index)
-    in_place = lies_well(ffn.w_down)
-    known = None if density < 0 else density
+    index, in_place = rows.device.index, lies_well(ffn.w_down)
+    here = kernels_for(sources, index), device_limits(index)
+    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place)
+    ways, known = ways_of(route, problem), None if density < 0 else density
 
-    def sparse() -> Tensor:
-        laid = ffn if in_place else replace(ffn, w_down=_aligned(ffn.w_down))
-        return _sparse_by_tokens(kernels, limits, rows, laid, slots, hopper, known)
+    def run(way: Way) -> Tensor:
+        copied = not in_place and way.by_rows
+        laid = replace(ffn, w_down=_aligned(ffn.w_down)) if copied else ffn
+        return way.run(*here, rows, laid, slots)
 
-    runs = {"dense": lambda: dense_ffn(rows, ffn), "twell": sparse}
-    if hopper:
-        runs["fused"] = lambda: fused_ffn(kernels, limits, rows, ffn)
-    if route == "auto":
-        kind = Kind(
-            torch.cuda.get_device_name(rows.device),
-            ffn.K,
-            ffn.N,
-            len(ffn.tensors) > 3,
-            token_bucket(rows.shape[0]),
-            None if known is None else density_bucket(known),
-            slots,
-            f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
-            in_place and takes_few(rows.shape[0], ffn.N, limits),
+    runs = {way.name: functools.partial(run, way) for way in ways}
+    if len(runs) == 1:
+        return run(ways[0])
+    kind = Kind(
+        torch.cuda.get_device_name(rows.device),
+        ffn.K,
+        ffn.N,
+        len(ffn.tensors) > 3,
+        token_bucket(rows.shape[0]),
+        None if known is None else density_bucket(known),
+        slots,
+        f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
+        tuple(runs),
+    )
+    with torch.cuda.device(index):  # whose stream is timed, or captured
+        name = choose(
+            kind,
+            torch.cuda.is_current_stream_capturing(),
+            runs,
+            lambda: by_rule(ways, problem, known).name,
+            lambda: _sampled_density(rows, ffn),
         )
-        with torch.cuda.device(rows.device.index):  # whose stream is timed, or captured
-            route = choose(
-                kind,
-                known,
-                torch.cuda.is_current_stream_capturing(),
-                runs,
-                lambda: _sampled_density(rows, ffn),
-            )
-    return runs.get(route, sparse)()
-
-
-def _sparse_by_tokens(
-    kernels: KernelSet,
-    limits: Limits,
-    rows: Tensor,
-    ffn: FFN,
-    slots: int,
-    hopper: bool,
-    density: float | None,
-) -> Tensor:
-    if takes_few(rows.shape[0], ffn.N, limits):
-        return few_ffn(kernels, limits, rows, ffn, density=density if hopper else None)
-    if hopper and takes_walk(rows.shape[0], ffn.N, ffn.K, density, limits):
-        return walk_ffn(kernels, limits, rows, ffn, slots)
-    if hopper:
-        return hopper_ffn(kernels, limits, rows, ffn, slots)
-    return portable_ffn(kernels, limits, rows, ffn)
+    return runs[name]()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -343,48 +297,14 @@ def _sampled_density(rows: Tensor, ffn: FFN) -> float:
 # ---- operators ----
 
 
-def _gate_pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, slots: int, sources: str
-) -> tuple[Tensor, Tensor]:
-    """The operator `gate_pack`."""
-    check_numbers(slots, TILE)
-    if not x.is_cuda or not takes_hopper_kernels(x.device.index):
-        raise KernelError("gate_pack needs a Hopper GPU (compute capability 9.0)")
-    biases = () if b_gate is None else (b_gate,)
-    index, (N, K) = x.device.index, w_gate.shape
-    weights = (w_gate, *biases)
-    if said := (
-        why_not(x, weights, K, N)
-        or why_they_do_not_lie_well(weights)
-        or why_not_here(sources, index, True)
-    ):
-        raise KernelError(f"gate_pack cannot run: {said}")
-    counts, entries = _fake_gate_pack(x, w_gate, b_gate, slots, sources)
-    if x.shape[0]:
-        rows, heavy_count = _aligned(x), counts.new_empty(1)
-        limits, kernels = device_limits(index), kernels_for(sources, index)
-        launch_gate_pack(kernels, limits, rows, w_gate, b_gate, counts, entries, heavy_count)
-    return counts, entries
-
-
 def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
     return x.new_empty(*x.shape[:-1], w_down.shape[0])
-
-
-def _fake_gate_pack(x, w_gate, b_gate, slots, sources) -> tuple[Tensor, Tensor]:
-    tiles = (x.shape[0], ceil_div(w_gate.shape[0], TILE))
-    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    return counts, torch.empty((*tiles, slots), dtype=torch.int32, device=x.device)
 
 
 _FFN_SCHEMA = (
     "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
     "Tensor? b_down, int tile, int slots, float density, str sources, str route) "
     "-> Tensor"
-)
-_PACK_SCHEMA = (
-    "(Tensor x, Tensor w_gate, Tensor? b_gate, int slots, str sources) "
-    "-> (Tensor counts, Tensor entries)"
 )
 
 
@@ -394,14 +314,9 @@ def _own_digest() -> str:
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operators `twell::gated_ffn_<digest>` and `twell::gate_pack_<digest>`."""
+    """The operator `twell::gated_ffn_<digest>`, and those of training."""
     library = torch.library.Library("twell", "FRAGMENT")
-    define_operators(
-        library,
-        digest,
-        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
-        ("gate_pack", _PACK_SCHEMA, _gate_pack, _fake_gate_pack),
-    )
+    define_operators(library, digest, ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn))
     define_training(library, digest)
     return library
 
@@ -411,11 +326,9 @@ _owner = sys.modules.setdefault(f"twell_ffn_{_DIGEST}", sys.modules[__name__])
 if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
-    _gate_pack_op = getattr(torch.ops.twell, f"gate_pack_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
-    register_sources = _owner.register_sources
-    sparse_ffn, gate_pack = _owner.sparse_ffn, _owner.gate_pack
+    register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -115,12 +115,12 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
     if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
         return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
-    said = why_not(rows, ffn.tensors, K, N, tile)
+    said = _why_not(rows, ffn.tensors, K, N, tile)
     as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
     return said or why_they_do_not_lie_well(as_they_are)
 
 
-def why_not(
+def _why_not(
     rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
 ) -> str | None:
     if rows.dim() != 2 or rows.shape[1] != K:

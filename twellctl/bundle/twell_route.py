@@ -1,10 +1,11 @@
-"""Dense, fused or TwELL: what is fastest here, measured once and kept.
+"""What is fastest here, measured once and kept.
 
-A choice belongs to the device, the sizes, the biases, the next power of two of the number of tokens
-and the density in steps of 1.3. It is made on the first inputs of its kind, and lies in memory and
-in TWELL_CACHE_DIR/routes.json. Two are made at once: for launches one by one, where the host's time
-counts, and for a CUDA graph, where it does not. In the midst of a capture nothing is measured: a
-kind that is not known then goes by its density and its tokens.
+A choice of the operator belongs to the device, the sizes, the biases, the next power of two of the
+number of tokens, the density in steps of 1.3 and the ways there are (twell_ways.py). It is made on
+the first inputs of its kind, and lies in memory and in TWELL_CACHE_DIR/routes.json. Two are made at
+once: for launches one by one, where the host's time counts, and for a CUDA graph, where it does
+not. In the midst of a capture nothing is measured: a kind that is not known then goes by the rule
+of the ways.
 
 TWELL_ROUTE=dense|fused|twell|portable|auto decides for every model that does not say otherwise.
 """
@@ -14,7 +15,7 @@ import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,7 @@ import torch
 from .twell_cache import cache_dir, keep
 
 ROUTES = ("auto", "twell", "portable", "fused", "dense")
-# what was not measured is taken sparsely below this density, above this number of tokens
-DENSE_FROM, SPARSE_ABOVE = 0.02, 2048
-# the same of few tokens, for which there are kernels of their own: up to this number
-FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
+_TIE = 1.01  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
 
@@ -35,10 +33,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Kind:
-    """What one choice is made for. `density` is a bucket, None where no profile told it.
-
-    `few`: "twell" takes the kernels for few tokens (twell_few.py), which follows from the rest.
-    """
+    """What one choice is made for. `density` is a bucket, None where no profile told it."""
 
     device: str
     K: int
@@ -48,7 +43,7 @@ class Kind:
     density: int | None
     slots: int
     kernels: str  # whose they are, Hopper's or the portable ones, and their sources
-    few: bool = False
+    ways: tuple[str, ...]  # there are, the first before others that are as fast
 
     @property
     def key(self) -> str:
@@ -56,13 +51,13 @@ class Kind:
         bias = "bias" if self.biases else "plain"
         return (
             f"{self.device} K={self.K} N={self.N} {bias} M<={self.tokens} "
-            f"density={self.density} slots={self.slots} {self.kernels}"
+            f"density={self.density} slots={self.slots} {self.kernels} of {','.join(self.ways)}"
         )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The faster route: launched one by one, and inside a CUDA graph."""
+    """The fastest way: launched one by one, and inside a CUDA graph."""
 
     eager: str
     graph: str
@@ -92,30 +87,24 @@ def density_bucket(density: float) -> int:
     return round(math.log(max(density, 1e-4)) / _STEP)
 
 
-def unmeasured(density: float | None, tokens: int, few: bool) -> str:
-    """The route of what was not measured: as it was found on an H200."""
-    few = few and tokens <= FEW_SPARSE_UPTO
-    if not few and tokens <= SPARSE_ABOVE:
-        return "dense"
-    dense_from = FEW_DENSE_FROM if few else DENSE_FROM
-    return "dense" if density is not None and density >= dense_from else "twell"
-
-
 def choose(
     kind: Kind,
-    density: float | None,
     capturing: bool,
     runs: Mapping[str, Callable[[], object]],
+    by_rule: Callable[[], str],
     count_density: Callable[[], float],
 ) -> str:
     """The name of the fastest of `runs`, which compute one FFN on the inputs at hand.
 
-    `count_density` is asked where no profile told the density.
+    `by_rule` says what is taken unmeasured. `count_density` is asked where no profile told the
+    density.
     """
+    if len(runs) == 1:
+        return next(iter(runs))
     found = _choices.get(kind)
     if found is None:
         if capturing:
-            return unmeasured(density, kind.tokens, kind.few)
+            return by_rule()
         with _lock:
             found = _choices.get(kind) or _kept_or_measured(kind, runs, count_density)
             _choices[kind] = found
@@ -134,19 +123,35 @@ def _kept_or_measured(
     key = kind.key
     if kind.density is None:
         key += f" counted={density_bucket(count_density())}"
-    choice = _parse(_read_kept().get(key), runs)
-    if choice is None:
-        choice, times = measure(runs)
-        if math.inf in times.values():  # there may be more memory another time
-            return choice
-        kept = {"eager": choice.eager, "graph": choice.graph, "ms": times}
-        content = json.dumps(_read_kept() | {key: kept}, indent=1) + "\n"
+    return Choice(**kept_or_measured(key, list(runs), ("eager", "graph"), lambda: measure(runs)))
+
+
+def kept_or_measured(
+    key: str, names: list[str], modes: tuple[str, ...], measure: Callable[[], dict[str, float]]
+) -> dict[str, str]:
+    """{mode: the fastest of `names`}, as routes.json has it under `key`, else as measured and kept.
+
+    `measure` returns milliseconds by "mode name"; infinite is what does not fit into memory.
+    """
+    kept = _read_kept().get(key)
+    found = {mode: kept.get(mode) for mode in modes} if isinstance(kept, dict) else {}
+    if found and all(name in names for name in found.values()):  # what is kept may be anything
+        return found
+    times = measure()
+    best = {mode: fastest({name: times[f"{mode} {name}"] for name in names}) for mode in modes}
+    if math.inf not in times.values():  # there may be more memory another time
+        content = json.dumps(_read_kept() | {key: best | {"ms": times}}, indent=1) + "\n"
         keep(cache_dir() / "routes.json", content.encode())
-    return choice
+    return best
 
 
-def measure(runs: Mapping[str, Callable[[], object]]) -> tuple[Choice, dict[str, float]]:
-    """Time each of `runs` on the current CUDA stream: the choice, and milliseconds by name.
+def fastest(times: Mapping[str, float]) -> str:
+    """The first name whose time is the shortest, or as good as that."""
+    return next(name for name, time in times.items() if time <= _TIE * min(times.values()))
+
+
+def measure(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each of `runs` on the current CUDA stream, by mode and name.
 
     What does not fit into memory takes for ever; the error is raised if that goes for all of them.
     """
@@ -160,26 +165,25 @@ def measure(runs: Mapping[str, Callable[[], object]]) -> tuple[Choice, dict[str,
                 error = too_large.with_traceback(None)  # which would hold tensors
     if error is not None and all(time == math.inf for time in times.values()):
         raise error
-    best = [min(runs, key=lambda name, m=mode: times[f"{m} {name}"]) for mode in ("eager", "graph")]
-    return Choice(*best), times
+    return times
 
 
 def median_ms(run: Callable[[], object], *, ahead: bool) -> float:
-    """Median time of five runs; `ahead`: with all launches queued before the clock starts."""
-    for _ in range(2):
-        run()
-    found = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        if ahead:
-            torch.cuda._sleep(_SLEEP_CLOCKS)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
+    """Median time of five runs, after two more."""
+    return statistics.median([timed_ms(run, ahead=ahead) for _ in range(7)][2:])
+
+
+def timed_ms(run: Callable[[], object], *, ahead: bool) -> float:
+    """Milliseconds of one run; `ahead`: with all launches queued before the clock starts."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if ahead:
+        torch.cuda._sleep(_SLEEP_CLOCKS)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _read_kept() -> dict:
@@ -188,11 +192,3 @@ def _read_kept() -> dict:
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) else {}
-
-
-def _parse(kept: object, runs: Collection[str]) -> Choice | None:
-    if not isinstance(kept, dict):
-        return None
-    choice = Choice(kept.get("eager"), kept.get("graph"))
-    names = list(runs)  # what is kept may be anything, a list too
-    return choice if choice.eager in names and choice.graph in names else None

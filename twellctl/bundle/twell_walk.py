@@ -1,7 +1,7 @@
 """The gated FFN for some hundred tokens on Hopper: each token walks through what fired for it.
 
-    up to 1024 tokens:  torch's gate product -> walk_gate -> the rows that it flagged, densely
-    beyond:             gate_pack -> walk -> the heavy rows, densely
+    walk_gate_ffn:    torch's gate product -> walk_gate -> the rows that it flagged, densely
+    walk_packed_ffn:  gate_pack -> walk -> the heavy rows, densely
 
 Its time goes by pairs (token, neuron that fired). With few of them it is shorter than that of the
 lists of twell_sequence.py. The kernels behind the gate may start before the one in front has ended;
@@ -52,22 +52,20 @@ def plan_walk(M: int, N: int, K: int, limits: Limits) -> WalkPlan:
     return WalkPlan(threads, ways, cap, size)
 
 
-def takes_walk(M: int, N: int, K: int, density: float | None, limits: Limits) -> bool:
-    """Whether `walk_ffn` takes `M` tokens, and is meant to at this density; None: not known."""
-    pairs = M * N * (USUAL_DENSITY if density is None else density)
-    if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)) or pairs > MOST_PAIRS:
+def takes_walk(M: int, N: int, K: int, limits: Limits) -> bool:
+    """Whether `walk_gate_ffn` and `walk_packed_ffn` take `M` tokens on this device."""
+    if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)):
         return False
     return plan_walk(M, N, K, limits).smem_bytes + STATIC_SMEM <= limits.smem_bytes
 
 
-def walk_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    """`[M, K]` to `[M, K]`, bf16, contiguous, for what `takes_walk`; `slots` as in `hopper_ffn`."""
-    if x.shape[0] <= GATE_TOKENS:
-        return _walk_gate(kernels, limits, x, ffn)
-    return _walk_packed(kernels, limits, x, ffn, slots)
+def suits_walk(M: int, N: int, density: float | None) -> bool:
+    """Whether a walk is the fastest by the rule; `density` None: it is not known."""
+    return M * N * (USUAL_DENSITY if density is None else density) <= MOST_PAIRS
 
 
-def _walk_gate(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+    """`[M, K]` to `[M, K]`, bf16, contiguous, of what `takes_walk`: behind torch's gate product."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_walk(M, N, K, limits)
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
@@ -78,7 +76,8 @@ def _walk_gate(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tenso
     return y
 
 
-def _walk_packed(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    """The same behind `gate_pack`; `slots` as in `hopper_ffn`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_walk(M, N, K, limits)
     laid = make_plan(M, N, K, slots, plan.cap, limits)

@@ -4,12 +4,13 @@ A step is a chain of launches, each of which may start before the one in front h
 (kernels/dependent.cuh): the embedding, with the first norm; of each layer
 
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
-    rms_norm -> few_hidden -> few_down, onto x             dense: few_gated -> few_linear
-                few_linear -> few_walk, where few fire, as a profile tells
+    rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. A step of one row, and
-of up to 16 in the sparse form, is one launch in the place of all that, if the model is such that it
-can be (whole_step.py).
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. The FFN goes by pairs,
+by the union of what fires or densely (few_ways.py, down_copies.py); and a step of one row, or of
+up to 16, may be one launch in the place of all that, if the model is such that it can be
+(whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
+(step_forms.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
@@ -17,21 +18,14 @@ The model is made over for that: q, k and v lie together, and down by rows of ne
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_few import (
-    few_ffn,
-    few_gated,
-    few_kernels,
-    few_linear,
-    takes_few,
-    takes_few_dense,
-)
+from twellctl.bundle.twell_few import few_kernels, few_linear, takes_few, takes_few_dense
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_name,
@@ -43,6 +37,7 @@ from twellctl.bundle.twell_model import (
 )
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
+from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import (
     AttendLayer,
@@ -56,8 +51,11 @@ from twellctl.decoding.attention import (
     why_no_norm,
     why_not_attend,
 )
+from twellctl.decoding.down_copies import DownCopies
+from twellctl.decoding.few_ways import BY_COLUMNS, few_ways
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.pages import PAGE, pages_for
+from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
@@ -102,10 +100,11 @@ class KernelDecoder:
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons = self._plain.neurons if sparse else []
-        # as profiled, if they were; they decide for a kernel of Hopper's
-        hopper = takes_hopper_kernels(self.device.index)
-        densities = (getattr(ffn, "twell_density", None) for ffn in gated_ffns(model))
-        self._densities = [density if hopper else None for density in densities]
+        self._hopper = takes_hopper_kernels(self.device.index)
+        # as profiled, if they were; the dense form does not depend on them
+        self._densities = [
+            getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
+        ]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -118,13 +117,23 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
+        self._copies = DownCopies([layer.ffn for layer in self._layers], self.device)
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
         # for any number of rows: some want more room than the most rows do
         rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
         plans = [self._plan(B, W) for B in rows for W in widths]
         self._workspace = open_workspace(plans, self.device)
-        self._whole = self._whole_step()
+        self._whole_steps = self._make_whole_steps()
+        config, num_layers = self._model.config, len(self._layers)
+        of = f"{_step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
+        told = None not in self._densities
+        self._choice = FormChoice(
+            self.device,
+            f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
+            config.intermediate_size,
+            sum(self._densities) / num_layers if told else None,
+        )
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
@@ -134,10 +143,38 @@ class KernelDecoder:
         return logits, fired[: len(self.neurons)]
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        forms = partial(self.forms, len(tokens))
+        logits, counts = self._choice(forms, tokens, positions, tables)
+        if not self._choice.takes(BY_COLUMNS.name):
+            self._copies.drop()
+        return logits, counts[: len(self.neurons)]
+
+    def chosen(self, rows: int) -> str | None:
+        """By which of its forms steps of `rows` rows went last; None: there was none."""
+        return self._choice.chosen(rows)
+
+    def forms(self, B: int) -> dict[str, Form]:
+        """The forms of a step of `B` rows that are possible now. The first by rule.
+
+        Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
+        by the order of sums.
+        """
+        ways = {BY_COLUMNS.name: [BY_COLUMNS] * len(self._layers)}
+        if self._sparse:
+            ffn = self._layers[0].ffn
+            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
+            own = few_ways(problem, self._densities)
+            ways = own | ways if self._copies.fit() else own
+        return {
+            **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
+            **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
+        }
+
+    def _one_by_one(
+        self, ways: list[Way], tokens: Tensor, positions: Tensor, tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A step, one kernel after the other; `ways`: of each layer's FFN."""
         B = len(tokens)
-        if self._whole is not None and self._whole.takes(B, tables.shape[1]):
-            logits, counts = self._whole(tokens, positions, tables)
-            return logits, counts[: len(self.neurons)]
         plan = self._plan(B, tables.shape[1])
         counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=self.device)
         table = self._model.get_input_embeddings().weight
@@ -159,23 +196,27 @@ class KernelDecoder:
             )
             x = self._linear(h, layer.out, x)
             h = rms_norm(self.kernels, x, layer.ffn_norm, self._eps)
-            x = self._ffn(h, layer.ffn, x, counts[i], self._densities[i])
+            copied = self._sparse and not ways[i].by_rows
+            ffn = self._copies[i] if copied else layer.ffn
+            how = {"residual": x, "counts": counts[i] if self._sparse else None, "overlap": True}
+            x = ways[i].run(self.kernels, self._limits, h, ffn, **how)
         h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
         logits = few_linear(
             self.kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
         )
-        return logits, counts[: len(self.neurons)]
+        return logits, counts
 
-    def _whole_step(self) -> WholeStep | None:
+    def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, or of a few, if the model is such."""
         if why_not_one_kernel(self._model) is not None:
-            return None
+            return {}
         layers, body = self._layers, self._model.model
         if not self._sparse:  # larger batches read W_down by rows of K
             layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
-        return WholeStep(
+        make = partial(
+            WholeStep,
             self.kernels,
             self._limits,
             _step_sizes(self._model),
@@ -185,26 +226,15 @@ class KernelDecoder:
             self._model.lm_head.weight,
             self._rotary,
             self._eps,
-            sparse=self._sparse,
         )
+        sparse = {"one kernel": make(sparse=True)} if self._sparse else {}
+        return sparse | {"one dense kernel": make(sparse=False)}
 
     def _linear(
         self, x: Tensor, linear: Linear, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
         how = {"residual": residual, "ahead": ahead, "overlap": True}
         return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
-
-    def _ffn(
-        self, x: Tensor, ffn: FFN, residual: Tensor, fired: Tensor, density: float | None
-    ) -> Tensor:
-        here = self.kernels, self._limits
-        if self._sparse:
-            how = {"counts": fired, "overlap": True, "density": density}
-            return few_ffn(*here, x, ffn, residual=residual, **how)
-        hidden = few_gated(*here, x, ffn, overlap=True)
-        if ffn.N % 64:  # more than few_linear takes
-            return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
-        return self._linear(hidden, Linear(ffn.w_down, ffn.b_down), residual)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
         if (B, width) not in self._plans:

@@ -16,6 +16,11 @@ from twellctl.errors import TwellError
 
 logger = logging.getLogger(__name__)
 DECODERS = (KernelDecoder, HFDecoder)  # the best first; LoneDecoder takes what they do not
+TOLD = {
+    KernelDecoder: "twellctl's kernels",
+    HFDecoder: "transformers' own code",
+    LoneDecoder: "transformers' own code, one sequence at a time",
+}
 MAX_RUNNING, MAX_WAITING = 64, 256
 GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
 CPU_CACHE_BYTES = 1 << 30
@@ -61,13 +66,26 @@ def open_scheduler(
 
 def open_decoder(model: PreTrainedModel) -> Decoder:
     """The best decoder that can drive `model`; why it must be the last resort is logged."""
-    why = []
+    kind, why = _choose(model)
+    if kind is LoneDecoder:
+        logger.warning("%s: one sequence is continued at a time", why)
+    return kind(model)
+
+
+def told_of_decoder(model: PreTrainedModel) -> str:
+    """In words, which decoder `open_decoder` takes for `model`, and why it is no better one."""
+    kind, why = _choose(model)
+    return TOLD[kind] if why is None else f"{TOLD[kind]} ({why})"
+
+
+def _choose(model: PreTrainedModel) -> tuple[type[Decoder], str | None]:
+    """The best decoder's class, and what stands against the next better one."""
+    why = None
     for kind in DECODERS:
         if (said := kind.why_not(model)) is None:
-            return kind(model)
-        why.append(said)
-    logger.warning("%s: one sequence is continued at a time", why[-1])
-    return LoneDecoder(model)
+            return kind, why
+        why = said
+    return LoneDecoder, why
 
 
 def eos_tokens_of(model: PreTrainedModel, extra_eos: int | None = None) -> frozenset[int]:

@@ -26,9 +26,6 @@ _OCTETS = 6  # of gates, of a block, at most
 _OWNERS, _PARTS, _SOURCES = 128, 16, 9
 _TASKS = {64: 4, 128: 2}  # heads of rows, of a block, at most; by head size
 
-# pages of a row's table; beyond, by estimate (kernels/README.md), kernels one by one are as fast
-_PAGES, _FEW_ROWS, _PAGES_OF_FEW = 16, 8, 64
-
 
 @dataclass(frozen=True)
 class Linear:
@@ -129,16 +126,11 @@ class WholeStep:
         self.most_rows = most_rows_at_once(sizes, limits, sparse=sparse)
         self._of_rows: dict[int, tuple[Tensor, Tensor]] = {}  # words and epoch, by rows
 
-    def takes(self, rows: int, pages: int) -> bool:
-        """Whether steps of `rows` rows whose tables have `pages` pages are to go this way."""
-        longest = _PAGES_OF_FEW if rows <= _FEW_ROWS else _PAGES
-        return rows <= self.most_rows and pages <= longest
-
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Logits float32 `[B, V]`, and how many neurons of each layer fired, int32 `[L, B]`.
 
-        int32 tokens and positions `[B]`, tables `[B, W]`, as `Decoder.step` takes them. No neuron
-        is counted in the dense form. The first step of so many rows must not be one of a capture.
+        int32 tokens and positions `[B]`, tables `[B, W]`, as `Decoder.step` takes them. The
+        first step of so many rows must not be one of a capture.
         """
         sizes, device, B = self._sizes, tokens.device, len(tokens)
         counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=device)

@@ -61,7 +61,8 @@ def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the body is too large", code="body_too_large")
         case web.HTTPNotFound():
-            return ApiError(404, f"no such URL: {http.method} {http.path}", code="unknown_url")
+            message = f"no such URL: {http.method} {http.path} (GET /v1 lists those there are)"
+            return ApiError(404, message, code="unknown_url")
         case web.HTTPMethodNotAllowed():
             allowed = " or ".join(sorted(error.allowed_methods))
             message = f"{http.path} takes {allowed}, not {http.method}"

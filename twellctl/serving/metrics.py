@@ -1,14 +1,10 @@
 """What /metrics tells Prometheus: requests, latencies, and the engine's own counters."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -21,22 +17,10 @@ from prometheus_client.registry import Collector
 
 from twellctl.decoding.engine import Engine
 from twellctl.serving.completion import Piece
-from twellctl.serving.http_errors import as_api_error
+from twellctl.serving.measured import Measured, current
 
-CLIENT_LEFT = 499  # nginx's number for it; no client ever sees it
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-
-
-@dataclass
-class _Measured:
-    """The request that this task answers."""
-
-    began: float = field(default_factory=time.perf_counter)
-    failed_with: int | None = None  # the status that came too late to be sent
-
-
-_measured: ContextVar[_Measured] = ContextVar("measured")
 
 
 class Metrics:
@@ -76,26 +60,15 @@ class Metrics:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=generate_latest(self._registry), headers=headers)
 
-    @web.middleware
-    async def count(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around everything else: which endpoint answered with what, and how long it took."""
-        measured, status = _Measured(), 500
-        _measured.set(measured)
-        try:
-            response = await handler(http)
-            status = measured.failed_with or response.status
-            return response
-        except asyncio.CancelledError:
-            status = CLIENT_LEFT
-            raise
-        finally:
-            endpoint = _endpoint(http)
-            self._requests.labels(endpoint, status).inc()
-            self._request_seconds.labels(endpoint).observe(time.perf_counter() - measured.began)
+    def count(self, http: web.Request, measured: Measured) -> None:
+        """Which endpoint answered with what, and how long it took."""
+        endpoint = _endpoint(http)
+        self._requests.labels(endpoint, measured.status).inc()
+        self._request_seconds.labels(endpoint).observe(measured.seconds)
 
     async def timed(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
         """The same pieces; when their tokens came is noted."""
-        before, num_tokens = _measured.get().began, 0
+        before, num_tokens = current().began, 0
         async with aclosing(pieces):
             async for piece in pieces:
                 if piece.num_tokens > num_tokens:
@@ -104,13 +77,6 @@ class Metrics:
                     seconds.observe(now - before)
                     before, num_tokens = now, piece.num_tokens
                 yield piece
-
-
-def note_failure(http: web.Request, error: Exception) -> dict:
-    """The error object for a stream whose status 200 is out; it is counted as what it is."""
-    failure = as_api_error(error, http)
-    _measured.get().failed_with = failure.status
-    return failure.body()
 
 
 def _endpoint(http: web.Request) -> str:

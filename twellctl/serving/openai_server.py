@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from twellctl.serving.access import Access, guard
+from twellctl.serving.access_log import access_log
 from twellctl.serving.completion import Piece, complete, joined
 from twellctl.serving.http_errors import answer_errors, json_response
-from twellctl.serving.metrics import Metrics, note_failure
+from twellctl.serving.measured import counted, current, measuring, note_failure
+from twellctl.serving.metrics import Metrics
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import (
     Answer,
@@ -45,18 +47,25 @@ class Limits:
 
 
 def make_app(
-    model: ServedModel, access: Access, limits: Limits, traffic: Traffic
+    model: ServedModel,
+    access: Access,
+    limits: Limits,
+    traffic: Traffic,
+    log: Callable[[str], None] | None = None,
 ) -> web.Application:
-    """The application: routes, limits and guards."""
+    """The application: routes, limits and guards. `log` gets a line a request."""
     metrics = Metrics(model.engine)
+    observers = [metrics.count, access_log(log)] if log else [metrics.count]
     endpoints = Endpoints(model, limits, traffic, metrics)
     app = web.Application(
-        middlewares=[metrics.count, answer_errors, guard(access)],
+        middlewares=[measuring(*observers), answer_errors, guard(access)],
         client_max_size=limits.body_bytes,
     )
     app.router.add_get("/", endpoints.page)
     app.router.add_get("/health", endpoints.health)
     app.router.add_get("/metrics", endpoints.metrics)
+    app.router.add_get("/v1", endpoints.listed)
+    app.router.add_get("/v1/", endpoints.listed)
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{name:.+}", endpoints.model)
     app.router.add_post("/v1/chat/completions", endpoints.chat)
@@ -73,6 +82,12 @@ class Endpoints:
 
     async def page(self, http: web.Request) -> web.Response:
         return page_response()
+
+    async def listed(self, http: web.Request) -> web.Response:
+        """What there is, for who opens the API's own URL."""
+        routes = (route for route in http.app.router.routes() if route.method != "HEAD")
+        endpoints = [f"{route.method} {route.resource.canonical}" for route in routes]
+        return json_response({"object": "list", "endpoints": endpoints})
 
     async def health(self, http: web.Request) -> web.Response:
         if self._traffic.draining:
@@ -112,6 +127,7 @@ class Endpoints:
         with self._traffic.answering():
             request = parse(parse_json(await self._body(http)))
             plan = await asyncio.to_thread(make_plan, self._model, request)
+            current().prompt_tokens = plan.prompt_tokens
             answer = form(plan.options, self._model.spelling)
             if plan.options.stream:
                 return await self._stream(http, plan, answer)
@@ -185,7 +201,7 @@ class Endpoints:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
         stops = StopStrings(plan.options.stops)
         pieces = complete(self._model.engine, detokenizer, stops, task.prompt, task.sampling)
-        return self._metrics.timed(pieces)
+        return self._metrics.timed(counted(pieces))
 
     @asynccontextmanager
     async def _time_limit(self) -> AsyncGenerator[None, None]:

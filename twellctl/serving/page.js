@@ -1,11 +1,20 @@
-"use strict";
-const at = (id) => document.getElementById(id);
-const messages = [];        // what the model is told of the conversation
+// ---- what all of it uses ----
+
+const turns = [];           // of the conversation: {text, answer, question: its element}
 let model = null;           // {id, max_model_len, twell: {chat}}
 let controller = null;      // of the answer that is being written
-let shown = null;           // the answer whose densities are seen
-let picked = null;          // which of its tokens; null: the newest
 let drawn = true;           // nothing has changed since it was drawn
+
+function draw() {  // once a frame at most
+  if (drawn) requestAnimationFrame(drawNow);
+  drawn = false;
+}
+
+function drawNow() {
+  drawn = true;
+  if (controller && turns.length) follow(() => show(turns.at(-1).answer, true));
+  drawChart();
+}
 
 // ---- the server ----
 
@@ -54,19 +63,25 @@ async function connect() {
     return fail(error);
   }
   fail(null);
+  const { chat } = model.twell;
   at("model").textContent = model.id;
   document.title = `${model.id} · twellctl`;
   at("max-tokens").max = model.max_model_len;
   at("max-tokens").value = Math.min(512, model.max_model_len >> 1);
-  at("system-field").hidden = !model.twell.chat;
-  at("fresh").textContent = model.twell.chat ? "New chat" : "Clear";
-  at("prompt").placeholder = model.twell.chat ? "Message" : "Text for the model to go on from";
+  at("system-field").hidden = !chat;
+  at("fresh").textContent = chat ? "New chat" : "Clear";
+  at("prompt").placeholder = chat ? "Message" : "Text for the model to go on from";
+  at("example").textContent = chat ? "Explain binary search, with code in Python." : "Once upon a time";
+  at("example").hidden = false;
+  if (!turns.length) restore();
 }
 
 function fail(error) {
   at("error").hidden = !error;
   at("error").textContent = error ? error.message : "";
   if (error?.status === 401) {
+    if (!at("key").value) at("error").textContent = "A key is needed: enter it above.";
+    at("key-field").hidden = false;
     openSettings(true);
     at("key").focus();
   }
@@ -74,16 +89,19 @@ function fail(error) {
 
 // ---- the conversation ----
 
-function request(text) {
+function request() {  // of the last turn, whose answer is still empty
+  const number = (id) => Number.isNaN(at(id).valueAsNumber) ? null : at(id).valueAsNumber;
   const common = {
     model: model.id, stream: true, stream_options: { include_usage: true }, twell_densities: true,
-    temperature: at("temperature").valueAsNumber, max_tokens: at("max-tokens").valueAsNumber,
+    temperature: number("temperature"), top_p: number("top-p"), seed: number("seed"),
+    max_tokens: number("max-tokens"),
   };
-  if (!model.twell.chat) return ["/v1/completions", { ...common, prompt: text }];
+  if (!model.twell.chat) return ["/v1/completions", { ...common, prompt: turns.at(-1).text }];
+  const messages = turns.flatMap(({ text, answer }) => [
+    { role: "user", content: text }, { role: "assistant", content: answer.text }]).slice(0, -1);
   const system = at("system").value.trim();
-  const all = [...messages, { role: "user", content: text }];
-  if (system) all.unshift({ role: "system", content: system });
-  return ["/v1/chat/completions", { ...common, messages: all }];
+  if (system) messages.unshift({ role: "system", content: system });
+  return ["/v1/chat/completions", { ...common, messages }];
 }
 
 function addMessage(who, label, text = "") {
@@ -94,74 +112,119 @@ function addMessage(who, label, text = "") {
   return { box, body };
 }
 
-function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
+function addTurn(text) {
+  const { chat } = model.twell;
+  at("empty").hidden = true;
+  const question = addMessage("user plain", chat ? "You" : "Text", text).box;
+  const answer = {
+    ...addMessage(`assistant ${chat ? "" : "plain"}`, chat ? model.id : "The model goes on"),
+    text: "", pieces: [], tokens: [], sums: [], times: [], usage: null, reason: null, told: null };
+  answer.box.answer = answer;
+  turns.push({ text, question, answer });
+  return turns.at(-1);
 }
 
 async function say(text) {
   fail(null);
   if (!model) await connect();
   if (!model) return;
-  at("empty").hidden = true;
-  const chat = model.twell.chat;
-  const question = addMessage("user", chat ? "You" : "Text", text);
-  const answer = { ...addMessage("assistant writing", chat ? model.id : "The model goes on"),
-    text: "", tokens: [], sums: [], most: 0, times: [], usage: null, reason: null };
-  answer.box.answer = answer;
+  const turn = addTurn(text), { answer, question } = turn;
   at("prompt").value = "";
   fit();
   at("log").scrollTop = at("log").scrollHeight;
   busy(true);
+  answer.box.classList.add("writing");
   try {
-    await read(text, answer);
+    await read(answer);
   } catch (error) {
     if (error.name !== "AbortError") fail(error);
     answer.reason = error.name === "AbortError" ? "stopped" : "failed";
   }
   busy(false);
   if (!answer.box.isConnected) return;  // another chat has begun
-  answer.box.classList.remove("writing");
-  if (!answer.text && answer.reason === "failed") {
-    question.box.remove();
-    answer.box.remove();
-    at("prompt").value ||= text;
-    fit();
-    return;
-  }
-  messages.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
-  answer.box.append(element("p", "told", summary(answer)));
-  follow(() => {});
+  if (answer.text || answer.reason !== "failed") return end(answer, summary(answer));
+  turns.pop();
+  question.remove();
+  answer.box.remove();
+  at("empty").hidden = turns.length > 0;
+  at("prompt").value ||= text;
+  fit();
 }
 
-async function read(text, answer) {
-  const [path, body] = request(text);
+async function read(answer) {
+  const [path, body] = request();
   const options = { method: "POST", body: JSON.stringify(body), signal: controller.signal };
   for await (const event of events(await ask(path, options))) {
     answer.usage = event.usage ?? answer.usage;
     for (const choice of event.choices) {
       answer.reason = choice.finish_reason ?? answer.reason;
-      const piece = choice.delta ? choice.delta.content ?? "" : choice.text;
-      if (piece || event.twell) follow(() => add(answer, piece, event.twell?.densities ?? []));
+      const text = choice.delta ? choice.delta.content ?? "" : choice.text;
+      if (text || event.twell) add(answer, text, event.twell?.densities ?? []);
     }
   }
 }
 
-function add(answer, piece, densities) {
-  const span = element("span", "token", piece);
-  span.first = answer.tokens.length;
-  answer.text += piece;
-  answer.body.append(span);
+function add(answer, text, densities) {
+  const piece = { text, densities, start: answer.text.length, first: answer.tokens.length };
+  answer.text += text;
+  answer.pieces.push(piece);
   answer.times.push(performance.now());
   for (const shares of densities) {
-    answer.tokens.push({ shares, span, text: piece });
-    answer.most = Math.max(answer.most, ...shares);
+    answer.tokens.push({ shares, piece });
     shares.forEach((share, layer) => { answer.sums[layer] = (answer.sums[layer] ?? 0) + share; });
   }
-  if (shown !== answer) [shown, picked] = [answer, null];
-  if (densities.length) draw();
+  if (densities.length && shown !== answer) [shown, picked] = [answer, null];
+  draw();
+}
+
+function show(answer, open) {
+  const leaf = (parent, text, where) => appendTokens(answer, parent, text, where);
+  if (model.twell.chat) return showMarkdown(answer.body, answer.text, open, leaf);
+  const from = answer.body.textContent.length;
+  leaf(answer.body, answer.text.slice(from), Array.from(answer.text.slice(from), (_, i) => from + i));
+}
+
+function appendTokens({ pieces }, parent, text, where) {  // a span for what is of one piece
+  for (let i = 0; i < text.length;) {
+    const piece = pieces[pieceAt(pieces, where[i])];
+    const end = piece.start + piece.text.length;
+    let next = i + 1;
+    while (next < text.length && where[next] < end) next++;
+    const span = element("span", "token", text.slice(i, next));
+    span.first = piece.first;
+    parent.append(span);
+    i = next;
+  }
+}
+
+function pieceAt(pieces, place) {  // the last that begins at `place` or before
+  let low = 0, high = pieces.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (pieces[middle].start <= place) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+function end(answer, told) {
+  follow(() => {
+    show(answer, false);
+    answer.box.classList.remove("writing");
+    answer.told = told;
+    answer.box.append(element("p", "told", told));
+  });
+  draw();
+  save();
+}
+
+function clear() {
+  turns.length = 0;
+  [shown, picked] = [null, null];
+  document.querySelectorAll(".message").forEach((box) => box.remove());
+  at("empty").hidden = false;
+  save();
+  draw();
 }
 
 function summary(answer) {
@@ -190,107 +253,51 @@ function busy(is) {
   at("prompt").focus();
 }
 
-// ---- what fired ----
+// ---- what outlives a reload, in this tab alone ----
+// Other programs' pages may have had this address before, and other versions of this one.
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const meanOf = (answer) => mean(answer.sums) / answer.tokens.length;
+const CHAT = "twellctl.chat", KEY = "twellctl.key";
+const SETTINGS = ["system", "temperature", "top-p", "seed", "max-tokens"];
 
-function percent(share) {
-  const value = 100 * share;
-  return `${value.toFixed(value >= 10 ? 1 : value >= 1 ? 2 : 3)} %`;
-}
-
-function ceiling(share) {  // a round number of per cent not below it
-  const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100];
-  return (steps.find((step) => step >= 100 * share) ?? 100) / 100;
-}
-
-function draw() {
-  if (drawn) requestAnimationFrame(() => { drawn = true; drawBars(); drawStrip(); });
-  drawn = false;
-}
-
-function drawBars() {
-  document.querySelector(".token.picked")?.classList.remove("picked");
-  if (!shown?.tokens.length) return;
-  const index = picked ?? shown.tokens.length - 1;
-  const { shares, span, text } = shown.tokens[index];
-  const scale = ceiling(shown.most);
-  const bars = at("bars");
-  if (bars.children.length !== shares.length) {
-    bars.replaceChildren(...shares.map(() => {
-      const layer = element("div", "layer");
-      layer.append(element("div", "bar"), element("div", "mean"));
-      return layer;
-    }));
-  }
-  shares.forEach((share, layer) => {
-    const [bar, tick] = bars.children[layer].children;
-    const average = shown.sums[layer] / shown.tokens.length;
-    bar.style.height = `${100 * share / scale}%`;
-    tick.style.bottom = `${100 * average / scale}%`;
-    bars.children[layer].title = `layer ${layer}: ${percent(share)}, mean ${percent(average)}`;
+function save() {
+  if (!model) return;
+  const kept = (densities) => ({
+    model: model.id, chat: model.twell.chat,
+    settings: Object.fromEntries(SETTINGS.map((id) => [id, at(id).value])),
+    turns: turns.map(({ text, answer }) => ({ text, told: answer.told, pieces: answer.pieces.map(
+      (piece) => [piece.text, densities(piece)]) })),
   });
-  if (picked !== null) span.classList.add("picked");
-  at("which").replaceChildren(`token ${index + 1} of ${shown.tokens.length} `,
-    element("code", "", text.replaceAll("\n", "↵") || " "));
-  at("share").textContent = `${percent(mean(shares))}, mean ${percent(meanOf(shown))}`;
-  at("most").textContent = `${+(100 * scale).toFixed(2)} %`;
-  at("half").textContent = `${+(50 * scale).toFixed(2)} %`;
-  at("least").textContent = "0";
-  at("first-layer").textContent = "layer 0";
-  at("last-layer").textContent = shares.length - 1;
-  bars.setAttribute("aria-label", `Token ${index + 1}: ` +
-    shares.map((share, layer) => `layer ${layer} ${percent(share)}`).join(", "));
-}
-
-function rows() {  // how many tokens the strip has room for, and how high each is
-  const height = at("strip").clientHeight;
-  const room = Math.floor(height / 4);
-  return { height, room, each: height / room, count: Math.min(room, shown?.tokens.length ?? 0) };
-}
-
-function firstRow(count) {  // the newest, or so far back that the picked one is seen
-  return picked === null ? shown.tokens.length - 1 : Math.max(picked, Math.min(
-    shown.tokens.length - 1, picked + count - 1, shown.newest ?? Infinity));
-}
-
-function drawStrip() {
-  const canvas = at("strip"), paint = canvas.getContext("2d");
-  const { height, room, each, count } = rows();
-  const width = canvas.clientWidth, zoom = window.devicePixelRatio;
-  [canvas.width, canvas.height] = [Math.round(width * zoom), Math.round(height * zoom)];
-  at("newest").textContent = at("oldest").textContent = "";
-  if (!count) return;
-  paint.scale(zoom, zoom);
-  const style = getComputedStyle(document.documentElement);
-  const [from, to] = ["--heat-from", "--heat-to"].map(
-    (name) => style.getPropertyValue(name).trim().split(" ").map(Number));
-  const newest = shown.newest = firstRow(count), scale = ceiling(shown.most);
-  for (let row = 0; row < count && newest - row >= 0; row++) {
-    const { shares } = shown.tokens[newest - row];
-    const wide = width / shares.length;
-    shares.forEach((share, layer) => {
-      const colour = from.map((value, i) => value + (to[i] - value) * Math.sqrt(share / scale));
-      paint.fillStyle = `rgb(${colour.map(Math.round).join(" ")})`;
-      paint.fillRect(layer * wide, row * each, wide - (wide > 6 ? 1 : 0), each);
-    });
+  const rounded = ({ densities }) => densities.map((all) => all.map((share) => +share.toFixed(5)));
+  for (const densities of [rounded, () => []]) {  // without them where they are too much
+    try {
+      return sessionStorage.setItem(CHAT, JSON.stringify(kept(densities)));
+    } catch {
+      sessionStorage.removeItem(CHAT);
+    }
   }
-  if (picked !== null) {
-    paint.strokeStyle = style.getPropertyValue("--ink");
-    paint.strokeRect(0.5, (newest - picked) * each - 0.5, width - 1, each + 1);
-  }
-  at("newest").textContent = newest + 1;
-  if (count === room) at("oldest").textContent = Math.max(newest - count + 2, 1);
 }
 
-function pick(answer, index) {
-  if (!answer?.tokens.length) return;
-  if (answer !== shown) answer.newest = undefined;
-  [shown, picked] = [answer, index];
-  if (index === null) answer.newest = undefined;
-  draw();
+function restore() {
+  try {
+    takeUp(JSON.parse(sessionStorage.getItem(CHAT)));
+  } catch {  // it makes no sense
+    clear();
+  }
 }
+
+function takeUp(kept) {
+  if (kept?.model !== model.id || kept.chat !== model.twell.chat) return;
+  for (const id of SETTINGS) at(id).value = kept.settings[id];
+  for (const { text, told, pieces } of kept.turns) {
+    const { answer } = addTurn(text);
+    for (const [piece, densities] of pieces) add(answer, piece, densities);
+    end(answer, told ?? `${answer.tokens.length} tokens · broken off`);
+  }
+  drawNow();  // the chart takes room
+  at("log").scrollTop = at("log").scrollHeight;
+}
+
+window.addEventListener("pagehide", () => save());
 
 // ---- hands ----
 
@@ -307,7 +314,9 @@ function fit() {  // the prompt is as high as its text
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = at("prompt").value;
-  if (text.trim() && !controller && at("settings").reportValidity()) say(text);
+  if (!text.trim() || controller) return;
+  if (!at("settings").checkValidity()) openSettings(true);  // what is hidden cannot be complained of
+  if (at("settings").reportValidity()) say(text);
 });
 at("settings").addEventListener("submit", (event) => event.preventDefault());
 at("prompt").addEventListener("input", fit);
@@ -316,18 +325,20 @@ at("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   at("composer").requestSubmit();
 });
+at("example").addEventListener("click", () => {
+  at("prompt").value = at("example").textContent;
+  at("composer").requestSubmit();
+});
 at("stop").addEventListener("click", () => controller?.abort());
 at("open").addEventListener("click", () => openSettings(at("settings").hidden));
 at("fresh").addEventListener("click", () => {
   controller?.abort();
-  messages.length = 0;
-  document.querySelectorAll(".message").forEach((box) => box.remove());
-  at("empty").hidden = false;
+  clear();
   fail(null);
   at("prompt").focus();
 });
 at("key").addEventListener("change", () => {
-  sessionStorage.setItem("key", at("key").value);
+  sessionStorage.setItem(KEY, at("key").value);
   connect();
 });
 at("log").addEventListener("pointerover", (event) => {
@@ -335,26 +346,12 @@ at("log").addEventListener("pointerover", (event) => {
   if (span) pick(span.closest(".message").answer, span.first);
 });
 at("log").addEventListener("pointerleave", () => pick(shown, null));
-at("strip").addEventListener("pointermove", (event) => {
-  const { each, count } = rows();
-  const row = Math.floor(event.offsetY / each);
-  if (row >= 0 && row < count) pick(shown, (shown.newest ?? firstRow(count)) - row);
-});
-at("strip").addEventListener("pointerleave", () => pick(shown, null));
-at("strip").addEventListener("keydown", (event) => {
-  const step = { ArrowUp: 1, ArrowDown: -1 }[event.key];
-  if (!step || !shown?.tokens.length) return;
-  event.preventDefault();
-  const last = shown.tokens.length - 1;
-  pick(shown, Math.max(0, Math.min(last, (picked ?? last) + step)));
-});
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (picked === null) controller?.abort();
   pick(shown, null);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-new ResizeObserver(draw).observe(at("strip"));
 
-at("key").value = sessionStorage.getItem("key") ?? "";
+at("key").value = sessionStorage.getItem(KEY) ?? "";
+at("key-field").hidden = !at("key").value;
 connect();

@@ -17,7 +17,8 @@ def page_response() -> web.Response:
 
 @cache
 def _page() -> tuple[str, dict[str, str]]:
-    text, style, script = (_part(kind) for kind in ("html", "css", "js"))
+    text, style = _part("html"), _part("css")
+    script = "".join(_part(kind) for kind in ("markdown.js", "chart.js", "js"))
     text = text.replace("<style></style>", f"<style>\n{style}</style>")
     text = text.replace("<script></script>", f"<script>\n{script}</script>")
     policy = {

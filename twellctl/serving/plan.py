@@ -17,11 +17,15 @@ COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model, under the name that clients call it by."""
+    """The model, under the name that clients call it by.
+
+    `about`: what it runs on and by, for people; a word for each thing, and what there is to say.
+    """
 
     name: str
     tokenizer: Any
     engine: Engine
+    about: dict[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

@@ -1,0 +1,139 @@
+"""serve-local: the access log, and what /v1 and unknown URLs answer."""
+
+import json
+import re
+
+import openai
+import pytest
+from serving_client import Scripted, chat, complete, eventually, get, post, running
+
+from twellctl import serve_local, ui_serving
+from twellctl.decoding.engine import EngineError
+from twellctl.serving.access import Access
+from twellctl.serving.plan import ServedModel
+
+LINE = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127\.0\.0\.1 (\S+ \S+ \d+) (-|\d+\+\d+ tokens) \d+ ms"
+)
+
+
+@pytest.fixture
+def logged(tokenizer):
+    """`with logged(engine) as (client, lines)`: what is asked, the status and the tokens."""
+
+    class Logged:
+        def __init__(self, engine=None, **settings):
+            self.lines = []
+            served = ServedModel("model", tokenizer, engine or Scripted([5, 6, 0]))
+            self.context = running(served, log=self.lines.append, **settings)
+
+        def __enter__(self):
+            return self.context.__enter__(), self.told
+
+        def __exit__(self, *error):
+            return self.context.__exit__(*error)
+
+        def told(self, count):
+            assert eventually(lambda: len(self.lines) >= count), self.lines
+            assert len(self.lines) == count
+            return [LINE.fullmatch(line).groups() for line in self.lines]
+
+    return Logged
+
+
+def test_a_line_a_request_with_its_tokens(logged, tokenizer):
+    with logged() as (client, told):
+        answer = complete(client, prompt="x = 1", n=2)
+        list(chat(client, stream=True))
+        get(client, "/")
+        get(client, "/health")
+        usage = answer.usage
+        whole, streamed, page, health = told(4)
+    assert usage.completion_tokens == 6
+    assert whole == ("POST /v1/completions 200", f"{usage.prompt_tokens}+6 tokens")
+    assert streamed[0] == "POST /v1/chat/completions 200"
+    assert streamed[1].endswith("+3 tokens")
+    assert (page, health) == (("GET / 200", "-"), ("GET /health 200", "-"))
+
+
+def test_what_fails_is_logged_as_what_it_is(logged, tokenizer):
+    engine = Scripted(tokenizer.encode("print"), EngineError("lost"))
+    count = len(engine.tokens)
+    with logged(engine) as (client, told):
+        with pytest.raises(openai.APIError, match="lost"):
+            list(complete(client, prompt=[5, 6], stream=True))
+        with pytest.raises(openai.BadRequestError):
+            complete(client, max_tokens=-1)
+        get(client, "/nothing")
+        assert told(3) == [
+            ("POST /v1/completions 500", f"2+{count} tokens"),
+            ("POST /v1/completions 400", "-"),
+            ("GET /nothing 404", "-"),
+        ]
+
+
+def test_a_client_that_leaves_is_499_with_the_tokens_so_far(logged):
+    with logged(Scripted([5] * 200, delay=0.05)) as (client, told):
+        with pytest.raises(openai.APITimeoutError):
+            complete(client.with_options(timeout=0.3), prompt=[5], max_tokens=200)
+        ((asked, tokens),) = told(1)
+    assert asked == "POST /v1/completions 499"
+    assert 1 <= int(tokens.removeprefix("1+").removesuffix(" tokens")) < 200
+
+
+def test_neither_prompts_nor_keys_nor_line_breaks_come_into_it(tokenizer):
+    lines = []
+    served = ServedModel("model", tokenizer, Scripted([5]))
+    with running(served, access=Access("geheim"), api_key="geheim", log=lines.append) as client:
+        complete(client, prompt="a secret prompt")
+        get(client, "/v1/models?api_key=geheim&prompt=secret")
+        get(client, "/v1/models/%0Aforged%1b[31m")
+        post(client, b"{}", "/" + "long" * 500)
+        assert eventually(lambda: len(lines) == 4)
+    text = "".join(lines)
+    assert "geheim" not in text
+    assert "secret" not in text
+    assert text.isprintable()
+    assert all(LINE.fullmatch(line) or " ... " in line for line in lines)
+    assert max(map(len, lines)) < 300
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/"])
+def test_the_root_of_the_api_lists_what_there_is(logged, path):
+    with logged() as (client, _):
+        answer = get(client, path)
+        listed = json.loads(answer.body)["endpoints"]
+        for endpoint in listed:
+            method, _, where = endpoint.partition(" ")
+            if method == "GET" and "{" not in where:
+                assert get(client, where).status == 200, where
+    assert answer.status == 200
+    assert {"POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"} < set(listed)
+
+
+def test_an_unknown_url_names_the_list(logged):
+    with logged() as (client, _):
+        status, answer = post(client, b"{}", "/chat/completions")
+    assert status == 404
+    assert answer["error"]["message"] == (
+        "no such URL: POST /chat/completions (GET /v1 lists those there are)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "log"), [([], ui_serving.log), (["--no-access-log"], None)], ids=["default", "off"]
+)
+def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
+    seen = {}
+    monkeypatch.setattr(serve_local, "serve_local", lambda model, **given: seen.update(given))
+    assert cli("serve-local", "model", *flags)[0] == 0
+    assert seen["log"] is log
+
+
+def test_a_log_that_nobody_reads_ends_nothing(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(ui_serving.sys, "stderr", Closed())
+    ui_serving.log("a line")

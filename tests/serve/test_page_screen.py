@@ -1,0 +1,94 @@
+"""The page at / as it is seen: on wide and narrow screens, light and dark."""
+
+import re
+
+import pytest
+from page_driver import speaking
+from serving_client import Scripted
+
+pytest.importorskip("selenium", reason="selenium drives the browser")
+
+
+class Uneven(Scripted):
+    """One layer fires nearly whole, one hardly, and one of 3 %."""
+
+    def densities(self, place: int) -> tuple[float, ...]:
+        return (0.9, 0.005, 0.03)
+
+
+def test_three_per_cent_are_seen_beside_a_layer_that_is_nearly_full(open_page, tokenizer):
+    with open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page:
+        page.say("Are they seen?")
+        page.done()
+        full, little, some = page.until(page.bars)
+        height = page["bars"].size["height"]
+        assert 0.4 * height < some < 0.6 * height
+        assert 0.15 * height < little < some < full < height
+        labels = [label.text for label in page.all(".axis:first-child span")]
+        assert labels == ["100 %", "10 %", "1 %", "0.1 %"]
+        assert "logarithmic" in page["key-to"].text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_strip_tells_little_from_some_and_much(open_page, tokenizer, scheme):
+    with (
+        open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page,
+        page.seen_on(1280, 800, scheme),
+    ):
+        page.say("Are they seen?")
+        page.done()
+        page.until(page.bars)
+        much, little, some = page.run(
+            "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {"
+            "const c = at('strip'), p = c.getContext('2d');"
+            "done([1, 3, 5].map(x => Math.round(c.width * x / 6))"
+            ".map(x => [...p.getImageData(x, 2, 1, 1).data].slice(0, 3)"
+            ".reduce((a, b) => a + b) / 3));})))"
+        )
+        light, middle, dark = (little, some, much) if scheme == "light" else (much, some, little)
+        assert light > middle + 25 > dark + 50
+
+
+def test_a_phone_shows_a_chart_once_there_is_something_in_it(open_page, tokenizer):
+    with open_page(speaking(tokenizer, "Hello.\n\n" * 30)) as page, page.seen_on(390, 844):
+        page.until(lambda: page["model"].text == "model")
+        assert not page["bars"].is_displayed()
+        assert page["firing"].size["height"] < 70
+        page.say("Hello.")
+        page.done()
+        page.until(page.bars)
+        assert page["bars"].is_displayed()
+        assert page["firing"].size["height"] < 844 / 4
+        assert page["log"].size["height"] > 844 / 2
+        page.driver.refresh()
+        page.until(page.bars)
+        unseen = "return at('log').scrollHeight - at('log').scrollTop - at('log').clientHeight"
+        page.until(lambda: page.run(unseen) < 2)
+        page["fresh"].click()
+        page.until(lambda: not page["bars"].is_displayed())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_and_can_be_read(open_page, tokenizer, width, scheme):
+    with open_page(speaking(tokenizer)) as page, page.seen_on(width, 640, scheme):
+        page["open"].click()
+        page.say("Hello.")
+        page.done()
+        page.until(page.bars)
+        assert page.run("return document.scrollingElement.scrollWidth") <= width
+        for name in ("prompt", "send", "strip", "bars", "fresh", "open", "top-p", "seed"):
+            box = page[name].rect
+            assert box["width"] > 20, name
+            assert box["x"] >= 0, name
+            assert box["x"] + box["width"] <= width, name
+            assert box["y"] + box["height"] <= 700 or name == "strip", name
+        ground, ink = (
+            page.run(f"return getComputedStyle(document.body).{what}")
+            for what in ("backgroundColor", "color")
+        )
+        assert (brightness(ground) > brightness(ink)) == (scheme == "light")
+
+
+def brightness(colour: str) -> int:
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))

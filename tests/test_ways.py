@@ -1,0 +1,182 @@
+"""The table of ways: who takes what, in which order, and what is taken unmeasured."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from twellctl.bundle import twell_ffn, twell_route
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_route import Choice
+from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, ways_by_tokens, ways_of
+from twellctl.bundle.twell_weights import FFN
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+L4 = Limits(58, 101376, 48 << 20, (8, 9))
+LINES = {
+    "Hopper": [
+        "1 to 3 tokens: union, fused, dense",
+        "4 to 64 tokens: pairs, union, fused, dense",
+        "65 to 4096 tokens: walk_gate, walk, lists, fused, dense",
+        "4097 and more tokens: lists, fused, dense",
+    ],
+    "portable": ["1 to 64 tokens: union, dense", "65 and more tokens: portable, dense"],
+    "little shared memory": [
+        "1 to 64 tokens: union, dense",
+        "65 and more tokens: portable, dense",
+    ],
+}
+
+
+def problem(M: int, **more) -> Problem:
+    return Problem(M, 5632, 2048, **{"limits": H200, "hopper": True} | more)
+
+
+def names(route: str, given: Problem) -> list[str]:
+    return [way.name for way in ways_of(route, given)]
+
+
+def ruled(M: int, density: float | None, route: str = "twell", **more) -> str:
+    given = problem(M, **more)
+    return by_rule(ways_of(route, given), given, density).name
+
+
+@pytest.mark.parametrize(
+    ("where", "limits", "hopper"),
+    [("Hopper", H200, True), ("portable", H200, False), ("little shared memory", L4, False)],
+)
+def test_who_takes_what_in_order(where, limits, hopper):
+    assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048)) == LINES[where]
+
+
+@pytest.mark.parametrize("M", [1, 3, 4, 64, 65, 4096, 131072])
+def test_each_route_has_ways(M):
+    for given in (problem(M), problem(M, hopper=False), problem(M, limits=L4, hopper=False)):
+        every = names("auto", given)
+        assert every == [way.name for way in WAYS if way.name in every]
+        assert every[-1] == "dense"
+        own = names("twell", given)
+        assert own == [name for name in every if name not in ("fused", "dense")]
+        assert own
+    assert len(names("portable", problem(M, hopper=False))) == 1
+    assert [names(route, problem(M)) for route in ("fused", "dense")] == [["fused"], ["dense"]]
+
+
+def test_where_few_tokens_do_not_fit_others_take_them():
+    tight = problem(64, limits=replace(L4, smem_bytes=16 << 10), hopper=False)
+    assert names("auto", tight) == ["portable", "dense"]
+
+
+def test_the_rule_of_few_tokens():
+    """By pairs where a profile tells that few fire; densely where it tells that many do."""
+    assert [ruled(M, 0.005) for M in (1, 3, 4, 64)] == ["union", "union", "pairs", "pairs"]
+    assert [ruled(M, None) for M in (1, 4, 64)] == ["union"] * 3
+    assert [ruled(16, density) for density in (0.08, 0.09, 1.0)] == ["pairs", "union", "union"]
+    assert [ruled(16, density, "auto") for density in (0.08, 0.09, 0.1)] == [
+        *("pairs", "union", "dense")
+    ]
+    assert [ruled(M, None, "auto") for M in (1, 16, 17, 64)] == ["union", "union", "dense", "dense"]
+    assert ruled(64, 0.005, "auto") == "pairs"
+    assert ruled(64, 0.005, hopper=False) == "union"
+
+
+def test_where_w_down_must_be_copied_few_tokens_are_no_reason():
+    assert ruled(1, 0.01, "auto") == "union"
+    assert ruled(1, 0.01, "auto", in_place=False) == "dense"
+    assert ruled(4096, 0.01, "auto", in_place=False) == "lists"
+
+
+def test_the_rule_of_more_tokens():
+    assert [ruled(M, 0.001) for M in (65, 1024, 1025, 4096, 4097)] == [
+        *("walk_gate", "walk_gate", "walk", "walk", "lists")
+    ]
+    assert [ruled(256, density) for density in (None, 0.05, 0.06)] == [
+        *("walk_gate", "walk_gate", "lists")
+    ]
+    assert [ruled(M, None, "auto") for M in (65, 2048, 2049)] == ["dense", "dense", "lists"]
+    assert [ruled(8192, density, "auto") for density in (0.019, 0.02)] == ["lists", "dense"]
+    assert ruled(8192, 0.01, "auto", hopper=False) == "portable"
+
+
+# ---- the operator ----
+
+
+@pytest.fixture
+def operator(monkeypatch, tmp_path):
+    """`operator(M, route...)`: the way that the operator takes; `.timed`: what it measured."""
+    ran = []
+
+    def way(found):
+        def run(kernels, limits, x, ffn, slots):
+            ran.append(found.name)
+            return x
+
+        return replace(found, run=run)
+
+    def call(M: int, route: str = "auto", density: float = -1.0, capturing: bool = False) -> str:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        x, w = torch.zeros(M, 64).bfloat16(), torch.zeros(96, 64).bfloat16()
+        twell_ffn._by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, True)
+        return ran[-1]
+
+    def measure(runs):
+        call.timed.append(list(runs))
+        return {f"{mode} {name}": 1 / len(name) for mode in ("eager", "graph") for name in runs}
+
+    def count(rows, ffn) -> float:
+        call.counted += 1
+        return 0.01
+
+    call.timed, call.counted = [], 0
+    monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
+    for name, stand_in in {
+        "device_limits": lambda index: H200,
+        "kernels_for": lambda sources, index: None,
+        "_sampled_density": count,
+    }.items():
+        monkeypatch.setattr(twell_ffn, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(twell_route, "measure", measure)
+    monkeypatch.setattr(twell_route, "_choices", {})
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    return call
+
+
+def test_auto_measures_all_that_take_it_and_twell_its_own(operator):
+    assert operator(16) == "pairs"  # as fast as the others, and before them
+    assert operator(100) == "walk_gate"  # the longest name is the fastest here
+    assert operator(16, "twell") == "pairs"
+    assert operator(100, "twell") == "walk_gate"
+    assert operator.timed == [
+        ["pairs", "union", "fused", "dense"],
+        ["walk_gate", "walk", "lists", "fused", "dense"],
+        ["pairs", "union"],
+        ["walk_gate", "walk", "lists"],
+    ]
+    assert set(twell_route.known_choices().values()) >= {Choice("pairs", "pairs")}
+
+
+def test_what_one_way_alone_takes_is_not_measured(operator):
+    assert operator(1, "twell") == "union"
+    assert operator(5000, "twell") == "lists"
+    assert operator(16, "fused") == "fused"
+    assert (operator.timed, operator.counted) == ([], 0)
+
+
+def test_a_density_is_counted_once_and_never_in_a_capture(operator):
+    assert operator(16, "twell", capturing=True) == "union"
+    assert operator(16, "twell", 0.001, capturing=True) == "pairs"
+    assert (operator.timed, operator.counted) == ([], 0)
+    assert operator(16, "twell") == operator(16, "twell") == "pairs"
+    assert operator(16, "twell", capturing=True) == "pairs"  # as measured
+    assert operator.counted == len(operator.timed) == 1
+    assert operator(16, "twell", 0.001) == "pairs"
+    assert (operator.counted, len(operator.timed)) == (1, 2)
+
+
+def test_three_tokens_do_not_go_by_a_kernel_for_four(operator):
+    """They are in the same power of two."""
+    assert operator(4, "twell", 0.001) == "pairs"
+    assert operator(3, "twell", 0.001) == "union"

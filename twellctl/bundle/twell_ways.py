@@ -1,0 +1,129 @@
+"""The ways to compute one gated FFN, in one table: who takes what, and what is taken unmeasured.
+
+The route "auto" is the fastest of all ways that take a problem, "twell" and "portable" of those
+over what fires (`own`), "fused" and "dense" are one way each. What is the fastest is measured
+(twell_route.py, and for steps of the decode engine decoding/step_forms.py); where nothing may be
+measured, a rule decides.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
+from .twell_few_walk import suits_few_walk, takes_few_walk
+from .twell_launch import Limits
+from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
+from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
+from .twell_weights import FFN
+
+# as found on an H200; unmeasured, dense products are taken from this density on, and up to this
+# number of tokens
+DENSE_FROM, SPARSE_ABOVE = 0.02, 2048
+# the same of few tokens, for which there are kernels of their own: up to this number
+FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """M tokens, N neurons and inputs of K on a device; `hopper`: whether by Hopper's kernels.
+
+    `in_place`: W_down lies as the kernels read it; else each call copies it.
+    """
+
+    M: int
+    N: int
+    K: int
+    limits: Limits
+    hopper: bool
+    in_place: bool = True
+
+    @property
+    def few(self) -> bool:
+        """Whether it goes by the kernels for few tokens."""
+        return takes_few(self.M, self.N, self.limits)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way. `own`: over what fires. `suits`: whether it is the one, by the rule.
+
+    `run(kernels, limits, x, ffn, slots)`; those for few tokens also take what `few_union` does.
+    """
+
+    name: str
+    takes: Callable[[Problem], bool]
+    run: Callable[..., Tensor]
+    own: bool = True
+    by_rows: bool = True  # whether it reads W_down by rows of neurons
+    suits: Callable[[Problem, float | None], bool] = lambda problem, density: True
+
+
+def _without_slots(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda kernels, limits, x, ffn, slots=0, **how: run(kernels, limits, x, ffn, **how)
+
+
+def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    return dense_ffn(x, ffn)
+
+
+WAYS = (
+    Way(
+        "pairs",
+        lambda p: p.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits),
+        _without_slots(few_pairs),
+        suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density),
+    ),
+    Way("union", lambda p: p.few, _without_slots(few_union)),
+    Way(
+        "walk_gate",
+        lambda p: p.hopper and not p.few and takes_walk(p.M, p.N, p.K, p.limits),
+        _without_slots(walk_gate_ffn),
+        suits=lambda p, density: p.M <= GATE_TOKENS and suits_walk(p.M, p.N, density),
+    ),
+    Way(
+        "walk",
+        lambda p: p.hopper and not p.few and takes_walk(p.M, p.N, p.K, p.limits),
+        walk_packed_ffn,
+        suits=lambda p, density: p.M > GATE_TOKENS and suits_walk(p.M, p.N, density),
+    ),
+    Way("lists", lambda p: p.hopper and not p.few, hopper_ffn),
+    Way("portable", lambda p: not p.hopper and not p.few, _without_slots(portable_ffn)),
+    Way("fused", lambda p: p.hopper, _without_slots(fused_ffn), own=False, by_rows=False),
+    Way("dense", lambda p: True, _dense, own=False, by_rows=False),
+)
+FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
+
+
+def ways_of(route: str, problem: Problem) -> list[Way]:
+    """The ways of a route that take `problem`, in order: at least one."""
+    if route in ("fused", "dense"):
+        return [way for way in WAYS if way.name == route]
+    return [way for way in WAYS if (way.own or route == "auto") and way.takes(problem)]
+
+
+def by_rule(ways: Sequence[Way], problem: Problem, density: float | None) -> Way:
+    """The one of `ways` that is taken unmeasured; `density` None: it is not known."""
+    own = next(way for way in ways if way.own and way.suits(problem, density))
+    others = [way for way in ways if not way.own]
+    return others[-1] if others and not _pays(own, problem, density) else own
+
+
+def _pays(way: Way, problem: Problem, density: float | None) -> bool:
+    """Whether a way over what fires is taken in the place of dense products."""
+    if problem.few and problem.in_place:
+        fires_little = density is None or density < FEW_DENSE_FROM
+        return way.name == "pairs" or (problem.M <= FEW_SPARSE_UPTO and fires_little)
+    return problem.M > SPARSE_ABOVE and (density is None or density < DENSE_FROM)
+
+
+def ways_by_tokens(limits: Limits, *, hopper: bool, N: int, K: int) -> Iterable[str]:
+    """The table for one FFN, a line for each range of numbers of tokens."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
+        problem = Problem(M, N, K, limits, hopper)
+        found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
+    for names, tokens in found.items():
+        last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"
+        yield f"{tokens[0]}{last or ' and more'} tokens: {', '.join(names)}"
