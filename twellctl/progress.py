@@ -82,8 +82,8 @@ class Progress:
             self._live.update(_panel(self._bar, figures))
         elif line:
             ui.activity.over()
-            shown = "  ".join(f"{name} {value}" for name, value in figures.items())
-            ui.note(f"step {step}/{num_steps}  {left}  {shown}")
+            shown = [f"step {step}/{num_steps}", left, *(f"{k} {v}" for k, v in figures.items())]
+            ui.note("  ".join(filter(None, shown)))
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
