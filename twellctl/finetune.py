@@ -245,6 +245,7 @@ def build_trainer(
     else:
         model.requires_grad_(True)
     soften = recipe.soften if is_fresh(checkpoint) and recipe.penalty == "count" else 0.0
+    progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, soften)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
