@@ -1,5 +1,5 @@
 // few_down: y = hidden W_down^T + b_down (+ residual) of 1 to 64 tokens, over the neurons that
-// fired for any of them (few_hidden.cu); where `fired` is null over all (few_gated.cu).
+// fired for any of them (few_hidden.cu).
 //
 // w_down by rows of neurons, [N, K]. A block makes a list of the neurons that fired, and has 16
 // TILES columns of y, of 16 neurons after the other:
@@ -11,8 +11,6 @@
 // blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron, and the four blocks of a
 // cluster a quarter of the neurons each (before sm_90 there are no clusters: 16 columns, as
 // `few_down`).
-//
-// If all neurons are wanted, their first weights come before what is in front has ended.
 //
 // Which warp of which block takes which place of the list is fixed, sums are added up in the order
 // of warps and blocks: the bits do not depend on time.
@@ -33,13 +31,6 @@ constexpr int kWideTiles = 4;
 #else
 constexpr int kWideTiles = 1;
 #endif
-
-// All neurons, to shared memory. All threads of the block.
-__device__ __forceinline__ void list_all(unsigned list, int N) {
-#pragma unroll 1
-    for (int n = threadIdx.x; n < N; n += few::kThreads) store_shared_half(list + 2 * n, n);
-    __syncthreads();
-}
 
 // Of the neurons that fired, in ascending order, number `from` and up to `cap` behind it, to shared
 // memory; how many fired. All threads of the block.
@@ -92,28 +83,21 @@ class Down {
     int num;                                // of the list
     unsigned row_bytes;                     // of w_down
 
-    // Starts to bring the first weights.
-    __device__ __forceinline__ void begin() const {
-#pragma unroll 1
-        for (int i = 0; i < kStages; ++i)
-            if (first() + i * kStep < num_groups()) bring_weights(i, first() + i * kStep);
-    }
-
     // Adds the neurons of the list to the sums of a warp.
-    __device__ __forceinline__ void multiply(float (&sums)[TILES][OCTETS][4],
-                                             bool has_begun) const {
-        const int lane = threadIdx.x % 32, num_groups = this->num_groups();
+    __device__ __forceinline__ void multiply(float (&sums)[TILES][OCTETS][4]) const {
+        const int lane = threadIdx.x % 32, step = few::kWarps * TILES;
+        const int num_groups = (num + few::kRows - 1) / few::kRows;
+        const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
+        const int first = threadIdx.x / 32 * TILES + rank;
 #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
-            const int group = first() + i * kStep;
-            if (group < num_groups && !has_begun) bring_weights(i, group);
-            if (group < num_groups) bring_hidden(i, group);
+            if (first + i * step < num_groups) bring(i, first + i * step);
             commit_copies();
         }
         const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
         int stage = 0;
 #pragma unroll 1
-        for (int group = first(); group < num_groups; group += kStep) {
+        for (int group = first; group < num_groups; group += step) {
             wait_for_copies<kStages - 1>();
             __syncwarp();
             const unsigned at = stage_at(stage);
@@ -135,11 +119,8 @@ class Down {
                 }
             }
             __syncwarp();
-            const int next = group + kStages * kStep;
-            if (next < num_groups) {
-                bring_weights(stage, next);
-                bring_hidden(stage, next);
-            }
+            const int next = group + kStages * step;
+            if (next < num_groups) bring(stage, next);
             commit_copies();
             if (++stage == kStages) stage = 0;
         }
@@ -185,16 +166,6 @@ class Down {
     }
 
   private:
-    static constexpr int kStep = few::kWarps * TILES;  // from a warp's 16 neurons to its next
-
-    __device__ __forceinline__ int num_groups() const {
-        return (num + few::kRows - 1) / few::kRows;
-    }
-
-    __device__ __forceinline__ static int first() {
-        return threadIdx.x / 32 * TILES + (TILES > 1 ? static_cast<int>(cluster_rank()) : 0);
-    }
-
     __device__ __forceinline__ static int place(int tile, int column, int token) {
         return (tile * OCTETS + token / few::kOctet) * few::kBlockSums +
                few::place_of_sum(column, token % few::kOctet);
@@ -219,7 +190,7 @@ class Down {
 
     // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the
     // end.
-    __device__ __forceinline__ void bring_weights(int stage, int group) const {
+    __device__ __forceinline__ void bring(int stage, int group) const {
         const unsigned to = stage_at(stage);
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
@@ -227,10 +198,6 @@ class Down {
             copy_async_or_zero(place < num, to + place_of_chunk(row, chunk),
                                offset_by(w_down + chunk * 8, neuron(place), row_bytes));
         }
-    }
-
-    __device__ __forceinline__ void bring_hidden(int stage, int group) const {
-        const unsigned to = stage_at(stage);
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
             const int row = i / OCTETS, octet = i % OCTETS, place = group * few::kRows + row;
@@ -245,7 +212,7 @@ class Down {
     }
 };
 
-// LISTED: neurons that are listed at a time. Without `fired` it must be all.
+// LISTED: neurons that are listed at a time.
 template <int OCTETS, int TILES, int LISTED>
 __device__ __forceinline__ void down(const unsigned short* w_down, const unsigned short* hidden,
                                      const unsigned short* fired, const unsigned short* b_down,
@@ -260,17 +227,13 @@ __device__ __forceinline__ void down(const unsigned short* w_down, const unsigne
     const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int first_column = (blockIdx.x - rank) * 16;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
-    Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, N, 2u * K};
-    if (!fired) {
-        list_all(list, N);
-        product.begin();
-    }
     wait_for_previous();
+    const int total = make_list(list, fired, N, 0, cap);
+    Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, 0, 2u * K};
     float sums[TILES][OCTETS][4] = {};
-    const int total = fired ? make_list(list, fired, N, 0, cap) : N;
     for (int from = 0;;) {
         product.num = min(total - from, cap);
-        product.multiply(sums, !fired);
+        product.multiply(sums);
         if ((from += cap) >= total) break;
         __syncthreads();  // the list is still read
         make_list(list, fired, N, from, cap);

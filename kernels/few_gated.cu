@@ -1,9 +1,8 @@
 // few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up) for 1 to 64 tokens (few.cuh): the dense
 // form, both products in one kernel.
 //
-// Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch. hidden
-// is [M, N], what few_linear takes; or by neurons, [N, 8 OCTETS], what few_down takes. What lies
-// behind token M is not written then. counts int32 [M], or null: as in few_hidden.
+// Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
+// hidden is [M, N]; counts int32 [M], or null: as in few_hidden.
 //
 // Launch: as few_linear; dynamic shared memory as there and 32 OCTETS bytes more.
 #include "few.cuh"
@@ -30,7 +29,7 @@ template <class SIZES>
 __device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* w_gate,
                                       const unsigned short* w_up, const unsigned short* b_gate,
                                       const unsigned short* b_up, int M, int N, int K,
-                                      int by_neurons, unsigned short* hidden, int* counts) {
+                                      unsigned short* hidden, int* counts) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
@@ -58,8 +57,7 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
             if (b_up) up += bf16_value(b_up[n]);
             const float h = keep_fired(rounded(gate));
             if (h != 0.f && counts) atomicAdd(&fired[token], 1);
-            hidden[by_neurons ? static_cast<long long>(n) * kTokens + token
-                              : static_cast<long long>(token) * N + n] =
+            hidden[static_cast<long long>(token) * N + n] =
                 static_cast<unsigned short>(bf16_bits(h * rounded(up)));
         });
     });
@@ -73,10 +71,10 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                         \
         few_gated_##name(const unsigned short* x, const unsigned short* w_gate,            \
                          const unsigned short* w_up, const unsigned short* b_gate,         \
-                         const unsigned short* b_up, int M, int N, int K, int by_neurons,  \
+                         const unsigned short* b_up, int M, int N, int K,                  \
                          unsigned short* hidden, int* counts) {                            \
         gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                 \
-            x, w_gate, w_up, b_gate, b_up, M, N, K, by_neurons, hidden, counts);           \
+            x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, counts);                       \
     }
 
 #if TWELL_SHARED_KB >= 163

@@ -201,7 +201,7 @@ def test_which_kernels_run(gpus, monkeypatch):
 def test_the_ways_of_an_ffn(gpus):
     gpus(HOPPER)
     found = kernels_here.find_ways(kernels_here.find_kernels(GPU))
-    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, few_dense, fused,")
+    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, fused, dense;")
     assert found.what.endswith("; 4097 and more tokens: lists, fused, dense")
     assert kernels_here.find_ways(Finding("kernels", "none", "none")).state == "none"
 

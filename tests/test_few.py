@@ -10,12 +10,13 @@ from torch import Tensor
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
+    FEW_KERNELS,
     FEW_TOKENS,
     FewPlan,
     Launch,
-    few_dense,
     few_ffn_kernels,
     few_gated,
+    few_gated_kernels,
     few_kernels,
     few_linear,
     few_union,
@@ -43,7 +44,7 @@ HEADERS = {
 }
 
 
-def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, dense=False, **more):
+def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, **more):
     """What the FFN, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,9 +55,8 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, dense=
     residual = zeros(M, K) if full else None
     counts = zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    form = few_dense if dense else few_union
-    y = form(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
-    hidden = few_gated(kernels, limits, x, ffn, **more)
+    y = few_union(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
+    hidden = few_gated(kernels, limits, x, ffn, counts=counts, **more)
     linear = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, **more)
     assert [tuple(t.shape) for t in (y, hidden, linear)] == [(M, K), (M, N), (M, N)]
     assert {t.dtype for t in (y, hidden, linear)} == {torch.bfloat16}
@@ -66,12 +66,11 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, dense=
 # ---- launches ----
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("M", TOKENS)
-def test_arguments_are_the_parameters_of_the_kernel(M, full, dense):
+def test_arguments_are_the_parameters_of_the_kernel(M, full):
     for K in (64, 8192):
-        made = launches(M, K, 520, full=full, dense=dense).made
+        made = launches(M, K, 520, full=full).made
         assert len(made) == 4
         for name, _, _, args, _ in made:
             assert [kind_of(argument) for argument in args] == parameters(name), name
@@ -98,20 +97,12 @@ def test_grids_are_those_of_the_kernels(M, limits):
         assert fired.dtype == torch.int16
 
 
-@pytest.mark.parametrize("limits", [H200, A100, L4], ids=["H200", "A100", "L4"])
-@pytest.mark.parametrize("M", TOKENS)
-def test_the_dense_form_goes_over_all_neurons(M, limits):
-    """By neurons, as the weights lie, in blocks of 64 columns whatever the number of tokens."""
-    gated, down, by_tokens, _ = launches(M, 2048, 5632, limits, dense=True).made
-    octets = plan_few(M, 5632, 2048, limits).octets
-    assert (gated[0], gated[1]) == (by_tokens[0], by_tokens[1])
-    assert (down[0], down[1]) == (f"few_down_wide_{octets}", (128,))
-    by_neurons, hidden, counts = gated[3][-3:]
-    assert (by_neurons, hidden.shape, counts.shape) == (1, (5632, 8 * octets), (M,))
-    assert down[3][1] is hidden
-    assert down[3][2] is None
-    by_neurons, hidden, counts = by_tokens[3][-3:]
-    assert (by_neurons, hidden.shape, counts) == (0, (M, 5632), None)
+def test_the_dense_form_counts_where_it_is_asked():
+    for full in (True, False):
+        _, _, gated, _ = launches(3, 2048, 5632, full=full).made
+        hidden, counts = gated[3][-2:]
+        assert hidden.shape == (3, 5632)
+        assert (counts is not None) == full
 
 
 def test_a_wide_result_goes_where_the_kernel_has_it():
@@ -158,7 +149,11 @@ def test_every_entry_is_planned_and_has_its_source():
     files = {"few_linear.cu", "few_gated.cu", "few_hidden.cu", "few_down.cu"}
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
-    assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
+    tokens = range(1, FEW_TOKENS + 1)
+    ffn = {name for M in tokens for name in few_kernels(M, A100)}
+    gated = {name for M in tokens for name in few_gated_kernels(M)}
+    assert (planned, ffn & gated) == (ffn | gated, set())
+    assert {*FEW_KERNELS} == ffn | set(few_walk_kernels(17, H200))
     own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own
 
@@ -174,10 +169,10 @@ def test_all_that_is_taken_fits_and_is_prepared(name):
                     assert max(plan.hidden.smem_bytes, plan.down.smem_bytes) <= limits.smem_bytes
                     assert {plan.hidden.name, plan.down.name} <= set(prepared)
                     seen += 1
-                if takes_few_dense(M, N, limits):
-                    dense = plan.gated, plan.linear, plan.ahead, plan.down_all
+                if takes_few_dense(M, limits):
+                    dense = plan.gated, plan.linear, plan.ahead
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
-                    assert {launch.name for launch in dense} <= set(prepared)
+                    assert {launch.name for launch in dense} <= {*prepared, *few_gated_kernels(M)}
     assert seen
     assert prepared
 
@@ -191,19 +186,15 @@ def test_what_a_kernel_declares_counts_too():
 
 @pytest.mark.parametrize("N", [8, 5632, 14336])
 def test_the_h200_takes_all(N):
-    assert all(
-        takes_few(M, N, H200) and takes_few_dense(M, N, H200) for M in range(1, FEW_TOKENS + 1)
-    )
-    assert not any(
-        takes_few(M, N, H200) or takes_few_dense(M, N, H200) for M in (0, FEW_TOKENS + 1)
-    )
+    assert all(takes_few(M, N, H200) and takes_few_dense(M, H200) for M in range(1, FEW_TOKENS + 1))
+    assert not any(takes_few(M, N, H200) or takes_few_dense(M, H200) for M in (0, FEW_TOKENS + 1))
 
 
 # ---- sizes, judged by the compiler ----
 
 
 def launches_of(plan: FewPlan):
-    return plan.linear, plan.ahead, plan.gated, plan.hidden, plan.down, plan.down_all
+    return plan.linear, plan.ahead, plan.gated, plan.hidden, plan.down
 
 
 def nvrtc() -> Nvrtc:

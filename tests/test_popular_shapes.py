@@ -20,7 +20,7 @@ from twellctl.bundle.twell_launch import Limits, entry_file
 from twellctl.bundle.twell_plan import why_unfit
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding import kernel_decoder
+from twellctl.decoding import down_copies, kernel_decoder
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 
@@ -100,6 +100,7 @@ def judge(device, monkeypatch) -> Judge:
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     monkeypatch.setattr(kernel_decoder, "takes_hopper_kernels", lambda index: hopper)
     monkeypatch.setattr(kernel_decoder, "what_is_missing", lambda: None)
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
@@ -178,6 +179,8 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
                 for width in (decoder.widths(PAGES)[0], PAGES):
                     logits, _ = decoder.step(*inputs(B, width))
                     assert logits.shape == (B, shape.vocabulary)
+                densely, _ = decoder.forms(B)["dense"](*inputs(B, PAGES))
+                assert densely.shape == logits.shape
     assert judge.launched <= judge.prepared
 
 

@@ -16,15 +16,14 @@ H200 = Limits(132, 232448, 60 << 20, (9, 0))
 L4 = Limits(58, 101376, 48 << 20, (8, 9))
 LINES = {
     "Hopper": [
-        "1 to 3 tokens: union, few_dense, fused, dense",
-        "4 to 64 tokens: pairs, union, few_dense, fused, dense",
+        "1 to 3 tokens: union, fused, dense",
+        "4 to 64 tokens: pairs, union, fused, dense",
         "65 to 4096 tokens: walk_gate, walk, lists, fused, dense",
         "4097 and more tokens: lists, fused, dense",
     ],
-    "portable": ["1 to 64 tokens: union, few_dense, dense", "65 and more tokens: portable, dense"],
+    "portable": ["1 to 64 tokens: union, dense", "65 and more tokens: portable, dense"],
     "little shared memory": [
-        "1 to 32 tokens: union, few_dense, dense",
-        "33 to 64 tokens: union, dense",
+        "1 to 64 tokens: union, dense",
         "65 and more tokens: portable, dense",
     ],
 }
@@ -58,7 +57,7 @@ def test_each_route_has_ways(M):
         assert every == [way.name for way in WAYS if way.name in every]
         assert every[-1] == "dense"
         own = names("twell", given)
-        assert own == [name for name in every if name not in ("few_dense", "fused", "dense")]
+        assert own == [name for name in every if name not in ("fused", "dense")]
         assert own
     assert len(names("portable", problem(M, hopper=False))) == 1
     assert [names(route, problem(M)) for route in ("fused", "dense")] == [["fused"], ["dense"]]
@@ -146,11 +145,13 @@ def operator(monkeypatch, tmp_path):
 
 
 def test_auto_measures_all_that_take_it_and_twell_its_own(operator):
-    assert operator(16) == "few_dense"  # the longest name is the fastest here
-    assert operator(16, "twell") == "pairs"  # as fast as the union, and before it
+    assert operator(16) == "pairs"  # as fast as the others, and before them
+    assert operator(100) == "walk_gate"  # the longest name is the fastest here
+    assert operator(16, "twell") == "pairs"
     assert operator(100, "twell") == "walk_gate"
     assert operator.timed == [
-        ["pairs", "union", "few_dense", "fused", "dense"],
+        ["pairs", "union", "fused", "dense"],
+        ["walk_gate", "walk", "lists", "fused", "dense"],
         ["pairs", "union"],
         ["walk_gate", "walk", "lists"],
     ]

@@ -19,7 +19,7 @@ from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_model import gated_ffns, use_kernels
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
-from twellctl.decoding import few_ways, step_forms
+from twellctl.decoding import down_copies, few_ways, step_forms
 from twellctl.decoding import kernel_decoder as module
 from twellctl.decoding.attention import plan_attend
 from twellctl.decoding.batch import Batch
@@ -119,6 +119,16 @@ def played(way: Way) -> Way:
     return replace(way, run=run)
 
 
+def noted(way: Way) -> Way:
+    """The way itself, over stand-ins of its kernels."""
+
+    def run(kernels, *given, **how) -> Tensor:
+        kernels.taken.append(way.name)
+        return way.run(kernels, *given, **how)
+
+    return replace(way, run=run)
+
+
 def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
     cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
     return cos[0], sin[0]
@@ -142,6 +152,8 @@ def kernels(monkeypatch) -> Kernels:
     monkeypatch.setattr(few_ways, "few_linear", linear)
     monkeypatch.setattr(few_ways, "few_gated", gated)
     monkeypatch.setattr(few_ways, "FEW_WAYS", tuple(map(played, FEW_WAYS)))
+    monkeypatch.setattr(module, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(twell_ways, "WAYS", tuple(map(played, twell_ways.WAYS)))
     return made
 
@@ -206,22 +218,22 @@ def forms_of(tiny, densities: list[float] | None, rows: int) -> dict[str, list[s
 
 def test_the_forms_of_a_step(tiny, monkeypatch):
     """By rule first, which goes by what a profile told of each layer; then each way for all."""
-    pairs, union, dense = ({name: [name] * 2} for name in ("pairs", "union", "few_dense"))
+    pairs, union, dense = ({name: [name] * 2} for name in ("pairs", "union", "dense"))
     assert list(forms_of(tiny, None, 4).items()) == list((union | pairs | dense).items())
-    assert list(forms_of(tiny, [0.01, 0.01], 4)) == ["pairs", "union", "few_dense"]
+    assert list(forms_of(tiny, [0.01, 0.01], 4)) == ["pairs", "union", "dense"]
     mixed = {"pairs and union": ["pairs", "union"]}
     assert list(forms_of(tiny, [0.01, 0.9], 4).items()) == list(
         (mixed | pairs | union | dense).items()
     )
-    assert list(forms_of(tiny, [0.01, 0.9], 3)) == ["union", "few_dense"]
+    assert list(forms_of(tiny, [0.01, 0.9], 3)) == ["union", "dense"]
     monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
-    assert list(forms_of(tiny, [0.01, 0.9], 4)) == ["union", "few_dense"]
+    assert list(forms_of(tiny, [0.01, 0.9], 4)) == ["union", "dense"]
 
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path) -> dict[str, float]:
     """Steps can be measured, on a CPU: the times are those told; every form is run."""
-    times = {"pairs": 3.0, "union": 2.0, "few_dense": 4.0}
+    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0}
 
     def graph_ms(runs):
         timed.measured.append(list(runs))
@@ -276,7 +288,7 @@ def test_all_forms_of_a_step_agree(tiny):
 @torch.inference_mode()
 def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
     assert way_of_step(open_decoder(tiny), kernels) == "union"
-    assert timed.measured == [["union", "pairs", "few_dense"]]
+    assert timed.measured == [["union", "pairs", "dense"]]
     timed.times["pairs"] = 1.0
     assert way_of_step(open_decoder(tiny), kernels) == "union"  # in another process
     assert len(timed.measured) == 1
@@ -284,13 +296,49 @@ def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
     assert way_of_step(profiled, kernels) == "pairs"
     assert len(timed.measured) == 2
     profiled.step(*inputs(3))
-    assert timed.measured[2:] == [["union", "few_dense"]]
+    assert timed.measured[2:] == [["union", "dense"]]
     assert [profiled.chosen(rows) for rows in (2, 3, 4, 5)] == ["union", "union", "pairs", None]
 
 
 def test_of_forms_that_are_as_fast_the_first_is_taken(tiny, timed, kernels):
-    timed.times.update(pairs=1.99, few_dense=1.985)
+    timed.times.update(pairs=1.99, dense=1.985)
     assert way_of_step(open_decoder(tiny), kernels) == "union"
+
+
+def has_copies(decoder: KernelDecoder) -> bool:
+    return bool(decoder._copies._made)
+
+
+@torch.inference_mode()
+def test_w_down_is_copied_only_while_a_choice_wants_it(tiny, timed, kernels):
+    decoder = open_decoder(tiny)
+    assert not has_copies(decoder)
+    assert way_of_step(decoder, kernels) == "union"
+    assert timed.measured[0][-1] == "dense"  # for which there were copies
+    assert not has_copies(decoder)
+    timed.times["dense"] = 1.0
+    decoder.step(*inputs(3))
+    assert decoder.chosen(3) == "dense"
+    assert has_copies(decoder)
+    timed.times["dense"] = 9.0
+    decoder.step(*inputs(2))
+    assert decoder.chosen(2) == "union"
+    assert has_copies(decoder)  # steps of 3 rows still go densely
+    again = open_decoder(tiny)
+    again.step(*inputs(3))
+    assert (again.chosen(3), len(timed.measured)) == ("dense", 3)  # as kept
+    assert has_copies(again)
+
+
+@torch.inference_mode()
+def test_a_kept_dense_form_is_taken_only_where_it_is_possible(tiny, timed, kernels, monkeypatch):
+    timed.times["dense"] = 1.0
+    assert way_of_step(open_decoder(tiny), kernels) == "dense"
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (0, 1 << 40))
+    decoder = open_decoder(tiny)
+    assert way_of_step(decoder, kernels) == "union"
+    assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs"]]
+    assert not has_copies(decoder)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"graph": "best"}', '{"graph": []}', "null"])
@@ -316,7 +364,7 @@ def test_what_is_measured_is_told(tiny, timed, kernels, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "steps of 4 rows, tables of 2 pages: union is the fastest, "
-        "ms: union 2.000, pairs 3.000, few_dense 4.000"
+        "ms: union 2.000, pairs 3.000, dense 4.000"
     )
 
 
@@ -346,7 +394,7 @@ def test_a_batch_measures_before_it_captures(tiny, timed, kernels, monkeypatch):
     for _ in range(2):
         batch.launch(1, Variant())
     assert order == [
-        ("captures", [["union", "pairs", "few_dense"]]),
+        ("captures", [["union", "pairs", "dense"]]),
         ("captured", ["union", "union"]),
     ]
 

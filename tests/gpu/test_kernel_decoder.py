@@ -141,7 +141,7 @@ def test_a_row_alone(family, sparse):
     decoder = KernelDecoder(model, sparse)
     decoder.open_cache(35)
     forms = decoder.forms(1)
-    last = {"union", "few_dense"} if sparse else {"dense"}
+    last = {"union", "dense"} if sparse else {"dense"}
     assert forms.keys() == {"one dense kernel"} | last | ({"one kernel"} if sparse else set())
     for length in (1, 5, 64, 130, 700, 2000):
         ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
@@ -164,7 +164,7 @@ def test_rows_together(family, B):
     decoder = KernelDecoder(model)
     decoder.open_cache(16 * B + 1)
     forms = decoder.forms(B)
-    names = {"one kernel", "union", "few_dense", *(["pairs"] if B >= 4 else [])}
+    names = {"one kernel", "union", "dense", *(["pairs"] if B >= 4 else [])}
     assert forms.keys() == names
     lengths = [(5 + 61 * row) % 900 for row in range(B)]
     tables = torch.randperm(16 * B, device="cuda").int().view(B, 16) + 1
@@ -244,7 +244,7 @@ def test_all_forms_of_a_step_one_by_one(family, M):
         decoder.prefill(ids[:, :-1], positions[:, :-1], tables)
         inputs = ids[:, -1].int(), positions[:, -1].contiguous(), tables
         forms = decoder.forms(M)
-        assert {"union", "few_dense"} <= forms.keys()
+        assert {"union", "dense"} <= forms.keys()
         found = twice_each(forms, inputs)
         check_forms(found, judge(ids).logits[:, -1], counted=True)
         logits, counts = decoder.step(*inputs)

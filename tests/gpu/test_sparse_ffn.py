@@ -370,9 +370,8 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
         weights = [None if w is None else w.to(dtype) for w in problem.weights]
         found = sparse_ffn(problem.x.to(dtype), *weights, sources=sources)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=2e-2)
-    odd = Problem(
-        whole(20, 100), (whole(96, 100), whole(96, 100), whole(100, 96)) + (None,) * 3, 0.0, 64
-    )
+    weights = whole(96, 100), whole(96, 100), whole(100, 96), None, None, None
+    odd = Problem(whole(20, 100), weights, 64)
     assert torch.equal(odd.run(sources, "auto"), reference(odd))
     assert reasons == [
         "the kernels take bf16, not float16",

@@ -259,5 +259,5 @@ def test_the_operators_are_sound(sources):
     leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     penalty = torch.tensor(PENALTY, device="cuda")
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    args = (*leaves, penalty, 0.0, 64, sources)
+    args = (*leaves, penalty, 64, sources)
     torch.library.opcheck(twell_ffn._train_ffn_op, args, test_utils=checks)

@@ -26,7 +26,7 @@ from twellctl.bench.decode_forms import (
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts, total_memory
 from twellctl.bench.random_model import Shape, make_model, open_shape, refuse_shape
 from twellctl.bench.results import DENSE, TWELL
 from twellctl.bench.synthetic import EVEN, check_union
@@ -36,6 +36,7 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.data import read_texts, spread_windows, token_stream
+from twellctl.decoding.down_copies import is_little
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing import count_layers
 from twellctl.machine import line
@@ -297,7 +298,9 @@ def _make_model(
     note: Callable[[str], None],
 ) -> Subject:
     note(f"making {shape.name} of {shape.layers} layers")
-    shape.require_memory(free_memory(device), down_copies=1)
+    # those of the FFNs alone, and those that the sparse engine may keep
+    copies = 1 + is_little(shape.down_bytes, total_memory(device))
+    shape.require_memory(free_memory(device), down_copies=copies)
     generator = torch.Generator(device).manual_seed(settings.seed)
     model = make_model(shape, density, dtype=DTYPE, generator=generator)
 

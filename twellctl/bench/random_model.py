@@ -74,6 +74,11 @@ class Shape:
         return self.config["max_position_embeddings"]
 
     @property
+    def down_bytes(self) -> int:
+        """Of the down projections of all layers, in bf16."""
+        return 2 * self.layers * self.config["hidden_size"] * self.config["intermediate_size"]
+
+    @property
     def described(self) -> dict[str, Any]:
         """Of the JSON: what sets it apart from others of its sizes."""
         heads, kv_heads = (self.config[f"num_{n}_heads"] for n in ("attention", "key_value"))
@@ -84,8 +89,7 @@ class Shape:
 
         `down_copies`: how often the down projections are held besides.
         """
-        down = self.config["hidden_size"] * self.config["intermediate_size"]
-        layer = 2 * (self.layer_weights + down_copies * down)
+        layer = 2 * self.layer_weights + down_copies * self.down_bytes // self.layers
         fixed = 2 * self.other_weights + WORKSPACE
         if fixed + self.layers * layer <= free:
             return

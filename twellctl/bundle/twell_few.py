@@ -2,7 +2,6 @@
 
     few_pairs:   the gate product -> few_walk, where few neurons fire, on Hopper (twell_few_walk.py)
     few_union:   few_hidden (gate product, what fires, up of that)  ->  few_down
-    few_dense:   few_gated  ->  few_down over all neurons
     few_gated:   gate and up of the dense form
     few_linear:  one product
 
@@ -64,7 +63,6 @@ class FewPlan:
     gated: Launch
     hidden: Launch
     down: Launch
-    down_all: Launch  # over all neurons
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +80,6 @@ def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
         _product("few_gated", M, K, octets, gated_passes, 32 * octets, limits),
         _product("few_hidden", M, K, octets, passes, at_hand, limits),
         _down(octets, N, M > 2, limits),
-        _down(octets, N, True, limits),
     )
 
 
@@ -152,21 +149,25 @@ def _product(
 
 
 def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
-    """All entries for `M` tokens here: the products, for inputs of any length, and down."""
+    """All entries of the FFN for `M` tokens here: products, of inputs of any length, and down."""
     few_down = ("few_down",) if M <= 2 else ()
     return (*_entries(_octets(M)), *few_down, *few_walk_kernels(M, limits))
 
 
 def _entries(octets: int) -> tuple[str, ...]:
     """The builds for so many octets of tokens."""
-    names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
-    long = [f"{name}_long" for name in names] if octets in _STAYING else []
+    names = _products(octets, "few_linear", "few_hidden")
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    return (*names, *long, *short, *ahead, f"few_down_wide_{octets}")
+    return (*names, *short, *ahead, f"few_down_wide_{octets}")
 
 
-# all entries for few tokens, on any device
+def _products(octets: int, *kernels: str) -> list[str]:
+    names = [f"{kernel}_{octets}" for kernel in kernels]
+    return names + ([f"{name}_long" for name in names] if octets in _STAYING else [])
+
+
+# all entries of the FFN for few tokens, on any device
 FEW_KERNELS = (
     *(entry for octets in _PASS for entry in _entries(octets)),
     "few_down",
@@ -174,8 +175,13 @@ FEW_KERNELS = (
 )
 
 
+def few_gated_kernels(M: int) -> tuple[str, ...]:
+    """The entries of `few_gated`, which the decode engine alone launches: no export has them."""
+    return tuple(_products(_octets(M), "few_gated"))
+
+
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries for few tokens on this device."""
+    """All entries of the FFN for few tokens on this device."""
     taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
     return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
 
@@ -188,12 +194,12 @@ def takes_few(M: int, N: int, limits: Limits) -> bool:
     return _fits(limits, plan.hidden, plan.down)
 
 
-def takes_few_dense(M: int, N: int, limits: Limits) -> bool:
-    """Whether `few_dense` does, and `few_linear`."""
+def takes_few_dense(M: int, limits: Limits) -> bool:
+    """Whether `few_gated` and `few_linear` take `M` inputs, of any length."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, N, _ANY_LENGTH, limits)
-    return _fits(limits, plan.linear, plan.gated, plan.down_all)
+    plan = plan_few(M, 0, _ANY_LENGTH, limits)
+    return _fits(limits, plan.linear, plan.gated)
 
 
 def _fits(limits: Limits, *launches: Launch) -> bool:
@@ -235,7 +241,16 @@ def few_union(
         plan.hidden.smem_bytes,
         overlap=overlap,
     )
-    return _launch_down(kernels, plan.down, x, ffn, (hidden, fired), residual, overlap)
+    y = torch.empty_like(x)
+    kernels.launch(
+        plan.down.name,
+        (K // _DOWN_COLUMNS,),
+        _BLOCK,
+        (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y),
+        plan.down.smem_bytes,
+        overlap=overlap,
+    )
+    return y
 
 
 def few_pairs(
@@ -255,45 +270,6 @@ def few_pairs(
         gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     how = {"residual": residual, "counts": counts, "overlap": by_linear}
     return launch_few_walk(kernels, limits, x, gate, ffn, **how)
-
-
-def few_dense(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
-) -> Tensor:
-    """The same for what `takes_few_dense`: over all neurons."""
-    down = plan_few(x.shape[0], ffn.N, ffn.K, limits).down_all
-    how = {"counts": counts, "overlap": overlap}
-    hidden = few_gated(kernels, limits, x, ffn, by_neurons=True, **how)
-    return _launch_down(kernels, down, x, ffn, (hidden, None), residual, overlap)
-
-
-def _launch_down(
-    kernels: KernelSet,
-    launch: Launch,
-    x: Tensor,
-    ffn: FFN,
-    made: tuple[Tensor, Tensor | None],
-    residual: Tensor | None,
-    overlap: bool,
-) -> Tensor:
-    """y of the hidden state by neurons, over those that fired, or over all."""
-    (M, K), y = x.shape, torch.empty_like(x)
-    kernels.launch(
-        launch.name,
-        (K // _DOWN_COLUMNS,),
-        _BLOCK,
-        (ffn.w_down, *made, ffn.b_down, residual, M, ffn.N, K, y),
-        launch.smem_bytes,
-        overlap=overlap,
-    )
-    return y
 
 
 def few_linear(
@@ -335,21 +311,17 @@ def few_gated(
     ffn: FFN,
     *,
     counts: Tensor | None = None,
-    by_neurons: bool = False,
     overlap: bool = False,
 ) -> Tensor:
-    """The dense hidden state `[M, N]`; or `by_neurons`, as few_down takes it, `[N, 8 octets]`."""
+    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` as in `few_union`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_few(M, N, K, limits)
-    hidden = x.new_empty((N, 8 * plan.octets) if by_neurons else (M, N))
+    hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,
         (min(ceil_div(N, _ROWS), limits.num_sms),),
         _BLOCK,
-        (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K),
-            *(int(by_neurons), hidden, counts),
-        ),
+        (x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
         plan.gated.smem_bytes,
         overlap=overlap,
     )

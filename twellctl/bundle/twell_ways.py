@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .twell_few import FEW_TOKENS, few_dense, few_pairs, few_union, takes_few, takes_few_dense
+from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_launch import Limits
 from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
@@ -90,16 +90,10 @@ WAYS = (
     ),
     Way("lists", lambda p: p.hopper and not p.few, hopper_ffn),
     Way("portable", lambda p: not p.hopper and not p.few, _without_slots(portable_ffn)),
-    Way(
-        "few_dense",
-        lambda p: p.few and takes_few_dense(p.M, p.N, p.limits),
-        _without_slots(few_dense),
-        own=False,
-    ),
     Way("fused", lambda p: p.hopper, _without_slots(fused_ffn), own=False, by_rows=False),
     Way("dense", lambda p: True, _dense, own=False, by_rows=False),
 )
-FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union", "few_dense"))
+FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
 
 
 def ways_of(route: str, problem: Problem) -> list[Way]:

@@ -4,6 +4,7 @@
 around it, asyncio outside), `scheduler` (which sequences go on), `batch` (rows on the device, CUDA
 graphs), `step_end` (with `sampler`: which tokens follow), and a `decoder` (the model and its cache
 in `pages`): `hf_decoder` drives any model of transformers that attends, `kernel_decoder` Llama and
-its kin over our own kernels (`step_forms` measures which, of `few_ways` and `whole_step`),
-`lone_decoder` the others. `engine` is what those above see of it all.
+its kin over our own kernels (`step_forms` measures which, of `few_ways` and `whole_step`;
+`down_copies` has weights for one of them), `lone_decoder` the others. `engine` is what those above
+see of it all.
 """

@@ -29,15 +29,15 @@ def _by_columns(
     ffn: FFN,
     *,
     residual: Tensor,
-    counts: Tensor,
+    counts: Tensor | None,
     overlap: bool,
 ) -> Tensor:
-    hidden = few_gated(kernels, limits, x, ffn, overlap=overlap)
+    hidden = few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
     if ffn.N % 64:  # more than few_linear takes
         return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
     how = {"residual": residual, "overlap": overlap}
     return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
 
 
-# that of the dense decoder, whose W_down lies as an nn.Linear's; nothing is counted
-BY_COLUMNS = Way("dense", lambda problem: True, _by_columns, own=False)
+# over all neurons, with a W_down that lies as an nn.Linear's
+BY_COLUMNS = Way("dense", lambda problem: True, _by_columns, own=False, by_rows=False)

@@ -7,9 +7,10 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
 and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. The FFN goes by pairs,
-by the union of what fires or densely (few_ways.py); and a step of one row, or of up to 16, may be
-one launch in the place of all that, if the model is such that it can be (whole_step.py). Which of
-these forms is the fastest is measured in the first step of so many rows (step_forms.py).
+by the union of what fires or densely (few_ways.py, down_copies.py); and a step of one row, or of
+up to 16, may be one launch in the place of all that, if the model is such that it can be
+(whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
+(step_forms.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons.
@@ -24,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_few import few_kernels, few_linear, takes_few, takes_few_dense
+from twellctl.bundle.twell_few import (
+    few_gated_kernels,
+    few_kernels,
+    few_linear,
+    takes_few,
+    takes_few_dense,
+)
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_name,
@@ -50,6 +57,7 @@ from twellctl.decoding.attention import (
     why_no_norm,
     why_not_attend,
 )
+from twellctl.decoding.down_copies import DownCopies
 from twellctl.decoding.few_ways import BY_COLUMNS, few_ways
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.pages import PAGE, pages_for
@@ -99,11 +107,12 @@ class KernelDecoder:
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons = self._plain.neurons if sparse else []
         self._hopper = takes_hopper_kernels(self.device.index)
-        # as profiled, if they were
-        self._densities = [getattr(ffn, "twell_density", None) for ffn in gated_ffns(model)]
+        # as profiled, if they were; the dense form does not depend on them
+        self._densities = [
+            getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
+        ]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
-        self._forms: dict[int, dict[str, Form]] = {}
 
     def open_cache(self, num_pages: int) -> None:
         self._plain.open_cache(num_pages)
@@ -114,6 +123,7 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
+        self._copies = DownCopies([layer.ffn for layer in self._layers], self.device)
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
         # for any number of rows: some want more room than the most rows do
@@ -139,7 +149,10 @@ class KernelDecoder:
         return logits, fired[: len(self.neurons)]
 
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        logits, counts = self._choice(self.forms(len(tokens)), tokens, positions, tables)
+        forms = partial(self.forms, len(tokens))
+        logits, counts = self._choice(forms, tokens, positions, tables)
+        if not self._choice.takes(BY_COLUMNS.name):
+            self._copies.drop()
         return logits, counts[: len(self.neurons)]
 
     def chosen(self, rows: int) -> str | None:
@@ -147,20 +160,21 @@ class KernelDecoder:
         return self._choice.chosen(rows)
 
     def forms(self, B: int) -> dict[str, Form]:
-        """The forms of a step of `B` rows: results differ by the order of sums. The first by rule.
+        """The forms of a step of `B` rows that are possible now. The first by rule.
 
-        Each takes what `step` does, and counts all layers.
+        Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
+        by the order of sums.
         """
-        if B not in self._forms:
-            ffn, ways = self._layers[0].ffn, {"dense": [BY_COLUMNS] * len(self._layers)}
-            if self._sparse:
-                problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
-                ways = few_ways(problem, self._densities)
-            self._forms[B] = {
-                **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
-                **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
-            }
-        return self._forms[B]
+        ways = {BY_COLUMNS.name: [BY_COLUMNS] * len(self._layers)}
+        if self._sparse:
+            ffn = self._layers[0].ffn
+            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
+            own = few_ways(problem, self._densities)
+            ways = own | ways if self._copies.fit() else own
+        return {
+            **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
+            **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
+        }
 
     def _one_by_one(
         self, ways: list[Way], tokens: Tensor, positions: Tensor, tables: Tensor
@@ -188,8 +202,10 @@ class KernelDecoder:
             )
             x = self._linear(h, layer.out, x)
             h = rms_norm(self.kernels, x, layer.ffn_norm, self._eps)
-            here = self.kernels, self._limits
-            x = ways[i].run(*here, h, layer.ffn, residual=x, counts=counts[i], overlap=True)
+            copied = self._sparse and not ways[i].by_rows
+            ffn = self._copies[i] if copied else layer.ffn
+            how = {"residual": x, "counts": counts[i] if self._sparse else None, "overlap": True}
+            x = ways[i].run(self.kernels, self._limits, h, ffn, **how)
         h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
@@ -379,7 +395,7 @@ def _why_not(model: PreTrainedModel) -> str | None:
 def _most_rows(model: PreTrainedModel) -> int:
     """How many rows the kernels take in one step here; 0: none."""
     N, limits = model.config.intermediate_size, device_limits(model.device.index)
-    taken = (B for B in _BATCHES if takes_few(B, N, limits) and takes_few_dense(B, N, limits))
+    taken = (B for B in _BATCHES if takes_few(B, N, limits) and takes_few_dense(B, limits))
     return max(taken, default=0)
 
 
@@ -389,7 +405,8 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M, limits)}
+    tokens = range(1, _most_rows(model) + 1)
+    few = {name for M in tokens for name in (*few_kernels(M, limits), *few_gated_kernels(M))}
     others = ["embed_norm", "rms_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = _step_sizes(model)

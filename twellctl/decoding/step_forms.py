@@ -30,22 +30,34 @@ class FormChoice:
     def __init__(self, device: torch.device, told: str, neurons: int, density: float | None):
         self._device, self._told = device, told
         self._neurons, self._density = neurons, density
-        self._chosen: dict[tuple[int, int], str] = {}
+        self._chosen: dict[tuple[int, int], tuple[str, Form]] = {}
 
-    def __call__(self, forms: Mapping[str, Form], *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """A step by the fastest of `forms`; where nothing can be measured yet by the first."""
+    def __call__(
+        self, forms: Callable[[], Mapping[str, Form]], *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A step by the fastest of `forms()`; where nothing can be measured yet by the first.
+
+        `forms` is asked what is possible only until a choice is made.
+        """
         B, W = inputs[-1].shape
         if (B, W) not in self._chosen:
+            possible = forms()
             if not can_measure(self._device):
-                return next(iter(forms.values()))(*inputs)
-            runs = {name: partial(form, *inputs) for name, form in forms.items()}
-            self._chosen[B, W] = self._fastest(runs, B, W)
-        return forms[self._chosen[B, W]](*inputs)
+                return next(iter(possible.values()))(*inputs)
+            runs = {name: partial(form, *inputs) for name, form in possible.items()}
+            name = self._fastest(runs, B, W)
+            self._chosen[B, W] = name, possible[name]
+        _, form = self._chosen[B, W]
+        return form(*inputs)
+
+    def takes(self, name: str) -> bool:
+        """Whether any choice was for the form `name`."""
+        return any(name == taken for taken, _ in self._chosen.values())
 
     def chosen(self, rows: int) -> str | None:
         """The form last chosen for `rows` rows, or the next number above; None: for neither."""
         taken = min((size for size, _ in self._chosen if size >= rows), default=None)
-        names = [name for (size, _), name in self._chosen.items() if size == taken]
+        names = [name for (size, _), (name, _) in self._chosen.items() if size == taken]
         return names[-1] if names else None
 
     def _fastest(
@@ -64,7 +76,7 @@ class FormChoice:
             return next(iter(runs))
         density = self._density
         if density is None:
-            _, counts = list(runs.values())[-1]()
+            _, counts = next(iter(runs.values()))()
             density = counts.float().mean().item() / self._neurons
         key = (
             f"step {torch.cuda.get_device_name(self._device)} {self._told} B={B} W={W} "

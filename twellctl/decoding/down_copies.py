@@ -1,0 +1,70 @@
+"""W_down a second time, by rows of K, for steps of the sparse engine that go densely.
+
+Over what fires W_down is read by rows of neurons. Dense products are faster over an nn.Linear's
+layout, so it is there in both where that takes little memory, and as long as such steps are taken.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from twellctl.bundle.twell_weights import FFN
+
+logger = logging.getLogger(__name__)
+_SHARE = 0.05  # of all memory of the GPU, at most
+_FREE_SHARE = 0.5  # of what is free
+
+
+def is_little(num_bytes: int, total: float) -> bool:
+    """Whether copies of `num_bytes` are made on a GPU of `total` bytes."""
+    return num_bytes <= _SHARE * total
+
+
+class DownCopies:
+    """The FFNs of all layers with `w_down` `[K, N]`, contiguous; made when one is first asked for.
+
+    `ffns` are those by rows of neurons.
+    """
+
+    def __init__(self, ffns: Sequence[FFN], device: torch.device):
+        self._ffns, self._device = ffns, device
+        self._made: list[FFN] = []
+        self._has_told = False
+
+    def fit(self) -> bool:
+        """Whether they are there or there is room now; why there is not is logged, once."""
+        if self._made or (why := self._why_not()) is None:
+            return True
+        if not self._has_told:
+            logger.info("steps have no dense form: %s", why)
+        self._has_told = True
+        return False
+
+    def __getitem__(self, layer: int) -> FFN:
+        if not self._made:
+            self._made = [replace(ffn, w_down=ffn.w_down.t().contiguous()) for ffn in self._ffns]
+        return self._made[layer]
+
+    def drop(self) -> None:
+        """Free them, until one is asked for again."""
+        self._made = []
+
+    def _why_not(self) -> str | None:
+        size = sum(ffn.w_down.nbytes for ffn in self._ffns)
+        free, total = _memory(self._device)
+        if not is_little(size, total):
+            most = f"more than {_SHARE:.0%} of the GPU's {total / 1e9:.1f} GB"
+            return f"a second copy of all W_down takes {size / 1e9:.1f} GB, {most}"
+        if size > _FREE_SHARE * free:
+            most = f"more than {_FREE_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
+            return f"a second copy of all W_down takes {size / 1e9:.1f} GB, {most}"
+        return None
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free, those that PyTorch keeps for later among them, and all there are."""
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + kept, total
