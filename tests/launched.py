@@ -5,7 +5,7 @@ import re
 import numpy as np
 from torch import Tensor
 
-from twellctl.bundle.twell_launch import ENTRY_FILES
+from twellctl.bundle.twell_launch import entry_file
 from twellctl.resources import resource_dir
 
 
@@ -32,7 +32,7 @@ class Launches:
 
 def source(entry: str) -> str:
     """The text of the file where an entry lies, macros in one line."""
-    file = resource_dir("kernels") / ENTRY_FILES.get(entry, f"{entry}.cu")
+    file = resource_dir("kernels") / entry_file(entry)
     return file.read_text().replace("\\\n", "\n")
 
 

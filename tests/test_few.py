@@ -10,11 +10,13 @@ from torch import Tensor
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
+    FEW_KERNELS,
     FEW_TOKENS,
     FewPlan,
     Launch,
     few_ffn_kernels,
     few_gated,
+    few_gated_kernels,
     few_kernels,
     few_linear,
     few_union,
@@ -147,7 +149,11 @@ def test_every_entry_is_planned_and_has_its_source():
     files = {"few_linear.cu", "few_gated.cu", "few_hidden.cu", "few_down.cu"}
     entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
     assert planned == {*entries, "few_down"}
-    assert planned == {name for M in range(1, FEW_TOKENS + 1) for name in few_kernels(M, A100)}
+    tokens = range(1, FEW_TOKENS + 1)
+    ffn = {name for M in tokens for name in few_kernels(M, A100)}
+    gated = {name for M in tokens for name in few_gated_kernels(M)}
+    assert (planned, ffn & gated) == (ffn | gated, set())
+    assert {*FEW_KERNELS} == ffn | set(few_walk_kernels(17, H200))
     own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own
 
@@ -166,7 +172,7 @@ def test_all_that_is_taken_fits_and_is_prepared(name):
                 if takes_few_dense(M, limits):
                     dense = plan.gated, plan.linear, plan.ahead
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
-                    assert {launch.name for launch in dense} <= set(prepared)
+                    assert {launch.name for launch in dense} <= {*prepared, *few_gated_kernels(M)}
     assert seen
     assert prepared
 

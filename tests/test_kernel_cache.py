@@ -11,9 +11,17 @@ from packaging.requirements import Requirement
 
 from twellctl.bundle import twell_cache, twell_launch, twell_nvrtc
 from twellctl.bundle.twell_launch import KernelSet
-from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin
+from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin, with_headers
 
-SOURCES = {"one.cu": b"one", "two.cu": b"two", "head.cuh": b"head"}
+INCLUDE = b'#include "head.cuh"\n'
+SOURCES = {
+    "one.cu": INCLUDE + b"one",
+    "two.cu": b"two",
+    "head.cuh": b'  #include "deep.cuh"\nhead',
+    "deep.cuh": b'#include "head.cuh"\ndeep',
+    "other.cuh": b"other",
+}
+CODE = b"code of " + INCLUDE + b"one"
 
 
 class Compiler:
@@ -24,9 +32,7 @@ class Compiler:
 
     def compile(self, name, sources, arch):
         self.compiled.append((name, arch))
-        return Cubin(
-            b"code of " + sources[name] + sources["head.cuh"], f"log of {name}, {arch} \u2264"
-        )
+        return Cubin(b"code of " + sources[name], f"log of {name}, {arch} \u2264")
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def compiler(monkeypatch, tmp_path) -> Compiler:
 
 def test_a_second_load_compiles_nothing(compiler, tmp_path):
     first = load_cubin("one.cu", SOURCES, "sm_80")
-    assert first == Cubin(b"code of onehead", "log of one.cu, sm_80 \u2264")
+    assert first == Cubin(CODE, "log of one.cu, sm_80 \u2264")
     assert load_cubin("one.cu", SOURCES, "sm_80") == first
     assert compiler.compiled == [("one.cu", "sm_80")]
     (kept,) = (tmp_path / "cache").iterdir()
@@ -55,8 +61,20 @@ def test_the_key_is_all_that_counts(compiler):
     compiler.version = (13, 1)
     load_cubin("one.cu", SOURCES, "sm_80")
     assert len(compiler.compiled) == 6
-    load_cubin("one.cu", SOURCES | {"two.cu": b"other"}, "sm_80")  # another kernel does not
-    assert len(compiler.compiled) == 6
+    load_cubin("one.cu", SOURCES | {"deep.cuh": b"included by what it includes"}, "sm_80")
+    assert len(compiler.compiled) == 7
+    for name in ("two.cu", "other.cuh"):  # what it does not include does not count
+        load_cubin("one.cu", SOURCES | {name: b"changed"}, "sm_80")
+    load_cubin(
+        "one.cu", {name: SOURCES[name] for name in ("one.cu", "head.cuh", "deep.cuh")}, "sm_80"
+    )
+    assert len(compiler.compiled) == 7
+
+
+def test_the_headers_of_a_source():
+    assert set(with_headers("one.cu", SOURCES)) == {"one.cu", "head.cuh", "deep.cuh"}
+    assert with_headers("two.cu", SOURCES) == {"two.cu": b"two"}
+    assert with_headers("one.cu", {"one.cu": INCLUDE}) == {"one.cu": INCLUDE}  # NVRTC names it
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder"])
@@ -79,7 +97,7 @@ def test_a_damaged_file_is_made_again(compiler, tmp_path, damage):
 def test_a_folder_that_cannot_be_written_costs_time_only(compiler, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     for _ in range(2):
-        assert load_cubin("one.cu", SOURCES, "sm_80").code == b"code of onehead"
+        assert load_cubin("one.cu", SOURCES, "sm_80").code == CODE
     assert len(compiler.compiled) == 2
 
 
@@ -124,7 +142,7 @@ def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
     monkeypatch.delenv("TWELL_CACHE_DIR")
     monkeypatch.setattr(twell_cache.Path, "expanduser", expanduser)
     for _ in range(2):
-        assert load_cubin("one.cu", SOURCES, "sm_80").code == b"code of onehead"
+        assert load_cubin("one.cu", SOURCES, "sm_80").code == CODE
     assert len(compiler.compiled) == 2
 
 
@@ -176,7 +194,7 @@ def test_what_is_prepared_is_compiled_once(driver):
     kernels.prepare(["one", "two", "one"])
     kernels.prepare(["two"])
     assert sorted(driver.compiled) == [("one.cu", "sm_90a"), ("two.cu", "sm_90a")]
-    assert kernels._functions["two"] == ("two", b"code of twohead")
+    assert kernels._functions["two"] == ("two", b"code of two")
     assert sorted(kernels.logs) == ["one.cu", "two.cu"]
 
 
@@ -187,4 +205,4 @@ def test_what_cannot_be_prepared_says_why(driver):
     with pytest.raises(KernelError, match=r"driver does not load bad.cu for sm_90a: no kernel"):
         kernels.prepare(["bad"])
     kernels.prepare(["one"])  # none of it stays in the way
-    assert kernels._functions["one"] == ("one", b"code of onehead")
+    assert kernels._functions["one"] == ("one", CODE)

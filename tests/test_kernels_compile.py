@@ -8,7 +8,7 @@ from compiled import SOURCES, compiled, most_threads, nvrtc
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_cubin import static_shared
-from twellctl.bundle.twell_launch import ENTRY_FILES
+from twellctl.bundle.twell_launch import ENTRY_FILES, entry_file
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
@@ -47,7 +47,7 @@ def test_compiles_without_spills(name, arch, major):
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
     entries = set(static)
     entries |= {"plan_cluster"} if name == "plan.cu" and arch == "sm_80" else set()  # Hopper's
-    wanted = {entry for entry in ENTRIES if ENTRY_FILES.get(entry, f"{entry}.cu") == name}
+    wanted = {entry for entry in ENTRIES if entry_file(entry) == name}
     assert wanted == entries
 
 
@@ -68,7 +68,7 @@ def test_what_is_no_cubin_is_refused():
 
 
 def test_every_entry_has_its_source():
-    files = {ENTRY_FILES.get(entry, f"{entry}.cu") for entry in ENTRIES}
+    files = {entry_file(entry) for entry in ENTRIES}
     assert files == {name for name in SOURCES if name.endswith(".cu")}
 
 

@@ -1,7 +1,9 @@
 """What an installation holds, and what it must not make importable."""
 
+import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 
 import twellctl
-from twellctl.resources import bundle_files, resource_dir
+from twellctl.bundle.twell_launch import ENTRY_FILES, entry_file
+from twellctl.bundle.twell_nvrtc import with_headers
+from twellctl.bundle.twell_reasons import ALL_KERNELS
+from twellctl.resources import bundle_files, kernel_files, resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["twellctl", "kernels", "recipes", "tests"]
@@ -103,8 +108,52 @@ def test_the_checkout_finds_its_data():
     names = set(bundle_files())
     assert {"modeling_twell.py", "twell_format.py", "twell_kernels/README.md"} <= names
     code = {path.name for path in (ROOT / "twellctl" / "bundle").glob("*.py")}
-    kernels = {f"twell_kernels/{path.name}" for path in (ROOT / "kernels").iterdir()}
-    assert names == code - {"__init__.py"} | kernels
+    assert {name for name in names if "/" not in name} == code - {"__init__.py"}
+    assert set(kernel_files()) == set(map(name_of, sources("kernels", (".cu", ".cuh"))))
+
+
+def name_of(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def carried() -> dict[str, bytes]:
+    """What an export has in twell_kernels/."""
+    files = bundle_files()
+    return {name_of(name): files[name] for name in files if name.startswith("twell_kernels/")}
+
+
+def test_an_export_carries_no_kernel_of_the_decode_engine_and_no_lab_book():
+    left = set(map(name_of, sources("kernels", DATA["kernels"]))) - set(carried())
+    decoding = r"(attend\w*|choose|few_gated|norm|step\w*|ticket)\.cuh?"
+    lab = {"MEASURED.md", "LAB.md"}
+    assert lab | {"attend.cu", "step.cuh"} <= left
+    assert all(re.fullmatch(decoding, name) for name in left - lab)
+    assert not [name for name in carried() if re.fullmatch(decoding, name)]
+
+
+def test_the_kernels_of_an_export_compile():
+    """All headers are there; `test_kernels_compile` compiles each source with just these."""
+    files = carried()
+    for name, text in files.items():
+        included = re.findall(rb"^\s*#\s*include\s*(\S+)", text, re.MULTILINE)
+        assert {header.strip(b'"').decode() for header in included} <= set(files), name
+    for name in files:
+        if name.endswith(".cu"):
+            assert with_headers(name, files) == with_headers(name, kernel_files())
+
+
+def test_an_export_carries_the_source_of_each_kernel_that_its_code_names():
+    entries = {*ENTRY_FILES} | {name.removesuffix(".cu") for name in kernel_files()}
+    named = set()
+    for file in (ROOT / "twellctl" / "bundle").glob("*.py"):
+        if file.name != "twell_launch.py":  # its table has the decode engine's, too
+            nodes = ast.walk(ast.parse(file.read_text()))
+            named |= {node.value for node in nodes if isinstance(node, ast.Constant)} & entries
+    assert {"gate_pack", "plan_cluster", "tally", "grad_x", "walk_gate"} <= named
+    carried_sources = {name for name in carried() if name.endswith(".cu")}
+    assert {entry_file(entry) for entry in ALL_KERNELS} == carried_sources
+    of_the_engine = {"few_gated.cu"}  # planned beside few_linear, launched by the decode engine
+    assert {entry_file(entry) for entry in named} - of_the_engine <= carried_sources
 
 
 def test_no_package_called_kernels():

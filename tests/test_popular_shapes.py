@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from twellctl.bundle import twell_ffn, twell_launch
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
-from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
+from twellctl.bundle.twell_launch import Limits, entry_file
 from twellctl.bundle.twell_plan import why_unfit
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
@@ -53,7 +53,7 @@ class Judge:
     def kernel(self, entry: str) -> SimpleNamespace:
         """What ptxas says of an entry."""
         if entry not in self._kernels:
-            code = compiled(ENTRY_FILES.get(entry, f"{entry}.cu"), self.arch).code
+            code = compiled(entry_file(entry), self.arch).code
             self._kernels[entry] = SimpleNamespace(
                 static=static_shared(code)[entry],
                 threads=most_threads(code, entry),

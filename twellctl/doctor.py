@@ -93,7 +93,7 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     try:
         from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 
-        bundle = read_bundle(checkpoint.path)
+        bundle, ours = read_bundle(checkpoint.path), make_bundle(bundle_files())
     except ImportError as error:
         return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {line(error)}")
     except ValueError as error:
@@ -104,7 +104,6 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     if foreign := _foreign_code(checkpoint.path, named, set(bundle)):
         what = f"{checkpoint.name}: {foreign} is no code of its manifest, but trust_remote_code "
         return Finding("bundle", "bad", f"{what}could run it: export the model again")
-    ours = make_bundle({name: path.read_bytes() for name, path in bundle_files().items()})
     if bundle == ours:
         return Finding("bundle", "ok", f"{len(bundle)} files, intact: this twellctl's own")
     what = f"{len(bundle)} files, as its own manifest lists them: of another version of twellctl, "

@@ -85,8 +85,7 @@ def _write_bundle_and_entries(checkpoint: Checkpoint, folder: Path) -> dict:
 
     entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
     check_stored_weights(checkpoint)
-    bundle = {name: path.read_bytes() for name, path in bundle_files().items()}
-    write_bundle(folder, make_bundle(bundle))
+    write_bundle(folder, make_bundle(bundle_files()))
     return entries
 
 

@@ -2,11 +2,11 @@
 
 import functools
 
-from twellctl.bundle.twell_model import kernel_sources
-from twellctl.resources import bundle_files
+from twellctl.bundle.twell_launch import register_sources
+from twellctl.resources import kernel_files
 
 
 @functools.cache
 def own_kernels() -> str:
-    """Register them; returns what `sparse_ffn` and `kernels_for` take as `sources`."""
-    return kernel_sources({name: path.read_bytes() for name, path in bundle_files().items()})
+    """Register all of them; returns what `sparse_ffn` and `kernels_for` take as `sources`."""
+    return register_sources(kernel_files())

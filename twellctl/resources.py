@@ -1,4 +1,4 @@
-"""Where the files that are not Python lie, `kernels/` and `recipes/`: in a wheel or a checkout."""
+"""Where the files that are not Python lie, and which of them an export carries."""
 
 from pathlib import Path
 
@@ -12,10 +12,27 @@ def resource_dir(name: str) -> Path:
     raise FileNotFoundError(f"twellctl's own folder {name!r} is missing: install twellctl again")
 
 
-def bundle_files() -> dict[str, Path]:
-    """{name inside an export: file}: what an export carries so that it runs without twellctl."""
+def kernel_files() -> dict[str, bytes]:
+    """{name: text} of all kernels and their headers."""
+    files = sorted(resource_dir("kernels").iterdir())
+    return {path.name: path.read_bytes() for path in files if path.suffix in (".cu", ".cuh")}
+
+
+def bundle_files() -> dict[str, bytes]:
+    """{name inside an export: content}: what an export carries so that it runs without twellctl.
+
+    Of the kernels these are the sources of what its code may launch, their headers, and README.md,
+    which draws the format.
+    """
+    from twellctl.bundle.twell_launch import entry_file
+    from twellctl.bundle.twell_nvrtc import with_headers
+    from twellctl.bundle.twell_reasons import ALL_KERNELS
+
     code = Path(__file__).resolve().parent / "bundle"
-    files = {path.name: path for path in sorted(code.glob("*.py")) if path.name != "__init__.py"}
-    kernels = resource_dir("kernels")
-    sources = [p for p in sorted(kernels.iterdir()) if p.suffix in (".cu", ".cuh", ".md")]
-    return files | {f"twell_kernels/{path.name}": path for path in sources}
+    files = {path.name: path.read_bytes() for path in sorted(code.glob("*.py"))}
+    del files["__init__.py"]
+    sources = kernel_files()
+    kernels = {"README.md": (resource_dir("kernels") / "README.md").read_bytes()}
+    for source in {entry_file(entry) for entry in ALL_KERNELS}:
+        kernels |= with_headers(source, sources)
+    return files | {f"twell_kernels/{name}": kernels[name] for name in sorted(kernels)}

@@ -17,6 +17,7 @@ from twellctl.bench.results import DENSE, FEW_DENSE, TWELL
 from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_few import (
     few_gated,
+    few_gated_kernels,
     few_kernels,
     few_linear,
     takes_few,
@@ -84,7 +85,8 @@ def why_no_few(M: int, N: int, device: torch.device) -> str | None:
     limits = device_limits(device.index)
     if not (takes_few(M, N, limits) and takes_few_dense(M, limits)):
         return f"the kernels for {M} tokens need more shared memory than this GPU has"
-    return why_not_loaded(own_kernels(), device.index, few_kernels(M, limits))
+    entries = (*few_kernels(M, limits), *few_gated_kernels(M))
+    return why_not_loaded(own_kernels(), device.index, entries)
 
 
 def few_forms(device: torch.device, with_kernels: bool) -> dict[str, tuple[str, Form]]:

@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_few_walk import LINEAR_TOKENS, few_walk_kernels, launch_few_walk
+from .twell_few_walk import (
+    FEW_WALK_KERNELS,
+    LINEAR_TOKENS,
+    few_walk_kernels,
+    launch_few_walk,
+)
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
 from .twell_weights import FFN
@@ -144,19 +149,39 @@ def _product(
 
 
 def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
-    """All entries for `M` tokens here: the products, for inputs of any length, and down."""
-    octets = _octets(M)
-    names = [f"{kernel}_{octets}" for kernel in ("few_linear", "few_gated", "few_hidden")]
-    long = [f"{name}_long" for name in names] if octets in _STAYING else []
+    """All entries of the FFN for `M` tokens here: products, of inputs of any length, and down."""
+    few_down = ("few_down",) if M <= 2 else ()
+    return (*_entries(_octets(M)), *few_down, *few_walk_kernels(M, limits))
+
+
+def _entries(octets: int) -> tuple[str, ...]:
+    """The builds for so many octets of tokens."""
+    names = _products(octets, "few_linear", "few_hidden")
     short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
     ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    downs = [f"few_down_wide_{octets}", *(["few_down"] if M <= 2 else [])]
-    walk = few_walk_kernels(M, limits)
-    return (*names, *long, *short, *ahead, *downs, *walk)
+    return (*names, *short, *ahead, f"few_down_wide_{octets}")
+
+
+def _products(octets: int, *kernels: str) -> list[str]:
+    names = [f"{kernel}_{octets}" for kernel in kernels]
+    return names + ([f"{name}_long" for name in names] if octets in _STAYING else [])
+
+
+# all entries of the FFN for few tokens, on any device
+FEW_KERNELS = (
+    *(entry for octets in _PASS for entry in _entries(octets)),
+    "few_down",
+    *FEW_WALK_KERNELS,
+)
+
+
+def few_gated_kernels(M: int) -> tuple[str, ...]:
+    """The entries of `few_gated`, which the decode engine alone launches: no export has them."""
+    return tuple(_products(_octets(M), "few_gated"))
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries for few tokens on this device."""
+    """All entries of the FFN for few tokens on this device."""
     taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
     return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
 

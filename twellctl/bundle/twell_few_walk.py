@@ -19,6 +19,7 @@ from .twell_plan import ceil_div, round_up
 from .twell_weights import FFN
 
 WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
+FEW_WALK_KERNELS = tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
 # faster a little beyond, with random neurons on an H200, but real tokens share more of theirs
@@ -53,7 +54,7 @@ def few_walk_kernels(M: int, limits: Limits) -> tuple[str, ...]:
     """The entries that `M` tokens may take on this device."""
     if limits.capability != _HOPPER or M not in WALK_TOKENS:
         return ()
-    return tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
+    return FEW_WALK_KERNELS
 
 
 def takes_few_walk(M: int, N: int, K: int, limits: Limits) -> bool:

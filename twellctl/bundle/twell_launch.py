@@ -65,6 +65,11 @@ _UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and d
 _BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
 
 
+def entry_file(name: str) -> str:
+    """The source where entry `name` lies."""
+    return ENTRY_FILES.get(name, f"{name}.cu")
+
+
 class LoadError(KernelError):
     """The driver did not load compiled kernels; it may another time (out of memory, a capture)."""
 
@@ -204,7 +209,7 @@ class KernelSet:
         self._shared[name] = limit - static
 
     def _load(self, names: list[str]) -> None:
-        files = {name: ENTRY_FILES.get(name, f"{name}.cu") for name in names}
+        files = {name: entry_file(name) for name in names}
         for name, file in files.items():
             if file not in self._sources:
                 raise KernelError(f"{file}, where kernel {name} should be, is not in this export")

@@ -4,7 +4,7 @@ Sources and headers come as bytes in memory, since in an export they lie whereve
 them; no file and no CUDA header is included. NVRTC is called directly (it needs neither CuPy nor a
 GPU), so that it is the one whose CUDA major is torch's: two of them may be installed side by side.
 
-    source, headers, options, NVRTC -> sha256 -> TWELL_CACHE_DIR/<sha256>.cubin
+    source, its headers, options, NVRTC -> sha256 -> TWELL_CACHE_DIR/<sha256>.cubin
 
 A cache that is damaged or cannot be written costs time, never a run.
 """
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ PACKAGES = {  # what to install beside torch, by its CUDA
 }
 OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class KernelError(RuntimeError):
@@ -40,6 +42,17 @@ class Cubin:
 
     code: bytes
     log: str
+
+
+def with_headers(name: str, sources: Mapping[str, bytes]) -> dict[str, bytes]:
+    """`sources[name]` and what of `sources` it includes, directly or through another header."""
+    found, open_files = {}, [name]
+    while open_files:
+        file = open_files.pop()
+        if file in sources and file not in found:
+            found[file] = sources[file]
+            open_files += [header.decode() for header in _INCLUDE.findall(sources[file])]
+    return found
 
 
 class Nvrtc:
@@ -56,11 +69,12 @@ class Nvrtc:
         self.path, self.version = path, (major.value, minor.value)
 
     def compile(self, name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
-        """Compile `sources[name]` for `arch` ("sm_90a"); it may include the .cuh among `sources`.
+        """Compile `sources[name]` for `arch` ("sm_90a"); it may include others of `sources`.
 
         `KernelError` holds the compiler's first error.
         """
-        headers = {key: text for key, text in sources.items() if key.endswith(".cuh")}
+        headers = with_headers(name, sources)
+        del headers[name]
         strings = ctypes.c_char_p * len(headers)
         program = ctypes.c_void_p()
         self._call(
@@ -174,9 +188,9 @@ def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
 
 
 def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int, int]) -> str:
-    headers = sorted(key for key in sources if key.endswith(".cuh"))
     parts = [repr((version, arch, OPTIONS, name)).encode()]
-    parts += [part for key in (name, *headers) for part in (key.encode(), sources[key])]
+    for key, text in sorted(with_headers(name, sources).items()):
+        parts += [key.encode(), text]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

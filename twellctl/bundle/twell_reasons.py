@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_few import few_ffn_kernels
+from .twell_few import FEW_KERNELS, few_ffn_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
@@ -22,6 +22,11 @@ from .twell_walk import WALK_KERNELS
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
+
+# every entry that an exported model may launch, on any device
+ALL_KERNELS = frozenset(
+    (*HOPPER_KERNELS, *PORTABLE_KERNELS, *WALK_KERNELS, *FEW_KERNELS, *GRAD_KERNELS)
+)
 
 
 def check_numbers(slots: int, tile: int) -> None:

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_few import few_kernels, few_linear, takes_few, takes_few_dense
+from twellctl.bundle.twell_few import (
+    few_gated_kernels,
+    few_kernels,
+    few_linear,
+    takes_few,
+    takes_few_dense,
+)
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_name,
@@ -399,7 +405,8 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    few = {name for M in range(1, _most_rows(model) + 1) for name in few_kernels(M, limits)}
+    tokens = range(1, _most_rows(model) + 1)
+    few = {name for M in tokens for name in (*few_kernels(M, limits), *few_gated_kernels(M))}
     others = ["embed_norm", "rms_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = _step_sizes(model)
