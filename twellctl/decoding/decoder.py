@@ -19,7 +19,7 @@ class Decoder(Protocol):
     device: torch.device
     vocab_size: int
     context: int  # tokens of a sequence, at most
-    # of each of the L gated FFNs of which is told what fired; right from the first prefill on
+    # of each of the L gated FFNs whose firing is reported; right from the first prefill on
     neurons: Sequence[int]
     kernels: KernelSet | None  # with `choose`, by which a step may end; None: torch ends it
     page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
