@@ -224,6 +224,8 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        # whoever runs the tests in the background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         first = os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
