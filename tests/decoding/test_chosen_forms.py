@@ -1,0 +1,215 @@
+"""Which form a step of the kernel decoder takes: by rule, measured, kept."""
+
+import contextlib
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from played_kernels import SIZES, TWELL, Kernels, stand_in
+from torch import Tensor
+
+from twellctl.decoding import down_copies, step_forms
+from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding.batch import Batch
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.sampler import Field, Variant
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch) -> Kernels:
+    return stand_in(monkeypatch)
+
+
+def forms_of(tiny, densities: list[float] | None, rows: int) -> dict[str, list[str]]:
+    model = tiny(**SIZES, intermediate_size=8192)
+    model.config.twell = TWELL | ({} if densities is None else {"densities": densities})
+    decoder = KernelDecoder(model)
+    decoder.open_cache(3)
+    forms = decoder.forms(rows).items()
+    return {name: [way.name for way in form.args[0]] for name, form in forms}
+
+
+def test_the_forms_of_a_step(tiny, monkeypatch):
+    """By rule first, which goes by what a profile told of each layer; then each way for all."""
+    pairs, union, dense = ({name: [name] * 2} for name in ("pairs", "union", "dense"))
+    assert list(forms_of(tiny, None, 4).items()) == list((union | pairs | dense).items())
+    assert list(forms_of(tiny, [0.01, 0.01], 4)) == ["pairs", "union", "dense"]
+    mixed = {"pairs and union": ["pairs", "union"]}
+    assert list(forms_of(tiny, [0.01, 0.9], 4).items()) == list(
+        (mixed | pairs | union | dense).items()
+    )
+    assert list(forms_of(tiny, [0.01, 0.9], 3)) == ["union", "dense"]
+    monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
+    assert list(forms_of(tiny, [0.01, 0.9], 4)) == ["union", "dense"]
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path) -> dict[str, float]:
+    """Steps can be measured, on a CPU: the times are those told; every form is run."""
+    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0}
+
+    def graph_ms(runs):
+        timed.measured.append(list(runs))
+        for run in runs.values():
+            run()
+        return {name: times[name] for name in runs}
+
+    timed = SimpleNamespace(times=times, measured=[])
+    monkeypatch.setattr(step_forms, "can_measure", lambda device: True)
+    monkeypatch.setattr(step_forms, "graph_ms", graph_ms)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    return timed
+
+
+@torch.inference_mode()
+def open_decoder(tiny, densities: list[float] | None = None) -> KernelDecoder:
+    model = tiny(**SIZES)
+    model.config.twell = TWELL | ({} if densities is None else {"densities": densities})
+    decoder = KernelDecoder(model)
+    decoder.open_cache(9)
+    return decoder
+
+
+def inputs(rows: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    tables = torch.arange(2 * rows, dtype=torch.int32).view(rows, 2) + 1
+    return torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), tables
+
+
+@torch.inference_mode()
+def way_of_step(decoder: KernelDecoder, kernels: Kernels) -> str:
+    """By which both layers of a step of 4 rows go, once what is measured was."""
+    decoder.step(*inputs())
+    kernels.taken.clear()
+    decoder.step(*inputs())
+    (first, second) = kernels.taken
+    assert first == second
+    return first
+
+
+@torch.inference_mode()
+def test_all_forms_of_a_step_agree(tiny):
+    decoder = open_decoder(tiny)
+    (logits, counts), *others = (form(*inputs()) for form in decoder.forms(4).values())
+    assert counts.sum() > 0
+    assert len(others) == 2
+    for other, counted in others:
+        assert torch.equal(other, logits)
+        assert torch.equal(counted, counts)
+
+
+@torch.inference_mode()
+def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
+    assert way_of_step(open_decoder(tiny), kernels) == "union"
+    assert timed.measured == [["union", "pairs", "dense"]]
+    timed.times["pairs"] = 1.0
+    assert way_of_step(open_decoder(tiny), kernels) == "union"  # in another process
+    assert len(timed.measured) == 1
+    profiled = open_decoder(tiny, [0.01, 0.01])  # another density
+    assert way_of_step(profiled, kernels) == "pairs"
+    assert len(timed.measured) == 2
+    profiled.step(*inputs(3))
+    assert timed.measured[2:] == [["union", "dense"]]
+    assert [profiled.chosen(rows) for rows in (2, 3, 4, 5)] == ["union", "union", "pairs", None]
+
+
+def test_of_forms_that_are_as_fast_the_first_is_taken(tiny, timed, kernels):
+    timed.times.update(pairs=1.99, dense=1.985)
+    assert way_of_step(open_decoder(tiny), kernels) == "union"
+
+
+def has_copies(decoder: KernelDecoder) -> bool:
+    return bool(decoder._copies._made)
+
+
+@torch.inference_mode()
+def test_w_down_is_copied_only_while_a_choice_wants_it(tiny, timed, kernels):
+    decoder = open_decoder(tiny)
+    assert not has_copies(decoder)
+    assert way_of_step(decoder, kernels) == "union"
+    assert timed.measured[0][-1] == "dense"  # for which there were copies
+    assert not has_copies(decoder)
+    timed.times["dense"] = 1.0
+    decoder.step(*inputs(3))
+    assert decoder.chosen(3) == "dense"
+    assert has_copies(decoder)
+    timed.times["dense"] = 9.0
+    decoder.step(*inputs(2))
+    assert decoder.chosen(2) == "union"
+    assert has_copies(decoder)  # steps of 3 rows still go densely
+    again = open_decoder(tiny)
+    again.step(*inputs(3))
+    assert (again.chosen(3), len(timed.measured)) == ("dense", 3)  # as kept
+    assert has_copies(again)
+
+
+@torch.inference_mode()
+def test_a_kept_dense_form_is_taken_only_where_it_is_possible(tiny, timed, kernels, monkeypatch):
+    timed.times["dense"] = 1.0
+    assert way_of_step(open_decoder(tiny), kernels) == "dense"
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (0, 1 << 40))
+    decoder = open_decoder(tiny)
+    assert way_of_step(decoder, kernels) == "union"
+    assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs"]]
+    assert not has_copies(decoder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"graph": "best"}', '{"graph": []}', "null"])
+def test_a_kept_form_that_makes_no_sense_is_measured_again(tiny, timed, kernels, tmp_path, content):
+    way_of_step(open_decoder(tiny), kernels)
+    kept = tmp_path / "routes.json"
+    (key,) = json.loads(kept.read_text())
+    kept.write_text(content if content == "{" else f"{{{json.dumps(key)}: {content}}}")
+    assert way_of_step(open_decoder(tiny), kernels) == "union"
+    assert len(timed.measured) == 2
+    assert json.loads(kept.read_text())[key]["graph"] == "union"
+
+
+def test_a_form_that_does_not_fit_into_memory_is_not_taken(tiny, timed, kernels, tmp_path):
+    timed.times["union"] = math.inf
+    assert way_of_step(open_decoder(tiny), kernels) == "pairs"
+    assert not (tmp_path / "routes.json").exists()  # there may be more memory another time
+
+
+def test_what_is_measured_is_told(tiny, timed, kernels, caplog):
+    with caplog.at_level("INFO", logger=step_forms.__name__):
+        way_of_step(open_decoder(tiny), kernels)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "steps of 4 rows, tables of 2 pages: union is the fastest, "
+        "ms: union 2.000, pairs 3.000, dense 4.000"
+    )
+
+
+def test_a_step_in_a_capture_goes_by_rule(tiny, timed, kernels, monkeypatch):
+    monkeypatch.setattr(step_forms, "can_measure", lambda device: False)
+    assert way_of_step(open_decoder(tiny, [1e-4, 1e-4]), kernels) == "pairs"
+    assert timed.measured == []
+
+
+@torch.inference_mode()
+def test_a_batch_measures_before_it_captures(tiny, timed, kernels, monkeypatch):
+    """And what it captures is the fastest form alone."""
+    order, batch = [], Batch(open_decoder(tiny), 4, 2)
+    batch._captures, batch._graph_memory = True, None
+
+    @contextlib.contextmanager
+    def graph(*given, **how):
+        order.append(("captures", list(timed.measured)))
+        kernels.taken.clear()
+        yield
+        order.append(("captured", list(kernels.taken)))
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=list))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    batch.load([np.zeros(len(Field), np.int32)] * 4, [[1], [2], [3], [4]])
+    for _ in range(2):
+        batch.launch(1, Variant())
+    assert order == [
+        ("captures", [["union", "pairs", "dense"]]),
+        ("captured", ["union", "union"]),
+    ]

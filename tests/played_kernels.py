@@ -1,0 +1,145 @@
+"""Plain PyTorch in the place of the decode engine's kernels, for tests on a CPU."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
+
+from twellctl.bundle import twell_ways
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_ways import FEW_WAYS, Way
+from twellctl.decoding import down_copies, few_ways
+from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding.pages import PAGE
+from twellctl.decoding.sampler import Field, choose
+
+H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
+SIZES = {"hidden_size": 64, "head_dim": 64}
+TWELL = {"tile": 256, "slots": [32, 32]}
+
+
+class Kernels:
+    """Stands in for the compiled ones; `prepared`: the entries that were asked for."""
+
+    def __init__(self, failure: str | None = None):
+        self.prepared, self.failure = (), failure
+        self.taken: list[str] = []  # the ways of FFNs
+
+    def prepare(self, names) -> None:
+        self.prepared = names
+        if self.failure:
+            raise KernelError(self.failure)
+
+    def launch(self, name, grid, block, args, *, overlap) -> None:
+        """`choose`; the others are stood in for with their launches."""
+        logits, V, fields, _, fired, L, records, _, _, best, tickets = args
+        assert (name, grid[1], V, L) == ("choose", *logits.shape, len(fired))
+        assert len(best) >= len(logits) <= len(tickets)
+        if records.dim() > 2:
+            records = records[fields[Field.SLOT, 0]]
+        fields[Field.SLOT] ^= 1
+        records[:, 0] = fields[Field.TOKEN] = choose(logits, fields, True)
+        records[:, 1 : 1 + L] = fired.T
+        fields[Field.POSITION] = (fields[Field.POSITION] + 1).minimum(fields[Field.LIMIT])
+
+
+def rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (table[:, None] for table in angles)
+    return heads * cos + rotate_half(heads) * sin
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def embed_norm(kernels, tokens, table, weight, eps, counts) -> tuple[Tensor, Tensor]:
+    counts.zero_()
+    x = F.embedding(tokens, table)
+    return x, norm(x, weight, eps)
+
+
+def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
+    assert len(qkv) == plan.B
+    assert workspace.parts.numel() >= plan.num_parts
+    assert workspace.tickets.numel() >= plan.num_tickets
+    q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
+    if layer.q_norm is not None:
+        q, k = norm(q, layer.q_norm, layer.eps), norm(k, layer.k_norm, layer.eps)
+    angles = tuple(table[positions.long()] for table in rotary)
+    q, k = rotated(q, angles), rotated(k, angles)
+    rows = []
+    for row, position in enumerate(positions.tolist()):
+        page, slot = int(tables[row, position // PAGE]), position % PAGE
+        layer.keys[page, :, slot], layer.values[page, :, slot] = k[row], v[row]
+        start = max(0, position + 1 - layer.window) if layer.window else 0
+        keys, values = (
+            pages[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, start : position + 1]
+            for pages in (layer.keys, layer.values)
+        )
+        ours = q[row].unflatten(0, (plan.Hkv, -1))
+        scores = torch.einsum("gsd,gpd->gsp", ours, keys) * layer.scale
+        rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), values).flatten())
+    return torch.stack(rows)
+
+
+def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if residual is None else residual + y
+
+
+def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    if counts is not None:
+        counts += (gate > 0).sum(-1)
+    return F.relu(gate) * F.linear(x, ffn.w_up, ffn.b_up)
+
+
+def played(way: Way) -> Way:
+    def run(kernels, limits, x, ffn, *, residual, counts, overlap) -> Tensor:
+        kernels.taken.append(way.name)
+        hidden = gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
+        return residual + F.linear(hidden, ffn.w_down.t(), ffn.b_down)
+
+    return replace(way, run=run)
+
+
+def noted(way: Way) -> Way:
+    """The way itself, over stand-ins of its kernels."""
+
+    def run(kernels, *given, **how) -> Tensor:
+        kernels.taken.append(way.name)
+        return way.run(kernels, *given, **how)
+
+    return replace(way, run=run)
+
+
+def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
+    return cos[0], sin[0]
+
+
+def stand_in(monkeypatch) -> Kernels:
+    """Put them in the place of the compiled ones."""
+    made = Kernels()
+    for name, taken in {
+        "kernels_for": lambda sources, index: made,
+        "device_limits": lambda index: H200,
+        "what_is_missing": lambda: None,
+        "embed_norm": embed_norm,
+        "rms_norm": lambda kernels, *inputs: norm(*inputs),
+        "attend": attend,
+        "few_linear": linear,
+        "takes_hopper_kernels": lambda index: True,
+        "rotary_tables": rotary_tables,
+    }.items():
+        monkeypatch.setattr(module, name, taken)
+    monkeypatch.setattr(few_ways, "few_linear", linear)
+    monkeypatch.setattr(few_ways, "few_gated", gated)
+    monkeypatch.setattr(few_ways, "FEW_WAYS", tuple(map(played, FEW_WAYS)))
+    monkeypatch.setattr(module, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
+    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(twell_ways, "WAYS", tuple(map(played, twell_ways.WAYS)))
+    return made
