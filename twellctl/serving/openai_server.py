@@ -25,7 +25,7 @@ from twellctl.serving.openai_responses import (
 )
 from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
-from twellctl.serving.request_fields import ApiError, parse_json
+from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.together import together
 from twellctl.serving.traffic import Traffic
 from twellctl.strict_json import to_json
@@ -125,7 +125,7 @@ class Endpoints:
         form: type[Answer],
     ) -> web.StreamResponse:
         with self._traffic.answering():
-            request = parse(parse_json(await self._body(http)))
+            request = parse(request_object(await self._body(http)))
             plan = await asyncio.to_thread(make_plan, self._model, request)
             current().prompt_tokens = plan.prompt_tokens
             answer = form(plan.options, self._model.spelling)

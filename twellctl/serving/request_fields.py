@@ -22,7 +22,7 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def parse_json(content: bytes) -> dict[str, Any]:
+def request_object(content: bytes) -> dict[str, Any]:
     """The request's JSON object without its nulls, which stand for a default."""
     try:
         body = json.loads(content)
