@@ -1,0 +1,31 @@
+"""The vLLM plugin: with twellctl installed, `vllm serve EXPORT` runs the FFNs over TwELL.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It puts classes
+of ours under the names of vLLM's own; they are imported when a model of that name is served. What
+is no export is served by them exactly as before.
+
+Only `models.py` and `ffn.py` import vLLM.
+"""
+
+# Names of vLLM's classes that we stand in for; each has gate_up_proj and down_proj in its layers.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+# vLLM's class for what it has no class of its own, and for --model-impl transformers
+BACKEND = "TransformersForCausalLM"
+
+stock_models: dict[str, object] = {}  # what vLLM had registered under these names
+
+
+def register() -> None:
+    """Register our classes with vLLM; more calls than one change nothing."""
+    from vllm import ModelRegistry
+
+    for name in (*ARCHITECTURES, BACKEND):
+        if name in ModelRegistry.models and name not in stock_models:
+            stock_models[name] = ModelRegistry.models[name]
+            ModelRegistry.register_model(name, f"{__name__}.models:{name}")

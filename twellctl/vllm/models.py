@@ -1,0 +1,119 @@
+"""vLLM's model classes, with the FFNs of an export over TwELL.
+
+Each is a subclass of what vLLM has under the same name, made when it is first asked for. What is no
+export it builds and leaves alone.
+"""
+
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_world_group
+
+from twellctl.own_kernels import own_kernels
+from twellctl.vllm import ARCHITECTURES, BACKEND, stock_models
+from twellctl.vllm.ffn import TwellFFN
+from twellctl.vllm.refusals import check_served, check_version
+from twellctl.vllm.routes import settle, token_counts
+
+logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
+
+
+class _OverTwell:
+    """Mixed into a class of vLLM's: builds the stock model, then changes its FFNs for ours."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **more: Any) -> None:
+        build = functools.partial(super().__init__, vllm_config=vllm_config, prefix=prefix, **more)
+        model_config = vllm_config.model_config
+        config = model_config.hf_config
+        if not hasattr(config, "twell"):
+            build()
+            return
+        check_version(vllm.__version__)
+        check_served(
+            model_config.model,
+            config,
+            quantized=vllm_config.quant_config is not None,
+            lora=vllm_config.lora_config is not None,
+        )
+        with _hidden_act(config, "silu"):  # the only one that these classes take
+            build()
+        _put_over_twell(self, config.twell, vllm_config)
+
+
+class _Densely:
+    """Mixed into vLLM's transformers backend, which runs whatever transformers does: says so."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **more: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **more)
+        if hasattr(vllm_config.model_config.hf_config, "twell"):
+            _say(
+                f"{vllm_config.model_config.model} runs densely, through vLLM's transformers "
+                f"backend: served without --model-impl, {', '.join(ARCHITECTURES)} run over TwELL"
+            )
+
+
+@contextlib.contextmanager
+def _hidden_act(config: Any, name: str) -> Iterator[None]:
+    own, config.hidden_act = config.hidden_act, name
+    try:
+        yield
+    finally:
+        config.hidden_act = own
+
+
+def _put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:
+    """Change each gated FFN of `model` for one over TwELL."""
+    ffns: dict[str, TwellFFN] = {}
+
+    @functools.cache
+    def begin(device: torch.device) -> None:
+        _settle([ffn.layer for ffn in ffns.values()], device, vllm_config)
+
+    for name, module in model.named_modules():
+        if {"gate_up_proj", "down_proj"} <= {child for child, _ in module.named_children()}:
+            number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
+            slots, density = twell["slots"][number], twell["densities"][number]
+            ffns[name] = TwellFFN(module, twell["tile"], slots, density, begin)
+    for name, ffn in ffns.items():
+        model.set_submodule(name, ffn)
+
+
+def _settle(layers: list, device: torch.device, vllm_config: VllmConfig) -> None:
+    """Load kernels and settle routes, while no graph is captured yet; say what runs and why."""
+    model_config = vllm_config.model_config
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    counts = token_counts(captured, vllm_config.scheduler_config.max_num_batched_tokens)
+    graphs = bool(captured) and not model_config.enforce_eager
+    what = settle(layers, counts, device, model_config.dtype, own_kernels(), graphs=graphs)
+    fired = [layer.density for layer in layers]
+    _say(
+        f"{model_config.model}: {len(layers)} FFNs {layers[0].K} x {layers[0].N}, of which "
+        f"{min(fired):.1%} to {max(fired):.1%} fires, run {what}"
+    )
+
+
+def _say(what: str) -> None:
+    world = get_world_group()
+    level = logging.WARNING if "densely" in what else logging.INFO
+    logger.log(level, "TwELL, rank %d of %d: %s", world.rank, world.world_size, what)
+
+
+@functools.cache
+def _class_of(name: str) -> type:
+    stock = stock_models[name].load_model_cls()
+    mixin = _Densely if name == BACKEND else _OverTwell
+    return type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+
+
+def __getattr__(name: str) -> type:
+    if name not in stock_models:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class_of(name)

@@ -1,0 +1,104 @@
+"""Which way each FFN goes in a serving engine: settled before anything is served.
+
+An engine warms up with tokens that are not like real ones, and captures graphs in which nothing can
+be loaded or measured. So kernels are loaded, and the ways of every number of tokens are measured,
+when the weights are there: over random weights of the same shapes that fire as the profile says.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from twellctl.bench.synthetic import EVEN, make_rows, make_weights
+from twellctl.bundle.twell_ffn import known_choices, reasons_said, sparse_ffn
+from twellctl.bundle.twell_model import by_rows_of_neurons
+from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One FFN: inputs of K, N neurons; `biases`: whether gate and up have them, and down."""
+
+    K: int
+    N: int
+    biases: tuple[bool, bool]
+    tile: int
+    slots: int
+    density: float
+
+
+def token_counts(captured: Iterable[int], most: int) -> list[int]:
+    """Numbers of tokens to settle: those of captured graphs, and powers of two up to `most`."""
+    powers = (1 << n for n in range(token_bucket(most).bit_length() - 1))
+    return sorted({*captured, *powers, most})
+
+
+def settle(
+    layers: Sequence[Layer],
+    counts: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    sources: str,
+    *,
+    graphs: bool = True,
+) -> str:
+    """Load the kernels and measure all ways of `layers`; in words, what runs and why.
+
+    `sources` as `sparse_ffn` takes it; `graphs`: whether the engine captures CUDA graphs.
+    """
+    if device.type != "cuda":
+        return "densely, in plain PyTorch: the kernels need an NVIDIA GPU"
+    with reasons_said() as said:
+        for layer in dict.fromkeys(layers):
+            _run(layer, counts, device, dtype, sources)
+    if said:
+        return f"densely: {said[0]}"
+    if (route := requested("auto")) != "auto":
+        return f"{route}, as TWELL_ROUTE says"
+    return _measured(layers, graphs)
+
+
+@torch.no_grad()
+def _run(
+    layer: Layer, counts: Sequence[int], device: torch.device, dtype: torch.dtype, sources: str
+) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    density = min(max(layer.density, 1e-4), 1.0)
+    made = make_weights(
+        layer.K, layer.N, density, bias=any(layer.biases), dtype=dtype, generator=generator
+    )
+    w_gate, w_up, w_down, b_gate, b_up, b_down = made.split
+    w_down = by_rows_of_neurons(w_down)
+    in_gate, in_down = layer.biases
+    biases = (b_gate if in_gate else None, b_up if in_gate else None, b_down if in_down else None)
+    x = make_rows(max(counts), layer.K, density, EVEN, dtype=dtype, generator=generator)
+    for count in counts:
+        sparse_ffn(
+            *(x[:count], w_gate, w_up, w_down, *biases),
+            tile=layer.tile,
+            slots=layer.slots,
+            density=layer.density,
+            sources=sources,
+        )
+
+
+def _measured(layers: Sequence[Layer], graphs: bool) -> str:
+    kinds = {(layer.K, layer.N, layer.slots, density_bucket(layer.density)) for layer in layers}
+    ways: dict[int, set[str]] = {}  # by the most tokens of a bucket
+    for kind, choice in known_choices().items():
+        if (kind.K, kind.N, kind.slots, kind.density) in kinds:
+            name = choice.graph if graphs else choice.eager
+            ways.setdefault(kind.tokens, set()).add(name)
+    if set().union(*ways.values()) <= {"dense", "fused"}:
+        return "densely, which was measured to be the fastest for every number of tokens"
+    return f"over the kernels, by measured ways: {'; '.join(_ranges(ways))}"
+
+
+def _ranges(ways: Mapping[int, set[str]]) -> Iterator[str]:
+    first = 1
+    for names, buckets in groupby(sorted(ways), lambda tokens: sorted(ways[tokens])):
+        *_, last = buckets
+        yield f"{first}-{last} tokens {', '.join(names)}"
+        first = last + 1
