@@ -16,12 +16,14 @@ import vllm
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
+from vllm.model_executor.layers.activation import SiluAndMul
 
+from twellctl.errors import TwellError
 from twellctl.own_kernels import own_kernels
 from twellctl.vllm import ARCHITECTURES, BACKEND, stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.refusals import check_served, check_version
-from twellctl.vllm.routes import settle, token_counts
+from twellctl.vllm.routes import Layer, settle, token_counts
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -53,11 +55,14 @@ class _Densely:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **more: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **more)
-        if hasattr(vllm_config.model_config.hf_config, "twell"):
-            _say(
-                f"{vllm_config.model_config.model} runs densely, through vLLM's transformers "
-                f"backend: served without --model-impl, {', '.join(ARCHITECTURES)} run over TwELL"
-            )
+        model_config = vllm_config.model_config
+        if hasattr(model_config.hf_config, "twell"):
+            (name, *_) = model_config.hf_config.architectures
+            why = f"the plugin has no class for {name}"
+            if name in ARCHITECTURES:
+                why = "without --model-impl transformers it would run over TwELL"
+            what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
+            _say(logging.WARNING, what)
 
 
 @contextlib.contextmanager
@@ -77,32 +82,45 @@ def _put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> N
     def begin(device: torch.device) -> None:
         _settle([ffn.layer for ffn in ffns.values()], device, vllm_config)
 
-    for name, module in model.named_modules():
-        if {"gate_up_proj", "down_proj"} <= {child for child, _ in module.named_children()}:
-            number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
-            slots, density = twell["slots"][number], twell["densities"][number]
-            ffns[name] = TwellFFN(module, twell["tile"], slots, density, begin)
-    for name, ffn in ffns.items():
-        model.set_submodule(name, ffn)
+    for name, module in gated_ffns(model).items():
+        number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
+        slots, density = twell["slots"][number], twell["densities"][number]
+        ffns[name] = TwellFFN(module, twell["tile"], slots, density, begin)
+        model.set_submodule(name, ffns[name])
+    if any(isinstance(module, SiluAndMul) for module in model.modules()):  # it would run SiLU
+        raise TwellError(
+            f"{vllm_config.model_config.model}: vLLM {vllm.__version__} has FFNs that the plugin "
+            "does not know: install another vLLM, or serve densely with --model-impl transformers"
+        )
 
 
-def _settle(layers: list, device: torch.device, vllm_config: VllmConfig) -> None:
+def gated_ffns(model: nn.Module) -> dict[str, nn.Module]:
+    """The gated FFN modules of a model of vLLM's, by name."""
+    wanted = {"gate_up_proj", "down_proj"}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if wanted <= {child for child, _ in module.named_children()}
+    }
+
+
+def _settle(layers: list[Layer], device: torch.device, vllm_config: VllmConfig) -> None:
     """Load kernels and settle routes, while no graph is captured yet; say what runs and why."""
     model_config = vllm_config.model_config
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     counts = token_counts(captured, vllm_config.scheduler_config.max_num_batched_tokens)
     graphs = bool(captured) and not model_config.enforce_eager
-    what = settle(layers, counts, device, model_config.dtype, own_kernels(), graphs=graphs)
+    found = settle(layers, counts, device, model_config.dtype, own_kernels(), graphs=graphs)
     fired = [layer.density for layer in layers]
     _say(
+        logging.WARNING if found.densely else logging.INFO,
         f"{model_config.model}: {len(layers)} FFNs {layers[0].K} x {layers[0].N}, of which "
-        f"{min(fired):.1%} to {max(fired):.1%} fires, run {what}"
+        f"{min(fired):.1%} to {max(fired):.1%} fires, run {found.how}",
     )
 
 
-def _say(what: str) -> None:
+def _say(level: int, what: str) -> None:
     world = get_world_group()
-    level = logging.WARNING if "densely" in what else logging.INFO
     logger.log(level, "TwELL, rank %d of %d: %s", world.rank, world.world_size, what)
 
 

@@ -8,6 +8,7 @@ when the weights are there: over random weights of the same shapes that fire as 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,9 @@ from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bundle.twell_ffn import known_choices, reasons_said, sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
+from twellctl.bundle.twell_ways import WAYS
+
+_DENSE = {way.name for way in WAYS if not way.own}
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,13 @@ class Layer:
     tile: int
     slots: int
     density: float
+
+
+class Settled(NamedTuple):
+    """What was settled: whether all goes densely, and how it goes and why, in words."""
+
+    densely: bool
+    how: str
 
 
 def token_counts(captured: Iterable[int], most: int) -> list[int]:
@@ -43,20 +54,20 @@ def settle(
     sources: str,
     *,
     graphs: bool = True,
-) -> str:
-    """Load the kernels and measure all ways of `layers`; in words, what runs and why.
+) -> Settled:
+    """Load the kernels and measure all ways of `layers`, for all `counts` of tokens.
 
     `sources` as `sparse_ffn` takes it; `graphs`: whether the engine captures CUDA graphs.
     """
     if device.type != "cuda":
-        return "densely, in plain PyTorch: the kernels need an NVIDIA GPU"
+        return Settled(True, "densely, in plain PyTorch: the kernels need an NVIDIA GPU")
     with reasons_said() as said:
         for layer in dict.fromkeys(layers):
             _run(layer, counts, device, dtype, sources)
     if said:
-        return f"densely: {said[0]}"
+        return Settled(True, f"densely: {said[0]}")
     if (route := requested("auto")) != "auto":
-        return f"{route}, as TWELL_ROUTE says"
+        return Settled(route in _DENSE, f"on the route {route}, as TWELL_ROUTE says")
     return _measured(layers, graphs)
 
 
@@ -84,16 +95,17 @@ def _run(
         )
 
 
-def _measured(layers: Sequence[Layer], graphs: bool) -> str:
+def _measured(layers: Sequence[Layer], graphs: bool) -> Settled:
     kinds = {(layer.K, layer.N, layer.slots, density_bucket(layer.density)) for layer in layers}
     ways: dict[int, set[str]] = {}  # by the most tokens of a bucket
     for kind, choice in known_choices().items():
         if (kind.K, kind.N, kind.slots, kind.density) in kinds:
             name = choice.graph if graphs else choice.eager
             ways.setdefault(kind.tokens, set()).add(name)
-    if set().union(*ways.values()) <= {"dense", "fused"}:
-        return "densely, which was measured to be the fastest for every number of tokens"
-    return f"over the kernels, by measured ways: {'; '.join(_ranges(ways))}"
+    if set().union(*ways.values()) <= _DENSE:
+        how = "densely, which was measured to be the fastest for every number of tokens"
+        return Settled(True, how)
+    return Settled(False, f"over the kernels as measured: {'; '.join(_ranges(ways))}")
 
 
 def _ranges(ways: Mapping[int, set[str]]) -> Iterator[str]:

@@ -1,0 +1,83 @@
+"""Exports of tiny random models, and vLLM in a process of its own that answers prompts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twellctl.convert import convert
+from twellctl.export import export
+from twellctl.profile import profile
+
+HERE = Path(__file__).parent
+SIZES = {  # heads of 32, which vLLM's attention has on CPUs, too
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.08,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="session")
+def make_export(make_model, text_file, tmp_path_factory):
+    """`make_export(family, profiled=True, **config)`: a random model, converted and exported."""
+
+    def make(family: str, *, profiled: bool = True, **changes) -> Path:
+        model = make_model(family, seed=5, **SIZES | changes)
+        folder = tmp_path_factory.mktemp(f"vllm-{family}")
+        convert(model, folder / "relu")
+        found = profile(folder / "relu", [text_file], windows=2, seq_len=32) if profiled else None
+        export(folder / "relu", folder / "exported", profile=found)
+        return folder / "exported"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_environment(tmp_path_factory) -> dict[str, str]:
+    """Variables for vLLM on a CPU, with caches of its own."""
+    home = str(tmp_path_factory.mktemp("vllm-home"))
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": f"{home}/modules",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CACHE_ROOT": home,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@pytest.fixture
+def ask_vllm(vllm_environment, tmp_path):
+    """`ask_vllm(folder, prompts, **settings)`: the answer of ask.py, and vLLM's log as "log".
+
+    `fails`: that it must fail; then there is the log only. `variables`: environment variables.
+    """
+
+    def ask(folder: Path, prompts, *, new_tokens=8, fails=False, variables=(), **settings) -> dict:
+        request = {"folder": str(folder), "prompts": prompts, "new_tokens": new_tokens, **settings}
+        alone = settings.get("tensor_parallel_size", 1) == 1
+        environment = vllm_environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not alone))}
+        if not alone:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        done = subprocess.run(
+            [sys.executable, HERE / "ask.py", json.dumps(request), tmp_path / "answer.json"],
+            env=environment | dict(variables),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+        )
+        assert (done.returncode != 0) == fails, done.stdout[-5000:]
+        answer = {} if fails else json.loads((tmp_path / "answer.json").read_text())
+        return answer | {"log": done.stdout}
+
+    return ask
