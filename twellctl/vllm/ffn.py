@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import define_operators
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer
 
 

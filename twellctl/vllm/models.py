@@ -19,7 +19,7 @@ from vllm.distributed import get_world_group
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from twellctl.errors import TwellError
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm import ARCHITECTURES, BACKEND, stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.refusals import check_served, check_version
