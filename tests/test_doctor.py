@@ -84,6 +84,7 @@ def test_a_bare_machine(play, monkeypatch):
         "kernels": "none",
         "ways": "none",
         "cache": "ok",
+        "vLLM": "none",
         "works": "ok",
     }
     assert f"torch {torch.__version__}" in found["libraries"].what

@@ -19,6 +19,7 @@ from twellctl.here.machine import (
 from twellctl.here.resources import bundle_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.shards import read_json
+from twellctl.vllm.installed import find_vllm
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def doctor(
         note("loading the kernels; the first time they are compiled, some ten seconds")
     kernels = find_kernels(gpu)
     works = _works(libraries, gpu, kernels, variables)
-    found = (*found, variables, kernels, find_ways(kernels), find_cache(), works)
+    ways, cache = find_ways(kernels), find_cache()
+    found = (*found, variables, kernels, ways, cache, find_vllm(), works)
     return Diagnosis(found, () if out is None else _find_folder(out))
 
 

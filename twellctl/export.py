@@ -19,6 +19,7 @@ from twellctl.here.resources import bundle_files
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, own_file, write_config
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.shards import INDEX, SINGLE
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -26,13 +27,17 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote. `class_name` is the one that `trust_remote_code` loads."""
+    """What `export` wrote. `class_name` is the one that `trust_remote_code` loads.
+
+    `over_twell_in_vllm`: whether vLLM serves it over TwELL, where twellctl is installed.
+    """
 
     out: Path
     class_name: str
     tile: int
     slots: tuple[int, ...]
     profiled: bool
+    over_twell_in_vllm: bool
 
 
 def export(
@@ -73,6 +78,7 @@ def export(
         twell["tile"],
         tuple(twell["slots"]),
         profile is not None,
+        is_served_over_twell(entries["architectures"][0], profiled="densities" in twell),
     )
 
 

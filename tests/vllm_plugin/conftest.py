@@ -1,4 +1,4 @@
-"""Exports of tiny random models, and vLLM in a process of its own that answers prompts."""
+"""Exports of tiny random models, and vLLM in processes of its own."""
 
 import json
 import os
@@ -33,8 +33,8 @@ def make_export(make_model, text_file, tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"vllm-{family}")
         convert(model, folder / "relu")
         found = profile(folder / "relu", [text_file], windows=2, seq_len=32) if profiled else None
-        export(folder / "relu", folder / "exported", profile=found)
-        return folder / "exported"
+        export(folder / "relu", folder / family, profile=found)
+        return folder / family
 
     return make
 
@@ -54,30 +54,30 @@ def vllm_environment(tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.fixture
-def ask_vllm(vllm_environment, tmp_path):
-    """`ask_vllm(folder, prompts, **settings)`: the answer of ask.py, and vLLM's log as "log".
+@pytest.fixture(scope="session")
+def ask_vllm(vllm_environment, tmp_path_factory):
+    """`ask_vllm(*folders, prompts=..., **settings)`: the answers of ask.py, and vLLM's log.
 
-    `fails`: that it must fail; then there is the log only. `variables`: environment variables.
+    `fails`: that it must fail; `variables`: more of the environment.
     """
 
-    def ask(folder: Path, prompts, *, new_tokens=8, fails=False, variables=(), **settings) -> dict:
-        request = {"folder": str(folder), "prompts": prompts, "new_tokens": new_tokens, **settings}
-        alone = settings.get("tensor_parallel_size", 1) == 1
+    def ask(*folders: Path, fails=False, variables=(), new_tokens=8, **request) -> tuple[list, str]:
+        request |= {"folders": list(map(str, folders)), "new_tokens": new_tokens}
+        alone = request.get("tensor_parallel_size", 1) == 1
         environment = vllm_environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not alone))}
         if not alone:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        folder = tmp_path_factory.mktemp("answer")
         done = subprocess.run(
-            [sys.executable, HERE / "ask.py", json.dumps(request), tmp_path / "answer.json"],
+            [sys.executable, HERE / "ask.py", json.dumps(request), folder / "answers.json"],
             env=environment | dict(variables),
-            cwd=tmp_path,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=500,
         )
         assert (done.returncode != 0) == fails, done.stdout[-5000:]
-        answer = {} if fails else json.loads((tmp_path / "answer.json").read_text())
-        return answer | {"log": done.stdout}
+        return [] if fails else json.loads((folder / "answers.json").read_text()), done.stdout
 
     return ask

@@ -1,21 +1,18 @@
 """Exports in vLLM itself, built for CPUs: `environment.sh` makes an environment for this."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 from transformers_judge import assert_as_transformers
+from vllm_installed import needs_vllm
 
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.profile import profile
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: tests/vllm_plugin/environment.sh DIR makes an environment",
-)
+pytestmark = needs_vllm
 LAYERS = 2
 FAMILIES = {
     "llama": {"mlp_bias": True, "attention_bias": True},
@@ -33,57 +30,67 @@ def exports(make_export) -> dict[str, Path]:
     return {family: make_export(family, **changes) for family, changes in FAMILIES.items()}
 
 
+@pytest.fixture(scope="module")
+def eager(exports, ask_vllm) -> tuple[dict, dict]:
+    """Answers and routes told, by family; 64 tokens at a time, so that long prompts are cut."""
+    settings = {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    answers, log = ask_vllm(*exports.values(), prompts=PROMPTS, **settings)
+    told = dict.fromkeys(exports, "")
+    for line in routes_told(log):
+        told[next(family for family, folder in exports.items() if str(folder) in line)] += line
+    return dict(zip(exports, answers, strict=True)), told
+
+
 def routes_told(log: str) -> list[str]:
     """What each rank said of its route, "rank 0 of 1: ..."."""
-    return re.findall(r"TwELL, (rank \d of \d: .*)", log)
+    return sorted(re.findall(r"TwELL, (rank \d of \d: .*)", log))
 
 
-def assert_over_twell(answer: dict, ranks: int = 1, neurons: int = 320) -> None:
-    """The FFNs ran over the plugin's operator, and each rank said how, once."""
-    told = sorted(routes_told(answer["log"]))
+def assert_over_twell(told: list[str], ranks: int = 1) -> None:
+    """Each rank said once that its FFNs are those of the plugin, and how they run."""
     assert len(told) == ranks
     for rank, line in enumerate(told):
         assert line.startswith(f"rank {rank} of {ranks}: ")
-        assert f"{LAYERS} FFNs 128 x {neurons // ranks}, of which" in line
+        assert f"{LAYERS} FFNs 128 x {320 // ranks}, of which" in line
         assert line.endswith("densely, in plain PyTorch: the kernels need an NVIDIA GPU")
-    assert DENSE not in answer["log"]
+
+
+def assert_each_step_ran_over_twell(answer: dict) -> None:
+    """Its 8 tokens took 8 steps and more, and each called the operator once a layer."""
+    assert answer["calls"] >= 8 * LAYERS
+    assert answer["calls"] % LAYERS == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eager(exports, ask_vllm, family):
-    # of 64 tokens at a time, so that the longest prompts come in chunks
-    settings = {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    answer = ask_vllm(exports[family], PROMPTS, **settings)
-    assert_over_twell(answer)
-    # once a layer and step; it wrote 8 tokens, so there were 8 steps and more
-    assert answer["calls"] >= 8 * LAYERS
-    assert answer["calls"] % LAYERS == 0
-    assert_as_transformers(exports[family], answer["rows"])
+def test_eager(exports, eager, family):
+    answers, told = eager
+    assert_over_twell([told[family]])
+    assert_each_step_ran_over_twell(answers[family])
+    assert_as_transformers(exports[family], answers[family]["rows"])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_compiled(exports, ask_vllm, family):
-    answer = ask_vllm(exports[family], PROMPTS)
-    assert_over_twell(answer)
-    assert answer["calls"] >= 8 * LAYERS
-    assert_as_transformers(exports[family], answer["rows"])
+def test_compiled(exports, ask_vllm):
+    (answer,), log = ask_vllm(exports["qwen2"], prompts=PROMPTS)
+    assert_over_twell(routes_told(log))
+    assert_each_step_ran_over_twell(answer)
+    assert_as_transformers(exports["qwen2"], answer["rows"])
 
 
 def test_two_ranks(exports, ask_vllm):
     """Of a model with biases: one rank alone may add that of down."""
-    answer = ask_vllm(exports["llama"], PROMPTS, tensor_parallel_size=2, enforce_eager=True)
-    assert_over_twell(answer, ranks=2)
+    settings = {"tensor_parallel_size": 2, "enforce_eager": True}
+    (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, **settings)
+    assert_over_twell(routes_told(log), ranks=2)
     assert_as_transformers(exports["llama"], answer["rows"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(("ranks", "trusted"), [(1, False), (1, True), (2, True)])
 def test_the_transformers_backend_computes_the_same(exports, ask_vllm, trusted, ranks):
-    settings = {"trust_remote_code": trusted, "tensor_parallel_size": ranks}
-    answer = ask_vllm(
-        exports["llama"], PROMPTS, model_impl="transformers", enforce_eager=True, **settings
+    settings = {"trust_remote_code": trusted, "tensor_parallel_size": ranks, "enforce_eager": True}
+    (answer,), log = ask_vllm(
+        exports["llama"], prompts=PROMPTS, model_impl="transformers", **settings
     )
-    told = routes_told(answer["log"])
+    told = routes_told(log)
     assert len(told) == ranks
     assert all(DENSE in line and "it would run over TwELL" in line for line in told)
     assert answer["calls"] == 0
@@ -91,48 +98,46 @@ def test_the_transformers_backend_computes_the_same(exports, ask_vllm, trusted, 
 
 
 def test_without_the_plugin_the_backend_computes_the_same(exports, ask_vllm):
-    answer = ask_vllm(
-        exports["qwen2"],
-        PROMPTS,
-        model_impl="transformers",
-        enforce_eager=True,
-        variables={"VLLM_PLUGINS": ""},
+    settings = {"model_impl": "transformers", "enforce_eager": True}
+    (answer,), log = ask_vllm(
+        exports["qwen2"], prompts=PROMPTS, variables={"VLLM_PLUGINS": ""}, **settings
     )
-    assert routes_told(answer["log"]) == []
+    assert routes_told(log) == []
     assert_as_transformers(exports["qwen2"], answer["rows"])
 
 
 def test_a_family_without_a_class_says_that_it_runs_densely(make_export, ask_vllm):
     folder = make_export("smollm3")
-    answer = ask_vllm(folder, PROMPTS, enforce_eager=True)
-    (told,) = routes_told(answer["log"])
+    (answer,), log = ask_vllm(folder, prompts=PROMPTS, enforce_eager=True)
+    (told,) = routes_told(log)
     assert DENSE in told
     assert "the plugin has no class for SmolLM3ForCausalLM" in told
     assert_as_transformers(folder, answer["rows"])
 
 
 def test_what_is_no_export_is_served_as_before(make_model, ask_vllm):
-    model = make_model("llama", seed=5, head_dim=32, dtype="bfloat16", initializer_range=0.08)
+    sizes = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08}
+    model = make_model("llama", seed=5, dtype="bfloat16", **sizes)
     told = [
-        ask_vllm(model, PROMPTS, enforce_eager=True, variables={"VLLM_PLUGINS": plugins})
+        ask_vllm(model, prompts=PROMPTS, enforce_eager=True, variables={"VLLM_PLUGINS": plugins})
         for plugins in ("twellctl", "")
     ]
-    assert told[0]["rows"] == told[1]["rows"]
-    assert routes_told(told[0]["log"]) == []
+    (ours, log), (stock, _) = told
+    assert ours == stock
+    assert routes_told(log) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "settings", "told"),
     [
-        ({"profiled": False}, {}, "was exported without a profile"),
+        ({"profiled": False}, {}, "config.json holds no profile"),
         ({}, {"enable_lora": True}, "exports take no adapters: drop --enable-lora"),
     ],
 )
 def test_refused_in_one_line(make_export, ask_vllm, changes, settings, told):
-    answer = ask_vllm(
-        make_export("llama", **changes), PROMPTS, fails=True, enforce_eager=True, **settings
-    )
-    (line,) = {line for line in re.findall(r"TwellError: (.*)", answer["log"]) if told in line}
+    folder = make_export("llama", **changes)
+    _, log = ask_vllm(folder, prompts=PROMPTS, fails=True, enforce_eager=True, **settings)
+    (line,) = {line for line in re.findall(r"TwellError: (.*)", log) if told in line}
     assert "--model-impl transformers" in line
 
 
@@ -142,6 +147,8 @@ def test_200_prompts_of_a_real_model(real_model, text_file, ask_vllm, tmp_path):
     export(tmp_path / "relu", tmp_path / "exported", profile=found)
     ids = AutoTokenizer.from_pretrained(real_model)(text_file.read_text())["input_ids"]
     prompts = [ids[100 * i : 100 * i + 20 + i // 4] for i in range(200)]
-    answer = ask_vllm(tmp_path / "exported", prompts, enforce_eager=True, new_tokens=4)
-    assert answer["calls"] > 0
-    assert_as_transformers(tmp_path / "exported", answer["rows"])
+    for settings in ({"enforce_eager": True}, {}):
+        (answer,), log = ask_vllm(tmp_path / "exported", prompts=prompts, new_tokens=4, **settings)
+        assert answer["calls"] > 0
+        assert len(routes_told(log)) == 1
+        assert_as_transformers(tmp_path / "exported", answer["rows"])

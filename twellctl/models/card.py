@@ -11,6 +11,7 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.firing.profiled import Profile
 from twellctl.models.carried import CARD, REPORT_FILE, own_file
+from twellctl.models.in_vllm import is_served_over_twell, serve_command
 
 _LICENCE_LINE = re.compile(r"(license|license_name|license_link): *([\"']?)([\w.+:/ -]{1,200})\2 *")
 _CARD = """---
@@ -35,9 +36,11 @@ This loads the stock {stock} of transformers, which computes all neurons.{over_t
 Some tools do not read `hidden_act` in config.json:
 
 - llama.cpp and mlx-lm run SiLU in every Llama. They load this model, and its text is wrong.
-- vLLM's own Llama classes and SGLang refuse ReLU. vLLM runs it by
-  `vllm serve {name} --model-impl transformers`.
+- SGLang and vLLM's own Llama classes refuse ReLU. vLLM computes all neurons with
+  `{densely}`.{in_vllm}
 """
+_IN_VLLM = """ Where twellctl is installed, too,
+  `{command}` skips those that do not fire."""
 _OVER_TWELL = """ With
 `trust_remote_code=True` it loads {ours} from this folder instead, which skips the neurons
 that do not fire and gives the same logits up to rounding. twellctl need not be installed."""
@@ -55,6 +58,8 @@ def write_card(folder: Path, name: str, source: Path, profile: Profile | None = 
     base = config["twell"].get("source")
     front = [f"base_model: {base}"] if base else []
     front += [*_licence(source), "library_name: transformers", "pipeline_tag: text-generation"]
+    stock = (config.get("architectures") or ["class"])[0]
+    served = is_served_over_twell(stock, profiled="densities" in config["twell"])
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
     card = _CARD.format(
         front="\n".join(front),
@@ -62,8 +67,10 @@ def write_card(folder: Path, name: str, source: Path, profile: Profile | None = 
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
         state="" if report or config["twell"]["source_act"] == "relu" else _CONVERTED,
         density=_density(config["twell"], report, profile),
-        stock=f"`{(config.get('architectures') or ['class'])[0]}`",
+        stock=f"`{stock}`",
         over_twell=_OVER_TWELL.format(ours=f"`{ours}`") if ours else "",
+        densely=serve_command(name, over_twell=False),
+        in_vllm=_IN_VLLM.format(command=serve_command(name, over_twell=True)) if served else "",
     )
     (folder / CARD).write_text(card, encoding="utf-8")
 

@@ -201,11 +201,15 @@ def exported(result: Any) -> None:
     how = "from the profile" if result.profiled else "no profile given"
     say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
     say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
-    say("and dense in vLLM with --model-impl transformers --trust-remote-code")
+    if result.over_twell_in_vllm:
+        say("vLLM serves it over TwELL where twellctl is installed, dense with")
+        say("--model-impl transformers")
+    else:
+        say("vLLM serves it dense, with --model-impl transformers")
     say(f"next: twellctl generate {result.out} PROMPT")
     note(
         "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
-        "this one wrongly; vLLM's own classes and SGLang refuse ReLU"
+        "this one wrongly; SGLang and vLLM's own classes refuse ReLU"
     )
 
 

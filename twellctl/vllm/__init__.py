@@ -7,14 +7,8 @@ is no export is served by them exactly as before.
 Only `models.py` and `ffn.py` import vLLM.
 """
 
-# Names of vLLM's classes that we stand in for; each has gate_up_proj and down_proj in its layers.
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+from twellctl.models.in_vllm import ARCHITECTURES
+
 # vLLM's class for what it has no class of its own, and for --model-impl transformers
 BACKEND = "TransformersForCausalLM"
 

@@ -20,7 +20,8 @@ from vllm.model_executor.layers.activation import SiluAndMul
 
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
-from twellctl.vllm import ARCHITECTURES, BACKEND, stock_models
+from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
+from twellctl.vllm import BACKEND, stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.refusals import check_served, check_version
 from twellctl.vllm.routes import Layer, settle, token_counts
@@ -60,7 +61,7 @@ class _Densely:
             (name, *_) = model_config.hf_config.architectures
             why = f"the plugin has no class for {name}"
             if name in ARCHITECTURES:
-                why = "without --model-impl transformers it would run over TwELL"
+                why = f"without {DENSELY} it would run over TwELL"
             what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
             _say(logging.WARNING, what)
 
@@ -90,7 +91,7 @@ def _put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> N
     if any(isinstance(module, SiluAndMul) for module in model.modules()):  # it would run SiLU
         raise TwellError(
             f"{vllm_config.model_config.model}: vLLM {vllm.__version__} has FFNs that the plugin "
-            "does not know: install another vLLM, or serve densely with --model-impl transformers"
+            f"does not know: install another vLLM, or serve densely with {DENSELY}"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from twellctl.bundle.twell_config import check_twell
 from twellctl.errors import TwellError
+from twellctl.models.in_vllm import DENSELY
 
 VERSIONS = ((0, 26), (0, 32))  # of vLLM, the first and the last that were tried
 
@@ -16,7 +17,7 @@ def check_version(version: str) -> None:
         first, last = (".".join(map(str, version)) for version in VERSIONS)
         raise TwellError(
             f"vLLM {version} is not one that twellctl's plugin knows: install vLLM {first} to "
-            f"{last}, or serve densely with --model-impl transformers"
+            f"{last}, or serve densely with {DENSELY}"
         )
 
 
@@ -25,7 +26,7 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
 
     `quantized`: whether vLLM would quantise its weights; `lora`: whether it would take adapters.
     """
-    densely = "or serve it densely with --model-impl transformers"
+    densely = f"or serve it densely with {DENSELY}"
     try:
         twell = check_twell(config.twell, config.num_hidden_layers)
     except ValueError as error:
@@ -37,7 +38,7 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
         )
     if "densities" not in twell:
         raise TwellError(
-            f"{model} was exported without a profile, from which routes come: export it again with "
+            f"{model}: its config.json holds no profile, from which routes come: export it with "
             f"--profile (see twellctl profile), {densely}"
         )
     if quantized:

@@ -1,0 +1,38 @@
+"""What a serving engine settles beforehand: nothing is loaded or measured after it."""
+
+import pytest
+import torch
+
+from twellctl.bundle import twell_route
+from twellctl.bundle.twell_ffn import sparse_ffn
+from twellctl.bundle.twell_model import by_rows_of_neurons
+from twellctl.here.own_kernels import own_kernels
+from twellctl.vllm.routes import Layer, settle, token_counts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LAYER = Layer(256, 1024, biases=(False, False), tile=256, slots=16, density=0.02)
+
+
+@torch.no_grad()
+def test_nothing_is_measured_once_it_is_settled(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TWELL_ROUTE", raising=False)
+    device, counts = torch.device("cuda", 0), token_counts([24, 40], 1000)
+    found = settle([LAYER], counts, device, torch.bfloat16, own_kernels())
+    assert "as measured" in found.how or "was measured" in found.how
+
+    def measure(*args):
+        raise AssertionError("it was measured again")
+
+    monkeypatch.setattr(twell_route, "measure", measure)
+    made = {"device": device, "dtype": torch.bfloat16}
+    w_gate, w_up = torch.randn(1024, 256, **made), torch.randn(1024, 256, **made)
+    w_down = by_rows_of_neurons(torch.randn(256, 1024, **made))
+    how = {"tile": LAYER.tile, "slots": LAYER.slots, "density": LAYER.density}
+    for count in (1, 3, 24, 40, 100, 999, 1000):
+        x = torch.zeros(count, 256, **made)  # tokens that are not like those of the profile
+        y = sparse_ffn(x, w_gate, w_up, w_down, sources=own_kernels(), **how)
+        assert y.shape == x.shape

@@ -1,0 +1,110 @@
+"""What the plugin refuses, in one line each, and what doctor says of vLLM; without vLLM."""
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from twellctl.errors import TwellError
+from twellctl.vllm import installed
+from twellctl.vllm.installed import find_vllm, requirement
+from twellctl.vllm.refusals import check_served, check_version
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+TWELL = {"format_version": 1, "tile": 32, "slots": [8, 8], "densities": [0.1, 0.2]}
+
+
+def check(*, quantized=False, lora=False, hidden_act="relu", **changes):
+    twell = {key: value for key, value in (TWELL | changes).items() if value is not None}
+    config = SimpleNamespace(twell=twell, num_hidden_layers=2, hidden_act=hidden_act)
+    check_served("some/model", config, quantized=quantized, lora=lora)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.27.1rc1.dev3+gabc"])
+def test_versions_that_are_known(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev"])
+def test_another_version_is_refused(version):
+    told = f"vLLM {version} is not one .* install vLLM 0.26 to 0.32, or .*--model-impl transformers"
+    with pytest.raises(TwellError, match=re.escape(version)) as error:
+        check_version(version)
+    assert re.search(told, str(error.value))
+
+
+def test_an_export_with_a_profile_is_served():
+    check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"densities": None}, "holds no profile, .* export it with --profile"),
+        ({"slots": [8]}, 'in config.json "twell" must hold 2 slots, .*: export it again'),
+        ({"format_version": 9}, "format_version 9, this code reads 1: export it again"),
+        (
+            {"hidden_act": "silu"},
+            "hidden_act is 'silu', of an export it is 'relu': export it again",
+        ),
+        ({"quantized": True}, "in bf16: drop --quantization, or serve it densely"),
+        ({"lora": True}, "no adapters: drop --enable-lora, or serve it densely"),
+    ],
+)
+def test_what_is_not_served_is_named(changes, told):
+    with pytest.raises(TwellError, match=f"^some/model: .*{told}"):
+        check(**changes)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """`play(version, plugins)`: doctor looks at that vLLM, which sees plugins of these names."""
+
+    def play(version: str | None, plugins: tuple[str, ...] = ("twellctl",)) -> None:
+        monkeypatch.setattr(installed, "version_of", lambda name: version)
+        names = SimpleNamespace(names=set(plugins))
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: names)
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return play
+
+
+@pytest.mark.parametrize(
+    ("version", "plugins", "state", "what", "advice"),
+    [
+        (None, (), "none", "not installed", ""),
+        ("0.32.0", ("twellctl",), "ok", "0.32.0 serves exports over TwELL: LlamaForCausalLM", ""),
+        (
+            "0.40.0",
+            ("twellctl",),
+            "bad",
+            "vLLM 0.40.0 is not one",
+            "pip install 'vllm>=0.26,<0.33'",
+        ),
+        ("0.32.0", ("other",), "bad", "0.32.0 does not see the plugin", "install twellctl again"),
+    ],
+)
+def test_doctor_says_what_vllm_would_do(play, version, plugins, state, what, advice):
+    play(version, plugins)
+    found = find_vllm()
+    assert (found.state, found.advice) == (state, advice)
+    assert found.what.startswith(what)
+
+
+@pytest.mark.parametrize(("plugins", "state"), [("twellctl,x", "ok"), ("x", "bad"), ("", "bad")])
+def test_doctor_sees_plugins_that_are_left_out(play, monkeypatch, plugins, state):
+    play("0.32.0")
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert find_vllm().state == state
+
+
+@pytest.mark.skipif(not PYPROJECT.is_file(), reason="no checkout around the tests")
+def test_the_package_says_the_same():
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm{requirement()}"]
+    (target,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, name = target.split(":")
+    assert callable(getattr(importlib.import_module(module), name))

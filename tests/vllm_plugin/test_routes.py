@@ -1,0 +1,124 @@
+"""What is settled before an engine serves, and what is said of it; without vLLM and a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from twellctl.bundle.twell_reasons import say_once
+from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
+from twellctl.vllm import routes
+from twellctl.vllm.routes import Layer, settle, token_counts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAYERS = [
+    Layer(64, 96, biases=(False, False), tile=32, slots=8, density=0.05),
+    Layer(64, 96, biases=(False, False), tile=32, slots=16, density=0.2),
+]
+
+
+def settled(device=GPU, layers=LAYERS, counts=(1, 8), **how):
+    return settle(layers, counts, device, torch.bfloat16, "sources", **how)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """`chosen({(layer, tokens): (eager, graph)})`: what measuring finds, in place of measuring."""
+
+    def choose(found: dict) -> None:
+        choices = {
+            Kind(
+                device="a GPU",
+                K=layer.K,
+                N=layer.N,
+                biases=False,
+                tokens=token_bucket(tokens),
+                density=density_bucket(layer.density),
+                slots=layer.slots,
+                kernels="",
+                ways=("union", "dense"),
+            ): Choice(*ways)
+            for (layer, tokens), ways in found.items()
+        }
+        monkeypatch.setattr(routes, "_run", lambda *args: None)
+        monkeypatch.setattr(routes, "known_choices", lambda: choices)
+
+    monkeypatch.delenv("TWELL_ROUTE", raising=False)
+    return choose
+
+
+def test_all_numbers_of_tokens_that_may_come():
+    assert token_counts([1, 2, 4, 24], 100) == [1, 2, 4, 8, 16, 24, 32, 64, 100]
+    assert token_counts([], 1) == [1]
+    assert token_counts([], 64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_without_a_gpu_it_is_dense():
+    assert settled(CPU) == (True, "densely, in plain PyTorch: the kernels need an NVIDIA GPU")
+
+
+def test_ways_are_said_by_numbers_of_tokens(chosen):
+    one, other = LAYERS
+    chosen(
+        {
+            (one, 1): ("union", "pairs"),
+            (other, 1): ("dense", "pairs"),
+            (one, 2): ("union", "pairs"),
+            (one, 8): ("union", "union"),
+            (other, 8): ("dense", "dense"),
+            (one, 100): ("dense", "dense"),
+            (Layer(128, 96, (False, False), 32, 8, 0.05), 1): (
+                "other",
+                "other",
+            ),  # of another model
+        }
+    )
+    told = "over the kernels as measured: "
+    assert settled() == (
+        False,
+        f"{told}1-2 tokens pairs; 3-8 tokens dense, union; 9-128 tokens dense",
+    )
+    eager = "1-1 tokens dense, union; 2-2 tokens union; 3-8 tokens dense, union; 9-128 tokens dense"
+    assert settled(graphs=False) == (False, told + eager)
+
+
+def test_dense_where_nothing_is_faster(chosen):
+    chosen({(layer, tokens): ("union", "fused") for layer in LAYERS for tokens in (1, 8)})
+    densely, how = settled()
+    assert densely
+    assert how.startswith("densely, which was measured to be the fastest")
+
+
+@pytest.mark.parametrize(("route", "densely"), [("dense", True), ("fused", True), ("twell", False)])
+def test_a_route_that_was_asked_for_is_said(chosen, monkeypatch, route, densely):
+    chosen({})
+    monkeypatch.setenv("TWELL_ROUTE", route)
+    assert settled() == (densely, f"on the route {route}, as TWELL_ROUTE says")
+
+
+def test_the_reason_for_going_without_the_kernels_is_said(monkeypatch):
+    monkeypatch.setattr(routes, "_run", lambda *args: say_once("no CuPy"))
+    assert settled() == (True, "densely: TwELL kernels are not used, plain PyTorch is: no CuPy")
+
+
+def test_it_measures_what_fires_as_profiled(monkeypatch):
+    ran = []
+    monkeypatch.setattr(routes, "sparse_ffn", lambda *args, **how: ran.append((args, how)))
+    layer = Layer(64, 512, biases=(True, False), tile=64, slots=8, density=0.03)
+    routes._run(layer, [1, 2, 300], CPU, torch.float32, "sources")
+    for (x, *weights, b_gate, b_up, b_down), how in ran:
+        assert [tuple(weight.shape) for weight in weights] == [(512, 64), (512, 64), (64, 512)]
+        assert (b_gate.shape, b_up.shape, b_down) == ((512,), (512,), None)
+        assert how == {"tile": 64, "slots": 8, "density": 0.03, "sources": "sources"}
+    assert [len(args[0]) for args, _ in ran] == [1, 2, 300]
+    x, w_gate, *_, b_gate, _, _ = ran[-1][0]
+    fired = (F.linear(x, w_gate, b_gate) > 0).float().mean()
+    assert fired == pytest.approx(0.03, rel=0.2)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_layers_that_never_or_always_fire_are_measured_too(monkeypatch, density):
+    ran = []
+    monkeypatch.setattr(routes, "sparse_ffn", lambda *args, **how: ran.append((args, how)))
+    routes._run(Layer(64, 96, (False, False), 32, 8, density), [4], CPU, torch.float32, "")
+    assert [how["density"] for _, how in ran] == [density]
+    assert all(torch.isfinite(tensor).all() for tensor in ran[0][0][:4])

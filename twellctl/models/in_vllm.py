@@ -1,0 +1,24 @@
+"""How vLLM serves a model that twellctl wrote: by the plugin, over TwELL, or densely.
+
+This imports no vLLM; the plugin itself is `twellctl/vllm`.
+"""
+
+# vLLM's classes that the plugin stands in for; each has gate_up_proj and down_proj in its layers.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+DENSELY = "--model-impl transformers"  # vLLM's transformers backend runs what transformers does
+
+
+def is_served_over_twell(architecture: str, *, profiled: bool) -> bool:
+    """Whether the plugin takes an export of this class, `profiled` or not."""
+    return profiled and architecture in ARCHITECTURES
+
+
+def serve_command(model: object, *, over_twell: bool) -> str:
+    """The command line that serves `model`."""
+    return f"vllm serve {model}" + ("" if over_twell else f" {DENSELY}")
