@@ -48,7 +48,7 @@ def test_an_export_with_a_profile_is_served():
         ({"format_version": 9}, "format_version 9, this code reads 1: export it again"),
         (
             {"hidden_act": "silu"},
-            "hidden_act is 'silu', of an export it is 'relu': export it again",
+            "hidden_act is 'silu', of an export it is 'relu'",
         ),
         ({"quantized": True}, "in bf16: drop --quantization, or serve it densely"),
         ({"lora": True}, "no adapters: drop --enable-lora, or serve it densely"),
@@ -81,7 +81,7 @@ def play(monkeypatch):
             "0.40.0",
             ("twellctl",),
             "bad",
-            "vLLM 0.40.0 is not one",
+            "vLLM 0.40.0",
             "pip install 'vllm>=0.26,<0.33'",
         ),
         ("0.32.0", ("other",), "bad", "0.32.0 does not see the plugin", "install twellctl again"),

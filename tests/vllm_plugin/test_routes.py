@@ -1,5 +1,7 @@
 """What is settled before an engine serves, and what is said of it; without vLLM and a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,10 +68,7 @@ def test_ways_are_said_by_numbers_of_tokens(chosen):
             (one, 8): ("union", "union"),
             (other, 8): ("dense", "dense"),
             (one, 100): ("dense", "dense"),
-            (Layer(128, 96, (False, False), 32, 8, 0.05), 1): (
-                "other",
-                "other",
-            ),  # of another model
+            (replace(one, K=128), 1): ("other", "other"),  # of another model
         }
     )
     told = "over the kernels as measured: "
@@ -105,7 +104,7 @@ def test_it_measures_what_fires_as_profiled(monkeypatch):
     monkeypatch.setattr(routes, "sparse_ffn", lambda *args, **how: ran.append((args, how)))
     layer = Layer(64, 512, biases=(True, False), tile=64, slots=8, density=0.03)
     routes._run(layer, [1, 2, 300], CPU, torch.float32, "sources")
-    for (x, *weights, b_gate, b_up, b_down), how in ran:
+    for (_, *weights, b_gate, b_up, b_down), how in ran:
         assert [tuple(weight.shape) for weight in weights] == [(512, 64), (512, 64), (64, 512)]
         assert (b_gate.shape, b_up.shape, b_down) == ((512,), (512,), None)
         assert how == {"tile": 64, "slots": 8, "density": 0.03, "sources": "sources"}
