@@ -9,8 +9,8 @@ Only `models.py` and `ffn.py` import vLLM.
 
 from twellctl.models.in_vllm import ARCHITECTURES
 
-# vLLM's class for what it has no class of its own, and for --model-impl transformers
-BACKEND = "TransformersForCausalLM"
+# vLLM's class for families that it leaves to transformers, and for --model-impl transformers
+_BACKEND = "TransformersForCausalLM"
 
 stock_models: dict[str, object] = {}  # what vLLM had registered under these names
 
@@ -19,7 +19,8 @@ def register() -> None:
     """Register our classes with vLLM; more calls than one change nothing."""
     from vllm import ModelRegistry
 
-    for name in (*ARCHITECTURES, BACKEND):
-        if name in ModelRegistry.models and name not in stock_models:
-            stock_models[name] = ModelRegistry.models[name]
+    for name, stock in list(ModelRegistry.models.items()):
+        ours = name in ARCHITECTURES or getattr(stock, "class_name", None) == _BACKEND
+        if ours and name not in stock_models:
+            stock_models[name] = stock
             ModelRegistry.register_model(name, f"{__name__}.models:{name}")

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
-from twellctl.vllm import BACKEND, stock_models
+from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.refusals import check_served, check_version
 from twellctl.vllm.routes import Layer, settle, token_counts
@@ -128,8 +128,8 @@ def _say(level: int, what: str) -> None:
 @functools.cache
 def _class_of(name: str) -> type:
     stock = stock_models[name].load_model_cls()
-    mixin = _Densely if name == BACKEND else _OverTwell
-    return type(name, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    mixin = _OverTwell if name in ARCHITECTURES else _Densely
+    return type(stock.__name__, (mixin, stock), {"__module__": __name__, "__doc__": stock.__doc__})
 
 
 def __getattr__(name: str) -> type:
