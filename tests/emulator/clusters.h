@@ -1,4 +1,4 @@
-// Clusters, and what kernels/few_walk.cuh does by inline assembly, for a CPU. The blocks of a cluster
+// Clusters, and what kernels/ffn/few_walk.cuh does by inline assembly, for a CPU. The blocks of a cluster
 // lie side by side.
 #pragma once
 
@@ -16,7 +16,6 @@ struct Meeting {  // of some threads: how many have come, how many times all hav
 
 inline unsigned cluster_size;
 inline std::map<Block*, Meeting> cluster_meetings;
-inline std::map<std::pair<Block*, int>, Meeting> named_meetings;
 inline std::map<Thread*, unsigned> cluster_turns;  // that threads wait for the end of
 
 inline Block* block_of_cluster(unsigned rank) {
@@ -35,12 +34,6 @@ inline void cluster_wait() {
     auto& meeting = emulator::cluster_meetings[emulator::block_of_cluster(0)];
     while (meeting.turn == emulator::cluster_turns[emulator::thread]) emulator::give_way();
 }
-inline void sync_some(int which, int num_threads) {
-    auto& meeting = emulator::named_meetings[{emulator::thread->block, which}];
-    const unsigned turn = meeting.turn;
-    meeting.come(num_threads);
-    while (meeting.turn == turn) emulator::give_way();
-}
 inline void send_to_block(unsigned own, unsigned barrier, unsigned rank, const float4& v) {
     own_shared(own, 16);  // all blocks have as much
     emulator::Block* other = emulator::block_of_cluster(rank);
@@ -57,16 +50,15 @@ template <class T>
 inline T* offset_by(T* pointer, unsigned index, unsigned bytes) {
     return pointer + static_cast<uint64_t>(index) * bytes / sizeof(T);
 }
-inline unsigned kept_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
 inline uint4 load_written(const void* from) { return read_as<uint4>(from); }
 inline void load_written_if(bool wanted, const void* from, uint4& v) {
     if (wanted) v = read_as<uint4>(from);
 }
 inline uint2 load_written_pair(const unsigned short* from) { return read_as<uint2>(from); }
-inline uint4 load_row(const unsigned short* from) { return read_as<uint4>(from); }
-inline void store_shared(unsigned to, float v) { std::memcpy(own_shared(to, 4), &v, 4); }
+inline uint4 load_constant(const unsigned short* from) { return read_as<uint4>(from); }
+inline void store_shared_float(unsigned to, float v) { std::memcpy(own_shared(to, 4), &v, 4); }
 inline void store_shared_word(unsigned to, unsigned v) { std::memcpy(own_shared(to, 4), &v, 4); }
-inline void store_shared_four(unsigned to, const float4& v) {
+inline void store_shared_floats(unsigned to, const float4& v) {
     std::memcpy(own_shared(to, 16), &v, 16);
 }
 inline float load_shared_float(unsigned from) { return read_as<float>(own_shared(from, 4)); }
@@ -74,13 +66,6 @@ inline unsigned load_shared_word(unsigned from) { return read_as<unsigned>(own_s
 inline void store_pair(void* to, unsigned low, unsigned high) {
     const uint2 both = {low, high};
     std::memcpy(to, &both, 8);
-}
-inline int unknown(int value) { return value; }
-inline unsigned fires_pair(unsigned gates) {
-    const auto half = [&](int shift) {
-        return __uint_as_float(gates >> shift << 16) <= 0 ? 0u : 0xffffu << shift;
-    };
-    return half(0) | half(16);
 }
 inline int __ffs(unsigned value) { return __builtin_ffs(value); }
 template <class T>
