@@ -170,7 +170,8 @@ class Down {
         float sum = 0;
 #pragma unroll
         for (int rank = 0; rank < TILES; ++rank)
-            sum += load_of_block(memory + 4 * place(tile, column, token), rank);
+            sum += load_cluster_float(
+                address_in_block(memory + 4 * place(tile, column, token), rank));
         return sum;
     }
 

@@ -10,7 +10,6 @@
 // 256 threads, at most as many blocks as there are row blocks of 16. Dynamic shared memory: kBytes
 // and x_bytes(M, K) of few::Sizes.
 #include "ptx/compiler.cuh"
-#include "ptx/global.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"

@@ -271,14 +271,16 @@ __device__ __forceinline__ void walk_token(
     if (at < K) {
 #pragma unroll 1
         for (; at >= columns; at -= columns) ++owner;
-        const unsigned to = slots + 4 * ((rank * sizes.ways + way) * columns + at);
+        const unsigned place = slots + 4 * ((rank * sizes.ways + way) * columns + at);
+        const unsigned to = address_in_block(place, owner);
+        const unsigned their_barrier = address_in_block(barrier, owner);
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
-            send_to_block(to + 8 * i, barrier, owner,
-                          make_float4(t / 2 ? sums[i][1] : sums[i][0],
-                                      t / 2 ? sums[i][3] : sums[i][2],
-                                      t / 2 ? sums[i + 1][1] : sums[i + 1][0],
-                                      t / 2 ? sums[i + 1][3] : sums[i + 1][2]));
+            store_cluster_async(to + 8 * i, their_barrier,
+                                make_float4(t / 2 ? sums[i][1] : sums[i][0],
+                                            t / 2 ? sums[i][3] : sums[i][2],
+                                            t / 2 ? sums[i + 1][1] : sums[i + 1][0],
+                                            t / 2 ? sums[i + 1][3] : sums[i + 1][2]));
     }
     const int own = 4 * threadIdx.x, n = rank * columns + own;
     if (own >= columns || n >= K) return;

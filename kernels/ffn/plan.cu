@@ -46,6 +46,7 @@
 #include "ffn/plan_tile.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
+#include "ptx/shared.cuh"
 #include "tile/lists.cuh"
 #include "tile/warp.cuh"
 
@@ -183,7 +184,8 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
         } else {
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                const unsigned counted = load_of_block(shared.counted + i, p);
+                const unsigned counted =
+                    load_cluster_word(address_in_block(smem_address(shared.counted + i), p));
                 pairs += counted;
                 below += p < part ? counted : 0;
             }

@@ -29,6 +29,8 @@ __device__ __forceinline__ void fence_for_engine() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Until phase `parity` of it is over. The loop is in the assembly: the compiler would unroll less of
+// what is around a loop of its own.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -41,6 +43,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
+// Whether it is; this may wait some time for it.
 __device__ __forceinline__ bool barrier_is_over(unsigned barrier, unsigned parity) {
     unsigned over;
     asm volatile(

@@ -2,6 +2,8 @@
 // sm_90 there are no clusters: a block is alone in its own then.
 #pragma once
 
+#include "ptx/shared.cuh"
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
@@ -22,61 +24,49 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// What lies in the place of `own` in the shared memory of block `rank`.
-__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned rank) {
-    unsigned value;
-    asm volatile(
-        "{.reg .u32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
-        " ld.shared::cluster.u32 %0, [remote];}"
-        : "=r"(value)
-        : "r"(static_cast<unsigned>(__cvta_generic_to_shared(own))), "r"(rank)
-        : "memory");
-    return value;
+// Where block `rank` has what lies at `own` in the shared memory of this one.
+__device__ __forceinline__ unsigned address_in_block(unsigned own, unsigned rank) {
+    unsigned address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+    return address;
 }
 
-// The same of a float, by its address in shared memory.
-__device__ __forceinline__ float load_of_block(unsigned own, unsigned rank) {
-    float value;
-    asm volatile(
-        "{.reg .u32 remote; mapa.shared::cluster.u32 remote, %1, %2;"
-        " ld.shared::cluster.f32 %0, [remote];}"
-        : "=f"(value)
-        : "r"(own), "r"(rank)
-        : "memory");
-    return value;
+__device__ __forceinline__ unsigned load_cluster_word(unsigned from) {
+    unsigned word;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
 }
 
-// Arrives at the barrier of the same offset in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_in_cluster(unsigned barrier, unsigned rank) {
+__device__ __forceinline__ float load_cluster_float(unsigned from) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
+
+// To a block whose `barrier` counts the 16 bytes.
+__device__ __forceinline__ void store_cluster_async(unsigned to, unsigned barrier,
+                                                    const float4& v) {
     asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(barrier),
-        "r"(rank)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+        " [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+        "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
         : "memory");
 }
 
-// To the place of `own` in the shared memory of block `rank`, whose `barrier` counts the bytes.
-__device__ __forceinline__ void send_to_block(unsigned own, unsigned barrier, unsigned rank,
-                                              const float4& v) {
-    asm volatile(
-        "{.reg .u32 to, done; mapa.shared::cluster.u32 to, %0, %2;"
-        " mapa.shared::cluster.u32 done, %1, %2;"
-        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
-        " [to], {%3, %4, %5, %6}, [done];}" ::"r"(own),
-        "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-        : "memory");
+__device__ __forceinline__ void barrier_arrive_in_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 #else
 __device__ __forceinline__ unsigned cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ unsigned load_of_block(const unsigned* own, unsigned) { return *own; }
-__device__ __forceinline__ float load_of_block(unsigned own, unsigned) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(own) : "memory");
-    return value;
+__device__ __forceinline__ unsigned address_in_block(unsigned own, unsigned) { return own; }
+
+__device__ __forceinline__ unsigned load_cluster_word(unsigned from) {
+    return load_shared_word(from);
+}
+
+__device__ __forceinline__ float load_cluster_float(unsigned from) {
+    return load_shared_float(from);
 }
 #endif

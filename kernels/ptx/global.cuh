@@ -83,7 +83,8 @@ __device__ __forceinline__ void store_pair(void* to, unsigned low, unsigned high
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
-// Where `wanted` is not zero and place < limit.
+// Where `wanted` is not zero and place < limit: with the comparisons in C++ gate_pack has 250
+// instructions more.
 __device__ __forceinline__ void store_if(unsigned wanted, int place, int limit, void* to,
                                          unsigned word) {
     asm volatile(

@@ -194,7 +194,7 @@ class Multiplier {
 
     __device__ __forceinline__ void release(int stage) {
         if (threadIdx.x % 128 < 2)
-            barrier_arrive_in_cluster(pipe_.empty_at(stage), threadIdx.x % 128);
+            barrier_arrive_in_cluster(address_in_block(pipe_.empty_at(stage), threadIdx.x % 128));
     }
 
     const Pipeline& pipe_;

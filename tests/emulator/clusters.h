@@ -34,13 +34,16 @@ inline void cluster_wait() {
     auto& meeting = emulator::cluster_meetings[emulator::block_of_cluster(0)];
     while (meeting.turn == emulator::cluster_turns[emulator::thread]) emulator::give_way();
 }
-inline void send_to_block(unsigned own, unsigned barrier, unsigned rank, const float4& v) {
+// The upper 12 bits of an address are 1 + the rank of its block.
+inline unsigned address_in_block(unsigned own, unsigned rank) { return own | (rank + 1) << 20; }
+inline void store_cluster_async(unsigned to, unsigned barrier, const float4& v) {
+    const unsigned own = to & 0xfffff, rank = (to >> 20) - 1;
     own_shared(own, 16);  // all blocks have as much
+    if (to >> 20 != barrier >> 20) emulator::fail("a barrier of another block");
     emulator::Block* other = emulator::block_of_cluster(rank);
-    if (!other->mbarriers.count(barrier)) emulator::fail("the other block is not there yet");
-    emulator::copies.push_back(
-        {other, own, new float4(v), 16, barrier});  // whose memory the test can spare
-}
+    if (!other->mbarriers.count(barrier & 0xfffff)) emulator::fail("the other block is not there yet");
+    emulator::copies.push_back({other, own, new float4(v), 16, barrier & 0xfffff});  // whose memory
+}  // the test can spare
 
 // ---- the rest of few_walk.cuh and warp.cuh
 
