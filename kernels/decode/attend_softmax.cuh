@@ -4,6 +4,7 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "tile/eights.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -20,15 +21,7 @@ __device__ __forceinline__ float largest_of_warp(float value) {
 template <int LANES>
 __device__ __forceinline__ float share_sums(float (&values)[kLoads], int lane) {
 #pragma unroll
-    for (int num = kLoads / 2; num > 0; num /= 2) {
-        const bool is_high = lane & num;
-#pragma unroll
-        for (int i = 0; i < num; ++i) {
-            const float kept = is_high ? values[i + num] : values[i];
-            const float given = is_high ? values[i] : values[i + num];
-            values[i] = kept + __shfl_xor_sync(~0u, given, num);
-        }
-    }
+    for (int num = kLoads / 2; num > 0; num /= 2) exchange_halves(values, num, lane & num, num);
 #pragma unroll
     for (int distance = kLoads; distance < LANES; distance *= 2)
         values[0] += __shfl_xor_sync(~0u, values[0], distance);
@@ -120,12 +113,7 @@ __device__ __forceinline__ void store_warp(Softmax<HEADS>& softmax,
         for (int num = 4, distance = 16; num >= KEPT; num /= 2, distance /= 2) {
             const bool is_high = threadIdx.x & distance;
             column += is_high ? num : 0;
-#pragma unroll
-            for (int j = 0; j < num; ++j) {
-                const float kept = is_high ? sums[j + num] : sums[j];
-                const float given = is_high ? sums[j] : sums[j + num];
-                sums[j] = kept + __shfl_xor_sync(~0u, given, distance);
-            }
+            exchange_halves(sums, num, is_high, distance);
         }
         const int at = warp * HEADS + h;
         if (lane.used) {

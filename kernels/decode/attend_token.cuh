@@ -6,6 +6,7 @@
 #include "ptx/global.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -50,10 +51,7 @@ __device__ __forceinline__ NewHead begin_new_head(const Job& job, const Heads& h
 // RMSNorm over the head, if the model has one. The lanes of a head do this together.
 template <int DIM>
 __device__ __forceinline__ void normalise_head(float (&values)[8], const uint4& weight, float eps) {
-    float sum = sum_of_squares(values);
-#pragma unroll
-    for (int distance = Shape<DIM>::LANES / 2; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(~0u, sum, distance);
+    const float sum = sum_over_lanes<Shape<DIM>::LANES>(sum_of_squares(values));
     normalise(values, reciprocal_root(sum * (1.f / DIM) + eps), weight);
 }
 

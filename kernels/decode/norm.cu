@@ -12,6 +12,7 @@
 #include "ptx/global.cuh"
 #include "ptx/pdl.cuh"
 #include "tile/eights.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -20,9 +21,7 @@ constexpr int kParts = 2;  // eights of a thread
 
 // The sum over the block of one value a thread; every thread gets it.
 __device__ __forceinline__ float sum_over_block(float value, float* sums) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        value += __shfl_xor_sync(~0u, value, distance);
+    value = sum_over_lanes(value);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
     __syncthreads();
     const int num_warps = blockDim.x / 32;

@@ -8,6 +8,7 @@
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 #include "tile/eights.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -198,8 +199,7 @@ struct Block {
             unpack(eights[i], values[i]);
             sum += sum_of_squares(values[i]);
         }
-#pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        sum = sum_over_lanes(sum);
         float* all = at<float>(kNorms) + norms_at * kWarps;
         norms_at ^= 1;
         if (thread() % 32 == 0) all[thread() / 32] = sum;

@@ -13,6 +13,7 @@
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -53,7 +54,7 @@ struct Neurons : Attention {
             }
             const unsigned all = __ballot_sync(~0u, fired);
             if (fired)
-                list[num + __popc(all & ((1u << lane) - 1))] =
+                list[num + num_set_below(all, lane)] =
                     make_float2(__int_as_float(neuron), gate);
             num += __popc(all);
         }

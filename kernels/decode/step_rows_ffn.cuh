@@ -15,6 +15,7 @@
 #include "ptx/tma.cuh"
 #include "tile/bf16.cuh"
 #include "tile/fires.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -35,9 +36,8 @@ struct Neurons : Attention {
         int* list = at<int>(kList);
         const int lane = threadIdx.x % 32;
         const uint2 both = fired();
-        const unsigned before = (1u << lane) - 1;
-        if (both.x >> lane & 1) list[__popc(both.x & before)] = lane;
-        if (both.y >> lane & 1) list[__popc(both.x) + __popc(both.y & before)] = lane + 32;
+        if (both.x >> lane & 1) list[num_set_below(both.x, lane)] = lane;
+        if (both.y >> lane & 1) list[__popc(both.x) + num_set_below(both.y, lane)] = lane + 32;
         __syncwarp();
         return __popc(both.x) + __popc(both.y);
     }

@@ -10,6 +10,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "tile/eights.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -50,10 +51,7 @@ __device__ __forceinline__ uint4 normalised_head(const uint4& eight, const uint4
                                                  float eps) {
     float values[8];
     unpack(eight, values);
-    float sum = sum_of_squares(values);
-#pragma unroll
-    for (int apart = Shape<DIM>::LANES / 2; apart > 0; apart /= 2)
-        sum += __shfl_xor_sync(~0u, sum, apart);
+    const float sum = sum_over_lanes<Shape<DIM>::LANES>(sum_of_squares(values));
     return scaled(values, reciprocal_root(sum * (1.f / DIM) + eps), weight);
 }
 
@@ -145,12 +143,7 @@ __device__ __forceinline__ void store_head(HeadSums& head, const Lane<DIM>& lane
         head.total += __shfl_xor_sync(~0u, head.total, apart);
         const bool is_high = thread & apart;
         column += is_high ? num : 0;
-#pragma unroll
-        for (int j = 0; j < num; ++j) {
-            const float kept = is_high ? sums[j + num] : sums[j];
-            const float given = is_high ? sums[j] : sums[j + num];
-            sums[j] = kept + __shfl_xor_sync(~0u, given, apart);
-        }
+        exchange_halves(sums, num, is_high, apart);
     }
     if (lane.used) {
         to += lane.eight * 8 + column;

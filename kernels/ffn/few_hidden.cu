@@ -20,6 +20,7 @@
 #include "tile/eights.cuh"
 #include "tile/few_product.cuh"
 #include "tile/fires.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -46,8 +47,7 @@ struct alignas(16) AtHand {
             num += __popc(fired[i]);
         }
         if (threadIdx.x < kNeurons && fired[own] >> bit & 1)
-            list[before + __popc(fired[own] & ((1u << bit) - 1))] =
-                static_cast<unsigned char>(threadIdx.x);
+            list[before + num_set_below(fired[own], bit)] = static_cast<unsigned char>(threadIdx.x);
         return num;
     }
 };
@@ -83,9 +83,7 @@ __device__ __forceinline__ float dot_of_warp(const unsigned short* x, const unsi
             for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
         }
     }
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-    return sum;
+    return sum_over_lanes(sum);
 }
 
 template <class SIZES>

@@ -18,6 +18,7 @@
 #include "tile/bf16.cuh"
 #include "tile/lists.cuh"
 #include "tile/round_masks.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -81,9 +82,7 @@ struct Keep {
 
     __device__ __forceinline__ void finish() {
         __shared__ float warp_sums[kWarps];
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            sum += __shfl_xor_sync(~0u, sum, distance);
+        sum = sum_over_lanes(sum);
         if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
         __syncthreads();
         if (threadIdx.x > 0) return;
@@ -210,10 +209,10 @@ __device__ __forceinline__ void stage_sums(const Sums& from, const unsigned* pai
 }
 
 // The next record of each lane, of (group, panel)s one after the other.
-struct Walk {
+struct RecordCursor {
     int q, at, num_records, num_behind;
 
-    __device__ __forceinline__ Walk(const Rounds& rounds, int first, int end)
+    __device__ __forceinline__ RecordCursor(const Rounds& rounds, int first, int end)
         : q(first - kWarps), at(0), num_records(0), num_behind(look_up(rounds, first, end)) {
         advance(rounds, end);
     }
@@ -235,11 +234,11 @@ struct Record {
     uint4 values, link;  // values and codes
 };
 
-__device__ __forceinline__ Record load_record(const Rounds& rounds, const Walk& walk, int end,
-                                              int lane) {
+__device__ __forceinline__ Record load_record(const Rounds& rounds, const RecordCursor& cursor,
+                                              int end, int lane) {
     Record record = {make_uint4(0, 0, 0, 0), no_links()};
-    if (walk.q < end && walk.at + lane < walk.num_records) {
-        const long long at = rounds.first_record(walk.q) + walk.at + lane;
+    if (cursor.q < end && cursor.at + lane < cursor.num_records) {
+        const long long at = rounds.first_record(cursor.q) + cursor.at + lane;
         record = {rounds.records[at], __ldg(rounds.links + at)};
     }
     return record;
@@ -251,13 +250,13 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
                                                 const unsigned short* staged, unsigned first,
                                                 unsigned num, bool make_masks, Also& also) {
     const int lane = threadIdx.x % 32;
-    Walk walk(rounds, begin + threadIdx.x / 32, end);
-    Record behind = load_record(rounds, walk, end, lane);
-    while (walk.q < end) {
+    RecordCursor cursor(rounds, begin + threadIdx.x / 32, end);
+    Record behind = load_record(rounds, cursor, end, lane);
+    while (cursor.q < end) {
         const Record record = behind;
-        const Walk here = walk;
-        walk.advance(rounds, end);
-        behind = load_record(rounds, walk, end, lane);
+        const RecordCursor here = cursor;
+        cursor.advance(rounds, end);
+        behind = load_record(rounds, cursor, end, lane);
         if (make_masks)
             rounds.masks_of(here.q)[here.at + lane] =
                 batch_mask(make_uint2(record.values.z, record.values.w), lane);

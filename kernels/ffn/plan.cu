@@ -75,7 +75,7 @@ __device__ __forceinline__ void list_heavy_rows(const Job& job, int group, int l
     if (lane == 0) first = atomicAdd(job.heavy_count, __popc(rows));
     first = __shfl_sync(~0u, first, 0);
     if (rows >> lane & 1) {
-        const int rank = __popc(rows & ((1u << lane) - 1));
+        const int rank = num_set_below(rows, lane);
         job.heavy_rows[first + rank] = job.first_token + group * GROUP + lane / 4;
     }
 }

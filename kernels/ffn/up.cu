@@ -49,14 +49,14 @@ struct Work {
 
 // The work of a warp: its neuron groups that have pairs, step after step. Each lane looks at one of
 // the next 32 groups, and has the bounds of the 32 behind under way.
-struct Walk {
+struct WorkQueue {
     const int* pair_start;
     int begin, end, slab_end, step, lane;
     int slab, base, first, last;  // of the 32 groups at hand
     unsigned left;                // lanes whose group is still to come
     int ahead_slab, ahead_base, ahead_first, ahead_last;
 
-    __device__ __forceinline__ Walk(const int* pair_start, int begin, int end, int slab,
+    __device__ __forceinline__ WorkQueue(const int* pair_start, int begin, int end, int slab,
                                     int slab_end, int step, int lane)
         : pair_start(pair_start), begin(begin), end(end), slab_end(slab_end), step(step),
           lane(lane), slab(slab), base(begin), first(0), last(0), left(0), ahead_slab(slab),
@@ -263,8 +263,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Step step = {smem_address(slabs), slab_bytes, false, false};
     fetch_slabs(step.slabs, slab_bytes, x, num_tokens, K, slab_begin,
                 min(slab_begin + slabs_a_step, slab_end));
-    Walk walk(pair_start, range_begin + warp, range_end, slab_begin, slab_end, slabs_a_step, lane);
-    Work work = walk.next();
+    WorkQueue queue(pair_start, range_begin + warp, range_end, slab_begin, slab_end, slabs_a_step,
+                    lane);
+    Work work = queue.next();
     Weights weights;
     Rows rows;
     unsigned codes[4];
@@ -282,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         step.two_slabs = min(next_slab, slab_end) - slab == 2;
 
         while (work.slab == slab) {
-            const Work next = walk.next();
+            const Work next = queue.next();
             Weights next_weights;
             load_weights(next_weights, lane_columns, N, K, next, second_end, quad);
             compute_work(step, work, next, codes, weights, rows, quad_pairs, lane_sums, quad, t);

@@ -139,15 +139,8 @@ __device__ __forceinline__ float add_up(float (&sums)[NUM]) {
     const int lane = threadIdx.x % 32;
     int distance = 16;
 #pragma unroll
-    for (int num = NUM / 2; num >= 1; num /= 2, distance /= 2) {
-        const bool upper = lane & distance;
-#pragma unroll
-        for (int i = 0; i < num; ++i) {
-            const float sent = upper ? sums[i] : sums[i + num];
-            const float kept = upper ? sums[i + num] : sums[i];
-            sums[i] = kept + __shfl_xor_sync(~0u, sent, distance);
-        }
-    }
+    for (int num = NUM / 2; num >= 1; num /= 2, distance /= 2)
+        exchange_halves(sums, num, lane & distance, distance);
 #pragma unroll
     for (; distance >= 1; distance /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], distance);
     return sums[0];

@@ -7,6 +7,7 @@ __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
     return pair;
 }
 
+// From sm_90 on, as add_pairs.
 __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
     unsigned products;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));

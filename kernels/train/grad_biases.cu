@@ -4,6 +4,7 @@
 // Launch: blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
 #include "tile/bf16.cuh"
 #include "tile/lists.cuh"
+#include "tile/warp.cuh"
 #include "train/grad_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -39,10 +40,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int r = 0; r < FOUR; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float sum = found[r][i];
-#pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2)
-                sum += __shfl_xor_sync(~0u, sum, distance);
+            const float sum = sum_over_lanes(found[r][i]);
             const int neuron = four * FOUR + r;
             if (lane > 0 || neuron >= N) continue;
             float* at = sums + static_cast<long long>(i) * N + neuron;

@@ -4,6 +4,7 @@
 // Launch: any grid of blocks of 256 threads; sums float32 [blocks]. num_columns a multiple of 8,
 // hidden at a multiple of 16 bytes.
 #include "tile/bf16.cuh"
+#include "tile/warp.cuh"
 
 namespace {
 
@@ -27,9 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sum += sum_of_pair(eight.x) + sum_of_pair(eight.y);
         sum += sum_of_pair(eight.z) + sum_of_pair(eight.w);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(~0u, sum, distance);
+    sum = sum_over_lanes(sum);
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x > 0) return;
