@@ -15,7 +15,7 @@ import pytest
 
 from twellctl.bundle.twell_cubin import sections
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, nvrtc_paths
-from twellctl.resources import kernel_files
+from twellctl.here.resources import kernel_files
 
 SOURCES = kernel_files()
 # of .nv.info: attributes that have their size with them; launch bounds, and blocks of a cluster

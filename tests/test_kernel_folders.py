@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from twellctl.resources import kernel_files
+from twellctl.here.resources import kernel_files
 
 BELOW = {  # what a folder's files may include beside those of their own
     "ptx": set(),

@@ -12,12 +12,12 @@ import transformers
 from torch import Tensor, nn
 
 from twellctl import __version__
-from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import FiredMeter, LayerCount
-from twellctl.grouping import grouped_windows
-from twellctl.model import default_device, load_model, load_tokenizer
-from twellctl.profiled import Profile
+from twellctl.firing.counts import FiredMeter, LayerCount
+from twellctl.firing.grouping import grouped_windows
+from twellctl.firing.profiled import Profile
+from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twellctl.models.loading import default_device, load_model, load_tokenizer
 
 BATCH_TOKENS = 8192
 

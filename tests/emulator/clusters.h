@@ -71,7 +71,3 @@ inline void store_pair(void* to, unsigned low, unsigned high) {
     std::memcpy(to, &both, 8);
 }
 inline int __ffs(unsigned value) { return __builtin_ffs(value); }
-template <class T>
-inline T __shfl_up_sync(unsigned, T value, int distance) {
-    return emulator::from_lane(value, std::max(emulator::lane() - distance, 0));
-}

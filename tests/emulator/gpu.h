@@ -247,6 +247,10 @@ inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return emulator::bits<float>(value); }
 inline float __int_as_float(int value) { return emulator::bits<float>(value); }
 template <class T>
+inline T __shfl_up_sync(unsigned, T value, int distance) {
+    return emulator::from_lane(value, std::max(emulator::lane() - distance, 0));
+}
+template <class T>
 inline T __ldg(const T* from) {
     return *from;
 }

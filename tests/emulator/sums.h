@@ -38,10 +38,6 @@ inline unsigned atomicOr(unsigned* to, unsigned bits) {
     *to |= bits;
     return before;
 }
-inline int __shfl_up_sync(unsigned, int value, int distance) {
-    const int lane = emulator::lane();
-    return emulator::from_lane(value, lane >= distance ? lane - distance : lane);
-}
 
 // ---- twell.cuh
 

@@ -12,7 +12,7 @@ from twellctl.bundle.twell_plan import (
     PRODUCT_BLOCK,
     product_grid,
 )
-from twellctl.resources import kernel_files
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from list_reference import TILE, Shape, cases, check_lists, heavy_rows, make_cas
 
 from twellctl.bundle.twell_format import keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.resources import kernel_files
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.resources import kernel_files
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
