@@ -45,7 +45,7 @@ inline void store_cluster_async(unsigned to, unsigned barrier, const float4& v) 
     emulator::copies.push_back({other, own, new float4(v), 16, barrier & 0xfffff});  // whose memory
 }  // the test can spare
 
-// ---- the rest of few_walk.cuh and warp.cuh
+// ---- the rest of few_walk
 
 inline void wait_for_previous() {}
 inline void let_next_start() {}

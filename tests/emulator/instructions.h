@@ -1,10 +1,9 @@
-// What kernels do by inline assembly: the functions of twell.cuh, eights.cuh, dependent.cuh,
-// hopper.cuh and step_memory.cuh that are an instruction, for a CPU.
+// What the functions of kernels/ptx do, for a CPU: those that `step` and few_walk use.
 #pragma once
 
 #include "gpu.h"
 
-// ---- twell.cuh
+// ---- arithmetic, memory, tensor cores
 
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
 inline uint4 load_shared(unsigned from) { return read_as<uint4>(own_shared(from, 16)); }
@@ -27,7 +26,7 @@ inline void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2
         }
 }
 
-// ---- eights.cuh, dependent.cuh
+// ---- loads, roots
 
 inline void load_streamed_if(bool wanted, const void* from, uint4& v) {
     if (wanted) v = read_as<uint4>(from);
@@ -36,7 +35,7 @@ inline float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
 inline float reciprocal(float value) { return 1.f / value; }
 inline float power_of_two(float exponent) { return std::exp2(exponent); }
 
-// ---- hopper.cuh
+// ---- barriers
 
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
     const int num = arrivals;
@@ -60,7 +59,7 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
     while (!is_over(barrier, parity)) emulator::give_way();
 }
 
-// ---- step_memory.cuh
+// ---- words, copies
 
 inline uint4 load_relaxed(const unsigned* from) {
     emulator::give_way();

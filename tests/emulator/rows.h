@@ -1,4 +1,4 @@
-// What `step_rows` (kernels/decode/step_rows.cuh) does by inline assembly beside what `step` does, for a CPU.
+// What `step_rows` does by kernels/ptx beside what `step` does, for a CPU.
 #pragma once
 
 #include "instructions.h"

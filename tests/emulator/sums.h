@@ -39,7 +39,7 @@ inline unsigned atomicOr(unsigned* to, unsigned bits) {
     return before;
 }
 
-// ---- twell.cuh
+// ---- arithmetic, memory, tensor cores
 
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
 inline unsigned scale_and_add(unsigned a, unsigned b, unsigned c) { return a * b + c; }
@@ -74,7 +74,7 @@ inline void store_pair(void* to, unsigned low, unsigned high) {
     std::memcpy(to, both, 8);
 }
 
-// ---- octets.cuh, grad_sums.cu
+// ---- sums of rows
 
 inline unsigned load_shared_word(unsigned from) { return read_as<unsigned>(own_shared(from, 4)); }
 inline void load_transposed(unsigned (&m)[4], unsigned row, int num) {
