@@ -114,6 +114,16 @@ def test_it_measures_what_fires_as_profiled(monkeypatch):
     assert fired == pytest.approx(0.03, rel=0.2)
 
 
+def test_layers_of_which_nearly_as_many_neurons_fire_are_measured_once(monkeypatch):
+    ran = []
+    monkeypatch.setattr(routes, "_run", lambda layer, *args: ran.append(layer))
+    monkeypatch.setenv("TWELL_ROUTE", "twell")
+    one, other = LAYERS
+    near = replace(one, density=1.001 * one.density)
+    settled(layers=[one, near, other, one])
+    assert [layer.slots for layer in ran] == [one.slots, other.slots]
+
+
 @pytest.mark.parametrize("density", [0.0, 1.0])
 def test_layers_that_never_or_always_fire_are_measured_too(monkeypatch, density):
     ran = []

@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 from transformers import AutoTokenizer
 from transformers_judge import assert_as_transformers
 from vllm_installed import needs_vllm
 
 from twellctl.convert import convert
+from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.profile import profile
 
@@ -77,9 +80,8 @@ def test_compiled(exports, ask_vllm):
 
 
 def test_two_ranks(exports, ask_vllm):
-    """Of a model with biases: one rank alone may add that of down."""
-    settings = {"tensor_parallel_size": 2, "enforce_eager": True}
-    (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, **settings)
+    """Compiled, and of a model with biases: one rank alone may add that of down."""
+    (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, tensor_parallel_size=2)
     assert_over_twell(routes_told(log), ranks=2)
     assert_as_transformers(exports["llama"], answer["rows"])
 
@@ -104,6 +106,25 @@ def test_without_the_plugin_the_backend_computes_the_same(exports, ask_vllm):
     )
     assert routes_told(log) == []
     assert_as_transformers(exports["qwen2"], answer["rows"])
+
+
+def test_without_the_plugin_vllm_refuses_and_does_not_run_silu(exports, ask_vllm):
+    settings = {"enforce_eager": True, "variables": {"VLLM_PLUGINS": ""}}
+    _, log = ask_vllm(exports["llama"], prompts=PROMPTS, fails=True, **settings)
+    assert "Unsupported activation: relu" in log
+
+
+def test_ffns_of_another_make_are_refused():
+    """Where vLLM named its layers otherwise, they would go on running SiLU."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from twellctl.vllm.models import put_over_twell
+
+    silu = SiluAndMul.__new__(SiluAndMul)
+    nn.Module.__init__(silu)
+    config = SimpleNamespace(model_config=SimpleNamespace(model="some/model"))
+    with pytest.raises(TwellError, match=r"some/model: vLLM .* has FFNs that the plugin does not"):
+        put_over_twell(nn.Sequential(silu), {}, config)
 
 
 def test_a_family_without_a_class_says_that_it_runs_densely(make_export, ask_vllm):

@@ -48,7 +48,7 @@ class _OverTwell:
         )
         with _hidden_act(config, "silu"):  # the only one that these classes take
             build()
-        _put_over_twell(self, config.twell, vllm_config)
+        put_over_twell(self, config.twell, vllm_config)
 
 
 class _Densely:
@@ -75,7 +75,7 @@ def _hidden_act(config: Any, name: str) -> Iterator[None]:
         config.hidden_act = own
 
 
-def _put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:
+def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:
     """Change each gated FFN of `model` for one over TwELL."""
     ffns: dict[str, TwellFFN] = {}
 

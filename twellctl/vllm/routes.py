@@ -6,7 +6,7 @@ when the weights are there: over random weights of the same shapes that fire as 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -62,13 +62,18 @@ def settle(
     if device.type != "cuda":
         return Settled(True, "densely, in plain PyTorch: the kernels need an NVIDIA GPU")
     with reasons_said() as said:
-        for layer in dict.fromkeys(layers):
+        for layer in {_kind(layer): layer for layer in layers}.values():
             _run(layer, counts, device, dtype, sources)
     if said:
         return Settled(True, f"densely: {said[0]}")
     if (route := requested("auto")) != "auto":
         return Settled(route in _DENSE, f"on the route {route}, as TWELL_ROUTE says")
     return _measured(layers, graphs)
+
+
+def _kind(layer: Layer) -> Layer:
+    """What choices tell apart: of densities, steps."""
+    return replace(layer, density=density_bucket(layer.density))
 
 
 @torch.no_grad()
@@ -96,7 +101,7 @@ def _run(
 
 
 def _measured(layers: Sequence[Layer], graphs: bool) -> Settled:
-    kinds = {(layer.K, layer.N, layer.slots, density_bucket(layer.density)) for layer in layers}
+    kinds = {(kind.K, kind.N, kind.slots, kind.density) for kind in map(_kind, layers)}
     ways: dict[int, set[str]] = {}  # by the most tokens of a bucket
     for kind, choice in known_choices().items():
         if (kind.K, kind.N, kind.slots, kind.density) in kinds:
