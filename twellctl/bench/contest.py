@@ -10,7 +10,7 @@ from torch import Tensor
 from twellctl.bench.energy import Counter, energy_by_turns, open_counter
 from twellctl.bench.results import TWELL, Candidate, Outcome
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.here.machine import line
 
 MUST_RUN = "dense eager"
@@ -36,14 +36,6 @@ class Course:
     energy_seconds: float
     note: Callable[[str], None]
     progress: Callable[[int, int], None]
-
-
-def check_course(rounds: int, energy_seconds: float) -> None:
-    """`UsageError` for numbers that no contest can have."""
-    if rounds < 1:
-        raise UsageError(f"rounds must be >= 1, got {rounds}")
-    if not 0.5 <= energy_seconds <= 600:
-        raise UsageError(f"energy-seconds must be 0.5 to 600, got {energy_seconds:g}")
 
 
 def open_course(

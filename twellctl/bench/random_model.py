@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError, UsageError
@@ -30,7 +31,7 @@ BUILT_IN = {
     "vocab_size": 49152,
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_hidden_layers": 28,
+    "num_hidden_layers": LLAMA_LAYERS,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "max_position_embeddings": 131072,
@@ -100,15 +101,6 @@ class Shape:
             f"{(fixed + self.layers * layer) / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free on "
             f"this GPU: {advice}"
         )
-
-
-def refuse_shape(settings: Any) -> None:
-    """`UsageError` if `settings` with a `model` of the user's have a shape to make besides."""
-    for name in ("config", "layers"):
-        if settings.model is not None and getattr(settings, name) is not None:
-            raise UsageError(
-                f"{name} is of a random model: leave out MODEL and --data, or --{name}"
-            )
 
 
 def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape:

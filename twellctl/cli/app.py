@@ -12,10 +12,11 @@ import typer
 from twellctl import __version__
 from twellctl.cli import bench, interrupts
 from twellctl.cli.command import CONTEXT, ReaderLeft, command, show_help
-from twellctl.cli.recipe_flags import takes_recipe
+from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.bytecode import keep_bytecode
 from twellctl.screens import serving, ui
+from twellctl.training.recipe import Recipe
 
 MAKE, USE = "Make a model sparse", "Use it"
 app = typer.Typer(
@@ -68,7 +69,7 @@ def convert(
 
 
 @command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)
-@takes_recipe
+@takes(Recipe)
 def finetune(
     *,
     model: Annotated[
@@ -117,7 +118,7 @@ def finetune(
         model, out = None, Path(model)
     elif out is None:
         raise UsageError("no OUT: name the folder to write")
-    if more and ("data" not in flags or "eval_data" in flags):
+    if more and ("data" not in flags or "eval-data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
