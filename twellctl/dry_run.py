@@ -27,7 +27,6 @@ from transformers import TrainerCallback
 from twellctl.bench.ffn import bench_ffn
 from twellctl.bench.settings import FfnSettings
 from twellctl.errors import TwellError, UsageError
-from twellctl.finetune import build_trainer, for_model
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.models.shards import TensorInfo
@@ -40,6 +39,7 @@ from twellctl.text.data import (
     token_stream,
     write_tokens,
 )
+from twellctl.training.build import build_trainer, for_model
 from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
