@@ -35,9 +35,8 @@ from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.down_copies import is_little
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
-from twellctl.here.machine import line
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.data import read_texts, spread_windows, token_stream
@@ -179,10 +178,12 @@ def _run(
         raise
     except Exception as error:  # whatever a compiler, an allocator or the engine may say
         if not form.may_fail:
-            raise TwellError(f"{form.name} failed at batch {left[0]}: {line(error)}") from error
-        note(f"{form.name} is left out: {line(error)}")
+            raise TwellError(
+                f"{form.name} failed at batch {left[0]}: {first_line(error)}"
+            ) from error
+        note(f"{form.name} is left out: {first_line(error)}")
         for batch in left:
-            skipped[batch][form.name] = line(error)
+            skipped[batch][form.name] = first_line(error)
         return 0
 
 

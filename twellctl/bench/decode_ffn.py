@@ -30,7 +30,7 @@ from twellctl.bench.decode_forms import (
     why_no_few,
 )
 from twellctl.bench.dense_ffn import reference
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
 from twellctl.bench.settings import DecodeFfnSettings
 from twellctl.bench.synthetic import (
@@ -55,18 +55,17 @@ def bench_decode_ffn(
 ) -> Bench:
     """Measure each density at each batch; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     with torch.no_grad():
         note("the device's copy bandwidth")
-        bandwidth = copy_bandwidth(device)
+        bandwidth = copy_bandwidth(course.device)
         groups = tuple(
             (_called(settings, density), _points(settings, density, bandwidth, course))
             for density in settings.densities
         )
     return Bench(
         command="bench decode --ffn",
-        facts=device_facts(device) | {"bandwidth_gb_s": bandwidth / 1e9},
+        facts=device_facts(course.device) | {"bandwidth_gb_s": bandwidth / 1e9},
         settings=asdict(settings),
         groups=groups,
     )

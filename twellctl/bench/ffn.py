@@ -21,7 +21,7 @@ from twellctl.bench.contest import (
     relative_errors,
 )
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
 from twellctl.bench.settings import FfnSettings
 from twellctl.bench.synthetic import (
@@ -53,19 +53,17 @@ def bench_ffn(
 ) -> Bench:
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    energy_seconds = settings.energy_seconds if settings.energy else None
-    course = open_course(device, settings.rounds, energy_seconds, note, progress)
+    course = open_course(settings, note, progress)
     found: dict[float, list[Point]] = {density: [] for density in settings.densities}
     with torch.no_grad():
         for tokens in settings.tokens:
             with fresh_compiler():
-                dense = dense_ffns(dense_modes(device, settings.max_autotune))
+                dense = dense_ffns(dense_modes(course.device, settings.max_autotune))
                 for density, points in found.items():
                     points.append(_point(settings, tokens, density, dense, course))
     return Bench(
         command="bench ffn",
-        facts=device_facts(device),
+        facts=device_facts(course.device),
         settings=told(settings),
         groups=tuple((_called(settings, d), tuple(points)) for d, points in found.items()),
     )

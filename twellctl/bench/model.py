@@ -25,7 +25,7 @@ from twellctl.bench.contest import (
     relative_errors,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.device import device_facts, free_memory, model_facts
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
 from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
@@ -58,11 +58,9 @@ def bench_model(
     """Measure each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     shape = None if settings.model else _shape(settings)
-    device = bench_device(settings.device)
-    energy_seconds = settings.energy_seconds if settings.energy else None
-    course = open_course(device, settings.rounds, energy_seconds, note, progress)
+    course = open_course(settings, note, progress)
     with torch.no_grad():
-        subject = _open(settings, shape, device, note)
+        subject = _open(settings, shape, course.device, note)
         without_mask(subject.body, settings.seq_len)
         note("counting what fires")
         measured, unions = count_fired(subject)
@@ -79,7 +77,7 @@ def bench_model(
             lambda route: last_hidden(
                 twell_twin(subject.body, numbers, route), subject.counted[:1, :8]
             ),
-            device,
+            course.device,
         )
         about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
         points = tuple(
@@ -88,7 +86,7 @@ def bench_model(
     random = "" if settings.model else f" (random, {subject.described['layers']} layers)"
     return Bench(
         command="bench model",
-        facts=device_facts(device) | {"model": subject.described},
+        facts=device_facts(course.device) | {"model": subject.described},
         settings=asdict(settings),
         groups=((f"this model{random}", points),),
     )

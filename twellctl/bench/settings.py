@@ -68,8 +68,9 @@ def _energy_seconds(default: float) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all commands have."""
+    """What all commands have; `energy` is measured by those that have a setting for it."""
 
+    energy, energy_seconds = False, 0.0
     seed: int = setting(0, "Seed of everything drawn.", last=True)
     device: str | None = setting(
         None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True

@@ -21,7 +21,7 @@ from twellctl.bench.contest import (
     relative_error,
 )
 from twellctl.bench.dense_ffn import fresh_compiler
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.peak_memory import passes_memory
 from twellctl.bench.results import Point
 from twellctl.bench.settings import TrainFfnSettings
@@ -58,18 +58,17 @@ def bench_train_ffn(
 ) -> TrainBench:
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     groups = []
     for tokens in settings.tokens:
         with fresh_compiler():
-            dense = dense_forms(device)
+            dense = dense_forms(course.device)
             for density in settings.densities:
                 point = _point(settings, tokens, density, dense, course)
                 groups.append((_called(settings, tokens), (point,)))
     return TrainBench(
         command="bench train",
-        facts=device_facts(device),
+        facts=device_facts(course.device),
         settings=told(settings),
         groups=tuple(groups),
     )

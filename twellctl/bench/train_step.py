@@ -26,7 +26,7 @@ from twellctl.bench.contest import (
     relative_error,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.device import device_facts, free_memory, model_facts
 from twellctl.bench.peak_memory import step_memory
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Point
@@ -56,8 +56,7 @@ def bench_train_step(
     """Measure steps with and without checkpointing; `note` is told what comes. `TwellError`."""
     settings.check()
     shape = _shape(settings)
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     subject = _open(settings, shape, course)
     course.note("reference in float32")
     expected = _reference(subject)
@@ -68,7 +67,7 @@ def bench_train_step(
         groups.append((_called(shape, checkpointing == "on"), (point,)))
     return TrainBench(
         command="bench train --model",
-        facts=device_facts(device) | {"model": subject.described},
+        facts=device_facts(course.device) | {"model": subject.described},
         settings=asdict(settings),
         groups=tuple(groups),
     )
