@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_config_file, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
 
@@ -109,8 +109,6 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
     None is a Llama of 1.5B. `layers` are taken in the place of the config's. The model's context is
     cut to `context` tokens, which tables and caches are made for. `TwellError` names what is wrong.
     """
-    if layers is not None and layers < 1:
-        raise UsageError(f"layers must be >= 1, got {layers}")
     name, given = "random Llama", BUILT_IN
     if config is not None:
         name, given = config, open_config_file(config)[1]

@@ -101,7 +101,7 @@ class SpreadRows(FfnShape):
 
     def check(self) -> None:
         super().check()
-        if self.spread != "even" and (most := max(self.densities)) > 0.4:
+        if self.spread != "even" and (most := max(self.densities, default=0)) > 0.4:
             raise UsageError(f"a {self.spread} spread needs a density up to 0.4, got {most:g}")
 
 
