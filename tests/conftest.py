@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from twellctl.cli.app import main
+from twellctl.cli.main import main
 from twellctl.convert import convert
 from twellctl.models.loading import quiet_transformers
 from twellctl.screens import activity

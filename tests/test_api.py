@@ -79,7 +79,7 @@ def test_keywords_win_over_a_recipe(tmp_path):
     ("recipe", "settings", "said"),
     [
         (None, {"target_sparsty": 0.9}, "unknown key target-sparsty, did you mean target-sparsity"),
-        (None, {"target_sparsity": 2}, "target-sparsity must be < 1, got 2"),
+        (None, {"target_sparsity": 2}, "target-sparsity must be > 0 and < 1, got 2"),
         ({"data": ["a"]}, {}, "single settings are keywords"),
         (Recipe(), {}, "no text to train on"),
     ],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
 from twellctl.bench import decode_runs as runs
-from twellctl.bench.decode import DecodeSettings, bench_decode
+from twellctl.bench.decode import bench_decode
 from twellctl.bench.decode_forms import (
     copy_bandwidth,
     ffn_bytes,
@@ -22,6 +22,7 @@ from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.settings import DecodeSettings
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
@@ -259,8 +260,8 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     short.write_text("def f(): pass\n" * 4)
     for settings, sentence in [
         ({"model": str(relu_llama)}, "give --data FILE with it, or neither"),
-        ({"batches": (0,)}, "batch must be 1 to 64, got 0"),
-        ({"batches": (1, 65)}, "batch must be 1 to 64, got 65"),
+        ({"batches": (0,)}, "batch must be >= 1 and <= 64, got 0"),
+        ({"batches": (1, 65)}, "batch must be >= 1 and <= 64, got 65"),
         ({"prompt_tokens": 0}, "prompt-tokens must be >= 1, got 0"),
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
@@ -269,7 +270,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
             {"model": str(relu_llama), "data": (str(text_file),)},
             "config is of a random model: leave out MODEL and --data, or --config",
         ),
-        ({"densities": (0.0,)}, "density must lie above 0"),
+        ({"densities": (0.0,)}, "density must be > 0"),
         (
             {"batches": (64,), "densities": (0.3,)},
             "new-tokens must be more for 64 rows, of 15 steps all went together in 0",

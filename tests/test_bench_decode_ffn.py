@@ -70,8 +70,8 @@ def test_one_ffn_alone(cli):
     ("words", "sentence"),
     [
         (["--hidden-size", "100"], "hidden-size must be a multiple of 64, got 100"),
-        (["--batch", "65"], "batch must be 1 to 64, got 65"),
-        (["--density", "2"], "density must lie above 0 and be at most 1, got 2"),
+        (["--batch", "65"], "batch must be >= 1 and <= 64, got 65"),
+        (["--density", "2"], "density must be > 0 and <= 1, got 2"),
         (["--rounds", "0"], "rounds must be >= 1, got 0"),
     ],
 )

@@ -12,10 +12,11 @@ from twellctl.bench.contest import relative_error
 from twellctl.bench.peak_memory import MIB, passes_memory, step_memory
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Candidate, Outcome, Point
+from twellctl.bench.settings import TrainFfnSettings, TrainStepSettings
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
-from twellctl.bench.train_ffn import TrainFfnSettings, bench_train_ffn
+from twellctl.bench.train_ffn import bench_train_ffn
 from twellctl.bench.train_results import TrainBench, train_sentence
-from twellctl.bench.train_step import TrainStepSettings, bench_train_step
+from twellctl.bench.train_step import bench_train_step
 from twellctl.errors import TwellError, UsageError
 
 TINY = ("--device", "cpu", "--hidden-size", "256", "--intermediate-size", "512", "--rounds", "1")
@@ -318,15 +319,15 @@ def test_tokens_that_are_alike_are_refused(monkeypatch):
     [
         (["--hidden-size", "100"], "hidden-size must be a multiple of 64, got 100"),
         (["--tokens", "0"], "tokens must be >= 1, got 0"),
-        (["--density", "1.5"], "density must lie above 0 and be at most 1, got 1.5"),
-        (["--spread", "odd"], "spread must be one of even, lognormal, heavy, got 'odd'"),
+        (["--density", "1.5"], "density must be > 0 and <= 1, got 1.5"),
+        (["--spread", "odd"], "spread must be even, lognormal or heavy, got 'odd'"),
         (["--rounds", "0"], "rounds must be >= 1, got 0"),
         (["--layers", "2"], "--layers does not go with this: give --model, too"),
         (["--param-dtype", "float32"], "--param-dtype does not go with this: give --model"),
         (["--model", "--tokens", "9"], "--tokens does not go with this: leave out --model"),
         (["--model", "--spread", "even"], "--spread does not go with this: leave out --model"),
         (["--model", "--density", "0.1", "--density", "0.2"], "density is given once with --model"),
-        (["--model", "--density", "0"], "density must lie above 0"),
+        (["--model", "--density", "0"], "density must be > 0"),
         (["--model", "--batch", "0"], "batch must be >= 1, got 0"),
         (["--model", "--seq-len", "1"], "seq-len must be >= 2, got 1"),
         (["--model", "--layers", "0"], "layers must be >= 1"),
@@ -335,8 +336,8 @@ def test_tokens_that_are_alike_are_refused(monkeypatch):
             ["--model", "--config", TINY_CONFIG, "--seq-len", "4096"],
             "seq-len must be 2 to 2048, the context of",
         ),
-        (["--model", "--checkpointing", "yes"], "checkpointing must be off, on or both, got yes"),
-        (["--model", "--param-dtype", "int8"], "param-dtype must be one of float32, bfloat16"),
+        (["--model", "--checkpointing", "yes"], "checkpointing must be off or on, got 'yes'"),
+        (["--model", "--param-dtype", "int8"], "param-dtype must be float32 or bfloat16"),
         (["--model", "--rounds", "0"], "rounds must be >= 1, got 0"),
         (["--device", "tpu"], "device must be cuda, cuda:1 and so on, or cpu, got 'tpu'"),
     ],

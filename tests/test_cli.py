@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from twellctl.screens import ui
-from twellctl.training.recipe import Recipe, flag_name
+from twellctl.settings import flag_name
+from twellctl.training.recipe import Recipe
 
 COMMANDS = (
     "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",

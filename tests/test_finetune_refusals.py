@@ -16,9 +16,10 @@ from transformers import TrainerCallback
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
-from twellctl.finetune import LEEWAY, FineTuned, finetune
+from twellctl.finetune import FineTuned, finetune
 from twellctl.screens import ui
 from twellctl.training import runs
+from twellctl.training.build import LEEWAY
 from twellctl.training.l1_schedule import TargetL1
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder

@@ -8,7 +8,7 @@ import pytest
 from finetune_runs import InterruptAt, assert_same_weights, small
 
 from twellctl.errors import TwellError
-from twellctl.files.workspace import room_beside
+from twellctl.files.workspace import workspace_beside
 from twellctl.finetune import Interrupted, finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.profile import profile
@@ -141,7 +141,7 @@ def test_a_profile_replaces_only_a_profile(cli, relu_llama, text_file, tmp_path)
     for _ in range(2):
         assert cli(*words, tmp_path / "profile.json")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json", "text.jsonl"]
-    with room_beside(tmp_path / "profile.json"):
+    with workspace_beside(tmp_path / "profile.json"):
         code, _, err = cli(*words, tmp_path / "profile.json")
     assert code == 1
     assert "another twellctl" in err[-1]

@@ -87,13 +87,13 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
         ("l1", "fast", "must be a number, got 'fast'"),
         ("l1", "null", "must be a number, got None"),
         ("seed", "1" + "0" * 400, "must be finite"),
-        ("seed", "4294967296", "must be <= 4294967295"),
+        ("seed", "4294967296", "must be >= 0 and <= 4294967295"),
         ("seq-len", "7", "must be >= 8"),
         ("seq-len", "64.5", "must be a whole number"),
-        ("eval-fraction", "1", "must be < 1"),
-        ("target-sparsity", "0", "must be > 0"),
-        ("target-sparsity", "1", "must be < 1"),
-        ("teacher-weight", "1.1", "must be <= 1"),
+        ("eval-fraction", "1", "must be >= 0 and < 1"),
+        ("target-sparsity", "0", "must be > 0 and < 1"),
+        ("target-sparsity", "1", "must be > 0 and < 1"),
+        ("teacher-weight", "1.1", "must be >= 0 and <= 1"),
         ("max-steps", "0", "must be >= 1"),
         ("lora-ffn", "1", "must be true or false"),
         ("l1-schedule", "linear", "must be target or constant, got 'linear'"),
@@ -113,7 +113,7 @@ def test_all_errors_at_once(write):
     for key in ("l1 must", "seq-len must", "unknown key shuffle", "batch-size", "target-sparsity"):
         assert key in text
     text = refusal(UsageError, None, batch_size=0, target_sparsity=2.0)
-    assert text == "batch-size must be >= 1, got 0; target-sparsity must be < 1, got 2.0"
+    assert text == "batch-size must be >= 1, got 0; target-sparsity must be > 0 and < 1, got 2.0"
 
 
 def test_settings_that_exclude_each_other(write):

@@ -12,16 +12,16 @@ from twellctl.bench import energy, timing
 from twellctl.bench.contest import Contender, hold, open_course, relative_errors
 from twellctl.bench.energy import joules_per_call, open_counter
 from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.settings import FfnSettings
 from twellctl.bench.timing import Timer, by_turns
 from twellctl.errors import TwellError
 
 CPU = torch.device("cpu")
 
 
-def course(**changes):
-    return open_course(
-        CPU, changes.get("rounds", 1), None, lambda text: None, lambda done, total: None
-    )
+def course(rounds: int = 1):
+    settings = FfnSettings(device="cpu", rounds=rounds)
+    return open_course(settings, lambda text: None, lambda done, total: None)
 
 
 class Recorded:

@@ -6,10 +6,10 @@ from twellctl.cli import interrupts
 
 
 def main() -> None:
-    """`cli.app.main`, imported where Ctrl-C is heeded already."""
+    """`cli.main.main`, imported where Ctrl-C is heeded already."""
     interrupts.heed()
     try:
-        from twellctl.cli.app import main as run
+        from twellctl.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

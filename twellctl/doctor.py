@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, first_line
+from twellctl.files.strict_json import read_json
 from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
 from twellctl.here.machine import (
     Finding,
@@ -13,12 +14,10 @@ from twellctl.here.machine import (
     find_driver,
     find_gpu,
     find_libraries,
-    line,
     torch_cuda,
 )
 from twellctl.here.resources import bundle_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.shards import read_json
 from twellctl.vllm.installed import find_vllm
 
 
@@ -97,7 +96,7 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
 
         bundle, ours = read_bundle(checkpoint.path), make_bundle(bundle_files())
     except ImportError as error:
-        return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {line(error)}")
+        return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {first_line(error)}")
     except ValueError as error:
         return Finding("bundle", "bad", str(error))
     if not named:

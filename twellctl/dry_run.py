@@ -24,12 +24,13 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from twellctl.bench.ffn import FfnSettings, bench_ffn
+from twellctl.bench.ffn import bench_ffn
+from twellctl.bench.settings import FfnSettings
 from twellctl.errors import TwellError, UsageError
-from twellctl.finetune import build_trainer, for_model
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.models.shards import TensorInfo
+from twellctl.settings import flag_name
 from twellctl.text.data import (
     Blocks,
     read_blocks,
@@ -38,9 +39,10 @@ from twellctl.text.data import (
     token_stream,
     write_tokens,
 )
+from twellctl.training.build import build_trainer, for_model
 from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.progress import Progress
-from twellctl.training.recipe import Recipe, flag_name
+from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
@@ -318,10 +320,16 @@ def _speedup(checkpoint: Checkpoint, density: float) -> float | None:
     """Of one FFN over dense, where the kernels run."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
-    shape = (checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
-    how = {"tokens": (PROBED_TOKENS,), "densities": (density,), "max_autotune": False, "rounds": 5}
+    settings = FfnSettings(
+        hidden_size=checkpoint.ffn.hidden_size,
+        intermediate_size=checkpoint.ffn.intermediate_size,
+        tokens=(PROBED_TOKENS,),
+        densities=(density,),
+        max_autotune=False,
+        rounds=5,
+    )
     try:
-        ((_, (point,)),) = bench_ffn(FfnSettings(*shape, **how)).groups
+        ((_, (point,)),) = bench_ffn(settings).groups
     except TwellError:
         return None
     return point.over_dense(point.twell)

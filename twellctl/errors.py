@@ -30,6 +30,12 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, where what follows is a trace; else its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def shown(value: object) -> str:
     """A value for a message: its repr, bounded however large or deep the value is."""
     return _shown.repr(value)

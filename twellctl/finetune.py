@@ -7,8 +7,6 @@ OUT appears when the run is complete.
 import collections
 import contextlib
 import dataclasses
-import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch._dynamo.exc import TorchDynamoException
-from transformers import PreTrainedModel
-from transformers.trainer_callback import PrinterCallback
 
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.files.outputs import Claim, check_inputs, claimed
@@ -31,24 +27,13 @@ from twellctl.models.card import write_card
 from twellctl.models.carried import REPORT_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import (
-    checkpoint_activations,
-    in_autocast_dtype,
-    load_model,
     load_tokenizer,
     quiet_compiler,
     quiet_transformers,
-    without_mask,
 )
-from twellctl.text.data import Blocks
-from twellctl.training.arguments import micro_batch, trainer_arguments
-from twellctl.training.from_scratch import check_from_scratch
+from twellctl.training.arguments import micro_batch
+from twellctl.training.build import build_trainer, for_model
 from twellctl.training.history import METRICS_FILE, History
-from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
-from twellctl.training.layer_routes import LayerRoutes
-from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
-from twellctl.training.lora import with_lora
-from twellctl.training.optimizer import make_optimizer, slow_on_cpu
-from twellctl.training.priced_gates import PricedGates
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
@@ -68,13 +53,11 @@ from twellctl.training.runs import (
     run_blocks,
     run_inputs,
 )
-from twellctl.training.sparsity import FfnPenalty
-from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
+from twellctl.training.teacher import choose_teacher
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
-LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -185,28 +168,6 @@ def _finetune(
     return result
 
 
-def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
-    if not checkpoint.shards:
-        check_from_scratch(recipe)
-    longest = checkpoint.config.get("max_position_embeddings") or math.inf
-    if recipe.seq_len is not None and recipe.seq_len > longest:
-        raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
-    penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
-    return dataclasses.replace(
-        recipe,
-        compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
-        penalty=penalty,
-        seq_len=recipe.seq_len or min(1024, longest),
-        learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
-    )
-
-
-def _compiles(recipe: Recipe) -> bool:
-    one_process = os.environ.get("WORLD_SIZE", "1") == "1"
-    return torch.cuda.is_available() and one_process and not recipe.lora_rank
-
-
 def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
     """Call `prepare` in the first process while the others wait; what it raises, all raise.
 
@@ -223,92 +184,6 @@ def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
     if failure[0] is not None:
         raise failure[0]
     return made
-
-
-def build_trainer(
-    checkpoint: Checkpoint,
-    teacher: Teacher | None,
-    recipe: Recipe,
-    run: Path,
-    blocks: tuple[Blocks, Blocks | None],
-    progress: Progress,
-) -> SparseTrainer:
-    """All that a run trains with, loaded; `recipe` is one that `for_model` has completed."""
-    train, held_out = blocks
-    dtype = getattr(torch, recipe.param_dtype)
-    torch.manual_seed(recipe.seed)
-    model = load_model(checkpoint, dtype=dtype)
-    without_mask(model, recipe.seq_len)
-    model.config.use_cache = False
-    if recipe.lora_rank:
-        model = with_lora(model, recipe)
-    else:
-        model.requires_grad_(True)
-    soften = recipe.soften if is_fresh(checkpoint) and recipe.penalty == "count" else 0.0
-    progress.doing("looking at what the layers read")
-    penalty = _penalty(model, recipe, train, soften)
-    if recipe.gradient_checkpointing:
-        checkpoint_activations(model)
-    model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
-    arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
-    num_gpus = torch.cuda.device_count()
-    if arguments.world_size == 1 < num_gpus:
-        progress.note(
-            f"on one of {num_gpus} GPUs; on all: torchrun --nproc-per-node {num_gpus} -m twellctl "
-            "finetune ..."
-        )
-    if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
-        progress.note(said)
-    taught_by = teacher and teacher.load()
-    if taught_by is not None:
-        without_mask(taught_by, recipe.seq_len)
-    states = None
-    if taught_by is not None and recipe.state_weight and comparable(model, taught_by):
-        states = LayerStates(model, taught_by, recipe.state_weight)
-    trainer = SparseTrainer(
-        penalty=penalty,
-        schedule=_schedule(recipe, checkpoint.ffn.intermediate_size, arguments.max_steps),
-        teacher=taught_by,
-        teacher_weight=recipe.teacher_weight,
-        states=states,
-        routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
-        soften=soften,
-        leeway=0.0 if is_fresh(checkpoint) else LEEWAY,
-        compiled=recipe.compile,
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=held_out,
-        optimizers=(make_optimizer(model, penalty.gates, arguments, recipe.optimizer), None),
-    )
-    if recipe.compile:  # within a checkpoint a compiled layer may not say what fired
-        parts = penalty.ffns if recipe.gradient_checkpointing else ffn_layers(model)
-        for part in [*parts, *(ffn_layers(taught_by) if taught_by else [])]:
-            part.forward = torch.compile(part.forward, dynamic=False)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(progress.callback(trainer, recipe, checkpoint.ffn.intermediate_size))
-    return trainer
-
-
-def _penalty(
-    model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float
-) -> PricedGates | FfnPenalty:
-    if recipe.penalty == "count":
-        gates = PricedGates(model, recipe.l1_normalizer)
-        gates.width = 1.0 if soften else None
-        device = model.device
-        batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            gates.find_directions(model.train(), batches)
-        return gates
-    return FfnPenalty(model, recipe.l1_normalizer, compiled=bool(recipe.compile))
-
-
-def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | TargetL1:
-    if recipe.l1_schedule == "constant":
-        return ConstantL1(recipe.l1)
-    ceiling = MAX_L1 * (num_neurons if recipe.l1_normalizer == "mean" else 1)
-    return TargetL1(recipe.l1, 1 - recipe.target_sparsity, num_steps, ceiling)
 
 
 def _train(

@@ -1,13 +1,13 @@
 """finetune on a GPU: compiled layers give what the plain ones give."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
 
 from twellctl.convert import convert
 from twellctl.finetune import finetune
+from twellctl.training import build
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
@@ -26,7 +26,7 @@ def test_compiled_is_as_plain(make_model, text_file, tmp_path, monkeypatch, bf16
     gradient is the teacher's rounding alone, and the optimizer makes whole steps of it.
     """
     if not bf16:
-        monkeypatch.setattr(sys.modules["twellctl.finetune"], "trainer_arguments", _in_float32)
+        monkeypatch.setattr(build, "trainer_arguments", _in_float32)
     settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
     convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}

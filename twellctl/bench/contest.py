@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twellctl.bench.device import bench_device
 from twellctl.bench.energy import Counter, energy_by_turns, open_counter
 from twellctl.bench.results import TWELL, Candidate, Outcome
+from twellctl.bench.settings import Settings
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
-from twellctl.errors import TwellError, UsageError
-from twellctl.here.machine import line
+from twellctl.errors import TwellError, first_line
 
 MUST_RUN = "dense eager"
 SMALL_ROW = 0.1  # of the median norm
@@ -38,24 +39,13 @@ class Course:
     progress: Callable[[int, int], None]
 
 
-def check_course(rounds: int, energy_seconds: float) -> None:
-    """`UsageError` for numbers that no contest can have."""
-    if rounds < 1:
-        raise UsageError(f"rounds must be >= 1, got {rounds}")
-    if not 0.5 <= energy_seconds <= 600:
-        raise UsageError(f"energy-seconds must be 0.5 to 600, got {energy_seconds:g}")
-
-
 def open_course(
-    device: torch.device,
-    rounds: int,
-    energy_seconds: float | None,
-    note: Callable[[str], None],
-    progress: Callable[[int, int], None],
+    settings: Settings, note: Callable[[str], None], progress: Callable[[int, int], None]
 ) -> Course:
-    """A course on `device`; `energy_seconds` None leaves energy out. Raises `TwellError`."""
-    counter = None if energy_seconds is None else open_counter(device)
-    return Course(device, rounds, counter, energy_seconds or 0.0, note, progress)
+    """A course of `settings.rounds` on their device, with energy if they say so. `TwellError`."""
+    device = bench_device(settings.device)
+    counter = open_counter(device) if settings.energy else None
+    return Course(device, settings.rounds, counter, settings.energy_seconds, note, progress)
 
 
 def hold(
@@ -91,8 +81,8 @@ def hold(
             raise
         except Exception as error:  # whatever a compiler may say
             if contender.kind == TWELL or name == MUST_RUN:
-                raise TwellError(f"{name} failed ({what}): {line(error)}") from error
-            skipped[name] = line(error)
+                raise TwellError(f"{name} failed ({what}): {first_line(error)}") from error
+            skipped[name] = first_line(error)
             course.note(f"{name} is left out: {skipped[name]}")
     samples = by_turns(timers, course.rounds, course.progress)
     joules: dict[str, float] = {}

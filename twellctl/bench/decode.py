@@ -27,17 +27,16 @@ from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts, total_memory
-from twellctl.bench.random_model import Shape, make_model, open_shape, refuse_shape
+from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL
-from twellctl.bench.synthetic import EVEN, check_union
+from twellctl.bench.settings import DecodeSettings
+from twellctl.bench.synthetic import check_union
 from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.down_copies import is_little
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
-from twellctl.here.machine import line
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.data import read_texts, spread_windows, token_stream
@@ -46,61 +45,6 @@ CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 8192
 FFN_SAMPLES = 5
 DTYPE = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class DecodeSettings:
-    """What to measure: `model` on prompts from `data`, or without them a random model a density.
-
-    The random one has the shape of `config` (None: a Llama of 1.5B), with `layers` layers if given.
-
-    `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
-    count.
-    """
-
-    model: str | None = None
-    data: tuple[str, ...] = ()
-    text_column: str = "text"
-    batches: tuple[int, ...] = (1, 16)
-    prompt_tokens: int = 64
-    new_tokens: int = 160
-    generate: bool = True
-    generate_static: bool = False
-    config: str | None = None
-    layers: int | None = None
-    densities: tuple[float, ...] = (0.02,)
-    seed: int = 0
-    device: str | None = None
-
-    @property
-    def timed_steps(self) -> int:
-        return self.new_tokens * 4 // 5
-
-    @property
-    def length(self) -> int:
-        return self.prompt_tokens + self.new_tokens
-
-    def check_context(self, context: int) -> None:
-        """`UsageError` unless a text is no longer than the model's `context`."""
-        if self.length > context:
-            raise UsageError(
-                f"prompt-tokens and new-tokens must be {context} at most together, the context, "
-                f"got {self.prompt_tokens} and {self.new_tokens}"
-            )
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        if (self.model is None) != (not self.data):
-            raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
-        if bad := [batch for batch in self.batches if not 1 <= batch <= FEW_TOKENS]:
-            raise UsageError(f"batch must be 1 to {FEW_TOKENS}, got {bad[0]}")
-        if self.prompt_tokens < 1:
-            raise UsageError(f"prompt-tokens must be >= 1, got {self.prompt_tokens}")
-        if self.new_tokens < 10:
-            raise UsageError(f"new-tokens must be >= 10, got {self.new_tokens}")
-        refuse_shape(self)
-        for density in self.densities:
-            EVEN.check(density)
 
 
 def bench_decode(
@@ -234,10 +178,12 @@ def _run(
         raise
     except Exception as error:  # whatever a compiler, an allocator or the engine may say
         if not form.may_fail:
-            raise TwellError(f"{form.name} failed at batch {left[0]}: {line(error)}") from error
-        note(f"{form.name} is left out: {line(error)}")
+            raise TwellError(
+                f"{form.name} failed at batch {left[0]}: {first_line(error)}"
+            ) from error
+        note(f"{form.name} is left out: {first_line(error)}")
         for batch in left:
-            skipped[batch][form.name] = line(error)
+            skipped[batch][form.name] = first_line(error)
         return 0
 
 

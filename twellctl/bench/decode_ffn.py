@@ -7,7 +7,7 @@ which this device copies.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from twellctl.bench.contest import (
     Contender,
     Course,
-    check_course,
     hold,
     open_course,
     relative_errors,
@@ -31,46 +30,22 @@ from twellctl.bench.decode_forms import (
     why_no_few,
 )
 from twellctl.bench.dense_ffn import reference
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.settings import DecodeFfnSettings
 from twellctl.bench.synthetic import (
     EVEN,
     FfnWeights,
-    check_sizes,
     check_union,
     make_rows,
     make_weights,
     rotated_weights,
 )
-from twellctl.bundle.twell_few import FEW_TOKENS
-from twellctl.errors import UsageError
 from twellctl.firing.counts import Union, UnionCount
 
 COPIES = 12  # at least, where the memory allows
 COUNTED_ROWS = 8192
 DTYPE = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class DecodeFfnSettings:
-    """What to measure: each density at each of `batches`, tokens of one step."""
-
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    batches: tuple[int, ...] = (1, 4, 16, 64)
-    densities: tuple[float, ...] = (0.005, 0.05)
-    rounds: int = 11
-    seed: int = 0
-    device: str | None = None
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        check_sizes(self.hidden_size, self.intermediate_size)
-        if bad := [batch for batch in self.batches if not 1 <= batch <= FEW_TOKENS]:
-            raise UsageError(f"batch must be 1 to {FEW_TOKENS}, got {bad[0]}")
-        for density in self.densities:
-            EVEN.check(density)
-        check_course(self.rounds, 1.0)
 
 
 def bench_decode_ffn(
@@ -80,18 +55,17 @@ def bench_decode_ffn(
 ) -> Bench:
     """Measure each density at each batch; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     with torch.no_grad():
         note("the device's copy bandwidth")
-        bandwidth = copy_bandwidth(device)
+        bandwidth = copy_bandwidth(course.device)
         groups = tuple(
             (_called(settings, density), _points(settings, density, bandwidth, course))
             for density in settings.densities
         )
     return Bench(
         command="bench decode --ffn",
-        facts=device_facts(device) | {"bandwidth_gb_s": bandwidth / 1e9},
+        facts=device_facts(course.device) | {"bandwidth_gb_s": bandwidth / 1e9},
         settings=asdict(settings),
         groups=groups,
     )

@@ -7,7 +7,7 @@ the norm has just written them.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,74 +16,34 @@ from torch import Tensor
 from twellctl.bench.contest import (
     Contender,
     Course,
-    check_course,
     hold,
     open_course,
     relative_errors,
 )
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.settings import FfnSettings
 from twellctl.bench.synthetic import (
-    EVEN,
     FfnWeights,
-    Spread,
-    as_json,
-    check_sizes,
     make_rows,
     make_weights,
     measure_firing,
     rotated_weights,
+    spread_of,
+    told,
 )
 from twellctl.bench.twell_side import (
     as_loaded,
-    check_routes,
     ffn_over_twell,
     require_kernels,
     routes_taken,
     twell_name,
 )
-from twellctl.bundle.twell_config import TILE
-from twellctl.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REFERENCE_ROWS = 512
 PROFILED_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class FfnSettings:
-    """What to measure. `slots` None are those that `twellctl profile` would choose."""
-
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    tokens: tuple[int, ...] = (131072, 2048, 256)
-    densities: tuple[float, ...] = (0.005, 0.01, 0.02)
-    spread: Spread = EVEN
-    bias: bool = False
-    dtype: str = "bf16"
-    routes: tuple[str, ...] = ("auto",)
-    slots: int | None = None
-    rounds: int = 11
-    max_autotune: bool = True
-    energy: bool = False
-    energy_seconds: float = 2.0
-    seed: int = 0
-    device: str | None = None
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        check_sizes(self.hidden_size, self.intermediate_size)
-        if bad := [count for count in self.tokens if count < 1]:
-            raise UsageError(f"tokens must be >= 1, got {bad[0]}")
-        for density in self.densities:
-            self.spread.check(density)
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        check_routes(self.routes)
-        if self.slots is not None and not 1 <= self.slots <= TILE:
-            raise UsageError(f"slots must be 1 to {TILE}, got {self.slots}")
-        check_course(self.rounds, self.energy_seconds)
 
 
 def bench_ffn(
@@ -93,20 +53,18 @@ def bench_ffn(
 ) -> Bench:
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    energy_seconds = settings.energy_seconds if settings.energy else None
-    course = open_course(device, settings.rounds, energy_seconds, note, progress)
+    course = open_course(settings, note, progress)
     found: dict[float, list[Point]] = {density: [] for density in settings.densities}
     with torch.no_grad():
         for tokens in settings.tokens:
             with fresh_compiler():
-                dense = dense_ffns(dense_modes(device, settings.max_autotune))
+                dense = dense_ffns(dense_modes(course.device, settings.max_autotune))
                 for density, points in found.items():
                     points.append(_point(settings, tokens, density, dense, course))
     return Bench(
         command="bench ffn",
-        facts=device_facts(device),
-        settings=asdict(settings) | {"spread": as_json(settings.spread)},
+        facts=device_facts(course.device),
+        settings=told(settings),
         groups=tuple((_called(settings, d), tuple(points)) for d, points in found.items()),
     )
 
@@ -173,10 +131,10 @@ def _inputs(
     K, N = settings.hidden_size, settings.intermediate_size
     made = {"dtype": DTYPES[settings.dtype], "generator": generator}
     weights = make_weights(K, N, density, bias=settings.bias, **made)
-    x = make_rows(tokens, K, density, settings.spread, **made)
+    x = make_rows(tokens, K, density, spread_of(settings), **made)
     fired = profiled = measure_firing(x, weights)
     if tokens < PROFILED_ROWS:  # a profile knows the model, and not these few rows
-        more = make_rows(PROFILED_ROWS, K, density, settings.spread, **made)
+        more = make_rows(PROFILED_ROWS, K, density, spread_of(settings), **made)
         profiled = measure_firing(more, weights)
     slots = settings.slots or profiled["slots"]
     return Inputs(x, weights, fired, slots, profiled["density"])
@@ -184,6 +142,6 @@ def _inputs(
 
 def _called(settings: FfnSettings, density: float) -> str:
     K, N = settings.hidden_size, settings.intermediate_size
-    more = settings.spread.describe()
+    more = spread_of(settings).describe()
     spread = f" ({more})" if more else ""
     return f"this FFN of {K} x {N} at {density:.2%} density{spread}"

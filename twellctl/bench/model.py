@@ -20,19 +20,18 @@ from twellctl.bench.body import about_layers, last_hidden
 from twellctl.bench.contest import (
     Contender,
     Course,
-    check_course,
     hold,
     open_course,
     relative_errors,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
-from twellctl.bench.random_model import Shape, make_model, open_shape, refuse_shape
+from twellctl.bench.device import device_facts, free_memory, model_facts
+from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
-from twellctl.bench.synthetic import EVEN, check_union
+from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
+from twellctl.bench.synthetic import check_union
 from twellctl.bench.twell_side import (
     TwellNumbers,
-    check_routes,
     require_kernels,
     routes_taken,
     twell_name,
@@ -40,7 +39,7 @@ from twellctl.bench.twell_side import (
 )
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.firing.counts import Union, count_layers
 from twellctl.firing.profiled import LayerProfile
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -49,57 +48,6 @@ from twellctl.text.data import read_texts, spread_windows, token_stream
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
-LAYERS = 38  # of the random model without a config: 2B
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """What to measure: `model` on the text of `data`, or without them a random model.
-
-    The random one has the shape of `config` (None: a Llama of 2B), with `layers` layers if given.
-    `tokens` are those of one prefill, in sequences of `seq_len`, or in one shorter sequence.
-    """
-
-    model: str | None = None
-    data: tuple[str, ...] = ()
-    text_column: str = "text"
-    tokens: tuple[int, ...] = (131072, 256)
-    seq_len: int = 2048
-    config: str | None = None
-    layers: int | None = None
-    density: float = 0.005
-    routes: tuple[str, ...] = ("auto",)
-    rounds: int = 5
-    max_autotune: bool = False
-    energy: bool = False
-    energy_seconds: float = 6.0
-    seed: int = 0
-    device: str | None = None
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        if (self.model is None) != (not self.data):
-            raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
-        if self.seq_len < 1:
-            raise UsageError(f"seq-len must be >= 1, got {self.seq_len}")
-        for count in self.tokens:
-            if count < 1 or count % min(count, self.seq_len):
-                raise UsageError(
-                    f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
-                )
-        refuse_shape(self)
-        EVEN.check(self.density)
-        check_routes(self.routes)
-        check_course(self.rounds, self.energy_seconds)
-
-    def check_context(self, context: int) -> None:
-        """`UsageError` unless a sequence is no longer than the model's `context`."""
-        if self.seq_len > context:
-            raise UsageError(f"seq-len must be 1 to {context}, the context, got {self.seq_len}")
-
-    def shape(self, tokens: int) -> tuple[int, int]:
-        """(sequences, tokens of each)."""
-        return tokens // min(tokens, self.seq_len), min(tokens, self.seq_len)
 
 
 def bench_model(
@@ -110,11 +58,9 @@ def bench_model(
     """Measure each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     shape = None if settings.model else _shape(settings)
-    device = bench_device(settings.device)
-    energy_seconds = settings.energy_seconds if settings.energy else None
-    course = open_course(device, settings.rounds, energy_seconds, note, progress)
+    course = open_course(settings, note, progress)
     with torch.no_grad():
-        subject = _open(settings, shape, device, note)
+        subject = _open(settings, shape, course.device, note)
         without_mask(subject.body, settings.seq_len)
         note("counting what fires")
         measured, unions = count_fired(subject)
@@ -131,7 +77,7 @@ def bench_model(
             lambda route: last_hidden(
                 twell_twin(subject.body, numbers, route), subject.counted[:1, :8]
             ),
-            device,
+            course.device,
         )
         about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
         points = tuple(
@@ -140,7 +86,7 @@ def bench_model(
     random = "" if settings.model else f" (random, {subject.described['layers']} layers)"
     return Bench(
         command="bench model",
-        facts=device_facts(device) | {"model": subject.described},
+        facts=device_facts(course.device) | {"model": subject.described},
         settings=asdict(settings),
         groups=((f"this model{random}", points),),
     )
@@ -212,7 +158,11 @@ def _reference(body: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _shape(settings: ModelSettings) -> Shape:
-    layers = LAYERS if settings.config is None and settings.layers is None else settings.layers
+    layers = (
+        PREFILLED_LLAMA_LAYERS
+        if settings.config is None and settings.layers is None
+        else settings.layers
+    )
     shape = open_shape(settings.config, layers, context=settings.seq_len)
     settings.check_context(shape.context)
     return shape

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_config_file, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
 
@@ -30,7 +31,7 @@ BUILT_IN = {
     "vocab_size": 49152,
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_hidden_layers": 28,
+    "num_hidden_layers": LLAMA_LAYERS,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "max_position_embeddings": 131072,
@@ -102,23 +103,12 @@ class Shape:
         )
 
 
-def refuse_shape(settings: Any) -> None:
-    """`UsageError` if `settings` with a `model` of the user's have a shape to make besides."""
-    for name in ("config", "layers"):
-        if settings.model is not None and getattr(settings, name) is not None:
-            raise UsageError(
-                f"{name} is of a random model: leave out MODEL and --data, or --{name}"
-            )
-
-
 def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape:
     """The shape that the config.json `config` describes, a file or a folder with one; as ReLU.
 
     None is a Llama of 1.5B. `layers` are taken in the place of the config's. The model's context is
     cut to `context` tokens, which tables and caches are made for. `TwellError` names what is wrong.
     """
-    if layers is not None and layers < 1:
-        raise UsageError(f"layers must be >= 1, got {layers}")
     name, given = "random Llama", BUILT_IN
     if config is not None:
         name, given = config, open_config_file(config)[1]

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
-from twellctl.errors import TwellError, UsageError
+from twellctl.bench.settings import FfnSettings, TrainFfnSettings
+from twellctl.bundle.twell_config import TILE
+from twellctl.errors import TwellError
 from twellctl.firing.counts import LayerCount, Union, UnionCount
 
-SPREADS = ("even", "lognormal", "heavy")
 LOGNORMAL_SIGMA = 1.0  # one token in a hundred has six times the mean density
 BIAS_STD = 0.05
 CACHES = 3  # the gates of all copies of the weights together, in sizes of the L2 cache
@@ -38,21 +38,6 @@ class Spread:
     kind: str = "even"
     heavy_rows: float = 0.05
     heavy_density: float = 0.5
-
-    def check(self, density: float) -> None:
-        """`UsageError` for what cannot be made."""
-        if self.kind not in SPREADS:
-            raise UsageError(f"spread must be one of {', '.join(SPREADS)}, got {self.kind!r}")
-        if not 0 < density <= 1:
-            raise UsageError(f"density must lie above 0 and be at most 1, got {density:g}")
-        if self.kind != "even" and density > 0.4:
-            raise UsageError(f"a {self.kind} spread needs a density up to 0.4, got {density:g}")
-        if not 0 < self.heavy_rows < 1:
-            raise UsageError(f"heavy-rows must lie between 0 and 1, got {self.heavy_rows:g}")
-        if not 0 < self.heavy_density <= 1:
-            raise UsageError(
-                f"heavy-density must lie above 0 and be at most 1, got {self.heavy_density:g}"
-            )
 
     def describe(self) -> str:
         """In words; empty for an even spread."""
@@ -134,14 +119,6 @@ def make_rows(
     return x
 
 
-def check_sizes(K: int, N: int) -> None:
-    """`UsageError` unless the kernels take such an FFN."""
-    if K < 64 or K % 64:
-        raise UsageError(f"hidden-size must be a multiple of 64, got {K}")
-    if N < 8 or N % 8 or N > MAX_COLUMNS:
-        raise UsageError(f"intermediate-size must be a multiple of 8 to {MAX_COLUMNS}, got {N}")
-
-
 def rotated_weights(
     weights: FfnWeights, device: torch.device, at_least: int = 1
 ) -> list[FfnWeights]:
@@ -199,7 +176,14 @@ def _gate_std(K: int, bias: bool) -> float:
     return math.sqrt((K - 1) / K + (BIAS_STD**2 if bias else 0))
 
 
-def as_json(spread: Spread) -> dict[str, Any]:
-    """The spread's kind, and what else it hangs on."""
-    more = {"heavy_rows": spread.heavy_rows, "heavy_density": spread.heavy_density}
-    return {"kind": spread.kind} | (more if spread.kind == "heavy" else {})
+def spread_of(settings: FfnSettings | TrainFfnSettings) -> Spread:
+    """How the density of the rows is to be spread."""
+    heavy = {name: getattr(settings, name, None) for name in ("heavy_rows", "heavy_density")}
+    return Spread(settings.spread, **{k: v for k, v in heavy.items() if v is not None})
+
+
+def told(settings: FfnSettings | TrainFfnSettings) -> dict[str, Any]:
+    """Of the JSON: the settings, those of the spread together and only if they are of its kind."""
+    spread = asdict(spread_of(settings))
+    given = {name: value for name, value in asdict(settings).items() if name not in spread}
+    return given | {"spread": spread if settings.spread == "heavy" else {"kind": settings.spread}}

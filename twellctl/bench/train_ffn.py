@@ -7,7 +7,7 @@ on top of x, the weights and y's gradient.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -16,25 +16,23 @@ from torch import Tensor
 from twellctl.bench.contest import (
     Contender,
     Course,
-    check_course,
     hold,
     open_course,
     relative_error,
 )
 from twellctl.bench.dense_ffn import fresh_compiler
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import device_facts
 from twellctl.bench.peak_memory import passes_memory
 from twellctl.bench.results import Point
+from twellctl.bench.settings import TrainFfnSettings
 from twellctl.bench.synthetic import (
-    EVEN,
     FfnWeights,
-    Spread,
-    as_json,
-    check_sizes,
     make_rows,
     make_weights,
     measure_firing,
     rotated_weights,
+    spread_of,
+    told,
 )
 from twellctl.bench.timing import Timer
 from twellctl.bench.train_forms import (
@@ -47,34 +45,10 @@ from twellctl.bench.train_forms import (
 from twellctl.bench.train_results import TrainBench
 from twellctl.bench.twell_side import require_kernels
 from twellctl.bundle.twell_config import SLOTS
-from twellctl.errors import UsageError
 
 DTYPE = torch.bfloat16
 PENALTY = 0.125  # beside gradients of hidden of about 1: what goes wrong with it is seen
 FORWARD_SAMPLES = 3
-
-
-@dataclass(frozen=True)
-class TrainFfnSettings:
-    """What to measure: each of `densities` at each of `tokens`."""
-
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    tokens: tuple[int, ...] = (16384,)
-    densities: tuple[float, ...] = (0.005, 0.01, 0.02, 1.0)
-    spread: Spread = EVEN
-    rounds: int = 11
-    seed: int = 0
-    device: str | None = None
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        check_sizes(self.hidden_size, self.intermediate_size)
-        if bad := [count for count in self.tokens if count < 1]:
-            raise UsageError(f"tokens must be >= 1, got {bad[0]}")
-        for density in self.densities:
-            self.spread.check(density)
-        check_course(self.rounds, 1.0)
 
 
 def bench_train_ffn(
@@ -84,19 +58,18 @@ def bench_train_ffn(
 ) -> TrainBench:
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     groups = []
     for tokens in settings.tokens:
         with fresh_compiler():
-            dense = dense_forms(device)
+            dense = dense_forms(course.device)
             for density in settings.densities:
                 point = _point(settings, tokens, density, dense, course)
                 groups.append((_called(settings, tokens), (point,)))
     return TrainBench(
         command="bench train",
-        facts=device_facts(device),
-        settings=asdict(settings) | {"spread": as_json(settings.spread)},
+        facts=device_facts(course.device),
+        settings=told(settings),
         groups=tuple(groups),
     )
 
@@ -121,7 +94,7 @@ def _point(
     device, K, N = course.device, settings.hidden_size, settings.intermediate_size
     made = {"dtype": DTYPE, "generator": torch.Generator(device).manual_seed(settings.seed)}
     weights = make_weights(K, N, density, bias=False, **made)
-    x = make_rows(tokens, K, density, settings.spread, **made)
+    x = make_rows(tokens, K, density, spread_of(settings), **made)
     fired = measure_firing(x, weights)
     fired["slots"] = SLOTS
     problem = Problem(
@@ -188,6 +161,6 @@ class _Timed:
 
 def _called(settings: TrainFfnSettings, tokens: int) -> str:
     K, N = settings.hidden_size, settings.intermediate_size
-    more = settings.spread.describe()
+    more = spread_of(settings).describe()
     spread = f", {more}" if more else ""
     return f"training this FFN of {K} x {N} ({tokens} tokens{spread})"

@@ -21,17 +21,17 @@ from twellctl.bench.body import about_layers, last_hidden
 from twellctl.bench.contest import (
     Contender,
     Course,
-    check_course,
     hold,
     open_course,
     relative_error,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.device import device_facts, free_memory, model_facts
 from twellctl.bench.peak_memory import step_memory
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL, Point
-from twellctl.bench.synthetic import EVEN, check_union
+from twellctl.bench.settings import TrainStepSettings
+from twellctl.bench.synthetic import check_union
 from twellctl.bench.train_forms import trained_dense, trained_over_twell
 from twellctl.bench.train_results import TrainBench
 from twellctl.bench.twell_side import require_kernels, shared_copy, twell_name
@@ -43,49 +43,9 @@ from twellctl.models.loading import checkpoint_activations, without_mask
 from twellctl.training.head_loss import HeadLoss
 
 COUNTED_TOKENS = 32768  # about so many, in whole sequences
-CHECKPOINTING = ("off", "on")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PENALTY = 2**-9  # a token: a tenth of the other gradients of hidden, so that mistakes are seen
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass(frozen=True)
-class TrainStepSettings:
-    """What to measure: steps of `batch` sequences of `seq_len` tokens.
-
-    The model has the shape of `config` (None: a Llama of 1.5B), with `layers` layers if given.
-    """
-
-    batch: int = 16
-    seq_len: int = 2048
-    config: str | None = None
-    layers: int | None = None
-    density: float = 0.005
-    checkpointing: tuple[str, ...] = CHECKPOINTING
-    param_dtype: str = "bfloat16"
-    rounds: int = 5
-    seed: int = 0
-    device: str | None = None
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        if self.batch < 1:
-            raise UsageError(f"batch must be >= 1, got {self.batch}")
-        if self.seq_len < 2:
-            raise UsageError(f"seq-len must be >= 2, got {self.seq_len}")
-        EVEN.check(self.density)
-        given = self.checkpointing
-        if not given or len(set(given)) < len(given) or not set(given) <= set(CHECKPOINTING):
-            raise UsageError(f"checkpointing must be off, on or both, got {', '.join(given)}")
-        if self.param_dtype not in DTYPES:
-            raise UsageError(
-                f"param-dtype must be one of {', '.join(DTYPES)}, got {self.param_dtype!r}"
-            )
-        check_course(self.rounds, 1.0)
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq_len
 
 
 def bench_train_step(
@@ -96,8 +56,7 @@ def bench_train_step(
     """Measure steps with and without checkpointing; `note` is told what comes. `TwellError`."""
     settings.check()
     shape = _shape(settings)
-    device = bench_device(settings.device)
-    course = open_course(device, settings.rounds, None, note, progress)
+    course = open_course(settings, note, progress)
     subject = _open(settings, shape, course)
     course.note("reference in float32")
     expected = _reference(subject)
@@ -108,7 +67,7 @@ def bench_train_step(
         groups.append((_called(shape, checkpointing == "on"), (point,)))
     return TrainBench(
         command="bench train --model",
-        facts=device_facts(device) | {"model": subject.described},
+        facts=device_facts(course.device) | {"model": subject.described},
         settings=asdict(settings),
         groups=tuple(groups),
     )

@@ -21,19 +21,8 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
-
-
-def check_routes(routes: tuple[str, ...]) -> None:
-    """`UsageError` unless each is known, and there is one."""
-    try:
-        for route in routes:
-            twell_route.check_route(route)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if not routes or len(set(routes)) < len(routes):
-        raise UsageError(f"route must be given once or not at all, got {', '.join(routes)}")
 
 
 def twell_name(route: str, device: torch.device) -> str:

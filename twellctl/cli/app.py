@@ -1,21 +1,18 @@
 """The commands and their options. Nothing heavy is imported before a command runs."""
 
 import os
-import signal
-import sys
-import types
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from twellctl import __version__
-from twellctl.cli import bench, interrupts
-from twellctl.cli.command import CONTEXT, ReaderLeft, command, show_help
-from twellctl.cli.recipe_flags import takes_recipe
+from twellctl.cli import bench
+from twellctl.cli.command import CONTEXT, command, show_help
+from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
-from twellctl.here.bytecode import keep_bytecode
 from twellctl.screens import serving, ui
+from twellctl.training.recipe import Recipe
 
 MAKE, USE = "Make a model sparse", "Use it"
 app = typer.Typer(
@@ -68,7 +65,7 @@ def convert(
 
 
 @command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)
-@takes_recipe
+@takes(Recipe)
 def finetune(
     *,
     model: Annotated[
@@ -117,7 +114,7 @@ def finetune(
         model, out = None, Path(model)
     elif out is None:
         raise UsageError("no OUT: name the folder to write")
-    if more and ("data" not in flags or "eval_data" in flags):
+    if more and ("data" not in flags or "eval-data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
@@ -369,45 +366,3 @@ def doctor(
     ui.diagnosed(diagnosis)
     if diagnosis.broken:
         raise TwellError("; ".join(diagnosis.broken))
-
-
-def main() -> None:
-    """Run the command line; every failure is one line on stderr and an exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
-    keep_bytecode()
-    try:
-        code = app(standalone_mode=False)
-        if code == 130:  # how typer passes on Ctrl-C
-            raise KeyboardInterrupt
-    except (Exception, KeyboardInterrupt) as error:
-        code = _told(error)
-    finally:
-        ui.activity.over()
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _told(error: BaseException) -> int:
-    """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
-    if isinstance(error, KeyboardInterrupt) or interrupts.came():
-        ui.fail("interrupted")
-        return 130
-    if isinstance(error, TwellError):
-        ui.fail(str(error))
-        return error.exit_code
-    if isinstance(error, ReaderLeft):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
-        return 128 + signal.SIGPIPE
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        ui.fail(f"{where}{error.strerror or error}")
-        return 1
-    if not hasattr(error, "format_message"):  # not one of the parser's own
-        raise error
-    context = getattr(error, "ctx", None)
-    where = context.command_path if context else "twellctl"
-    ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
-    return getattr(error, "exit_code", 2)
-
-
-def _terminate(signum: int, frame: types.FrameType | None) -> None:
-    raise SystemExit(128 + signum)

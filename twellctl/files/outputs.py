@@ -1,8 +1,8 @@
 """Outputs that appear whole or not at all, and what must not be lost for them.
 
 A command claims its OUT before it works for it: what cannot be written, or would destroy something,
-is refused first. The new OUT is made in the room of the old one (`twellctl.files.workspace`), and
-when it is whole the two change places.
+is refused first. The new OUT is made in the workspace of the old one (`twellctl.files.workspace`),
+and when it is whole the two change places.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 from twellctl.files.exchange import exchange
-from twellctl.files.workspace import lay_aside, remove, restore, room_beside, room_of
+from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
 
 
 def is_model_of_ours(folder: Path) -> bool:
@@ -53,7 +53,7 @@ def claimed(
     claim.check()
     new_parents = [parent for parent in claim.target.parents if not parent.exists()]
     try:
-        with room_beside(claim.target):
+        with workspace_beside(claim.target):
             claim.check()  # again: a run that was killed may have laid the old one aside
             yield claim
     finally:
@@ -71,9 +71,9 @@ def staged(out: Path, **how) -> Iterator[Path]:
 
 def write_file(path: Path, text: str) -> None:
     """Write the file `path` whole or not at all, replacing an older one."""
-    with room_beside(path) as room:
-        (room / "new").write_text(text, encoding="utf-8")
-        (room / "new").replace(path)
+    with workspace_beside(path) as workspace:
+        (workspace / "new").write_text(text, encoding="utf-8")
+        (workspace / "new").replace(path)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Claim:
 
         An `OSError` inside (a full disk, say) comes out as one line that names `out`.
         """
-        stage = room_of(self.target) / "new"
+        stage = workspace_of(self.target) / "new"
         try:
             stage.mkdir()
             yield stage
@@ -128,7 +128,7 @@ class Claim:
             raise TwellError(f"{out} cannot be written: {parent} is not a folder you may write to")
 
     def _put_in_place(self, stage: Path) -> None:
-        """`stage` becomes the target; an older target is then in the room, and goes with it."""
+        """`stage` becomes the target; an older one is then in the workspace, and goes with it."""
         self.check()  # again: another may have made one meanwhile
         if not self.target.exists():
             stage.rename(self.target)

@@ -1,9 +1,9 @@
-"""The room of an output: a hidden folder beside it that one process at a time works in.
+"""The workspace of an output: a hidden folder beside it that one process at a time works in.
 
 For OUT it is `.OUT.twellctl`. Its file `lock` is locked while the process that works there lives,
-and the room goes when it is done. So what a process finds in a room whose lock it got was left by
-one that was killed, and can be removed. Only `old` is more than rubbish: an OUT that was laid aside
-goes back to its place if nothing has taken it.
+and the workspace goes when it is done. So what a process finds in a workspace whose lock it got was
+left by one that was killed, and can be removed. Only `old` is more than rubbish: an OUT that was
+laid aside goes back to its place if nothing has taken it.
 """
 
 import contextlib
@@ -25,39 +25,39 @@ The next twellctl that writes there puts it back. To do so by hand:
 
 
 @contextlib.contextmanager
-def room_beside(target: Path) -> Iterator[Path]:
-    """The room of `target`, locked, and empty but for its lock; it goes when the block ends.
+def workspace_beside(target: Path) -> Iterator[Path]:
+    """The workspace of `target`, locked, and empty but for its lock; it goes when the block ends.
 
     `TwellError` if another process has it, or it cannot be made.
     """
-    room = room_of(target)
+    workspace = workspace_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(room, target)
+        lock = _lock(workspace, target)
     except OSError as error:
         raise TwellError(
             f"{target} cannot be written: {error.strerror or error}; choose another"
         ) from error
     try:
         restore(target)
-        _clear(room, target)
-        yield room
+        _clear(workspace, target)
+        yield workspace
     finally:
         with contextlib.suppress(OSError):
-            _clear(room, target)
-            (room / "lock").unlink()
-            room.rmdir()  # fails if the next one is in it already
+            _clear(workspace, target)
+            (workspace / "lock").unlink()
+            workspace.rmdir()  # fails if the next one is in it already
         os.close(lock)
 
 
-def room_of(target: Path) -> Path:
-    """Where the room of `target` is, or would be."""
+def workspace_of(target: Path) -> Path:
+    """Where the workspace of `target` is, or would be."""
     return target.with_name(f".{target.name}.twellctl")
 
 
 def lay_aside(target: Path) -> None:
-    """Move `target` into its room, and say beside it how to get it back, until `restore`."""
-    old = room_of(target) / "old"
+    """Move `target` into its workspace, and say beside it how to get it back, until `restore`."""
+    old = workspace_of(target) / "old"
     note = _HOW_TO_RESTORE.format(old=old, target=target)
     _note_of(target).write_text(note, encoding="utf-8")
     target.rename(old)
@@ -65,7 +65,7 @@ def lay_aside(target: Path) -> None:
 
 def restore(target: Path) -> None:
     """Undo `lay_aside`, unless something stands in the place of `target` by now."""
-    old = room_of(target) / "old"
+    old = workspace_of(target) / "old"
     if old.exists() and not os.path.lexists(target):
         old.rename(target)
     if target.exists():
@@ -85,10 +85,10 @@ def _note_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.twellctl-restore.txt")
 
 
-def _clear(room: Path, target: Path) -> None:
+def _clear(workspace: Path, target: Path) -> None:
     """Remove all but the lock, and but an `old` that could not be put back."""
     kept = {"lock"} if os.path.lexists(target) else {"lock", "old"}
-    for left in room.iterdir():
+    for left in workspace.iterdir():
         if left.name not in kept:
             remove(left)
 
@@ -100,15 +100,15 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _lock(room: Path, target: Path) -> int:
-    """The open and locked lock file of `room`, which is made if it is not there."""
+def _lock(workspace: Path, target: Path) -> int:
+    """The open and locked lock file of `workspace`, which is made if it is not there."""
     while True:
-        is_new = _make(room)
-        with contextlib.suppress(FileNotFoundError):  # whoever had the room is just leaving it
-            lock = os.open(room / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        is_new = _make(workspace)
+        with contextlib.suppress(FileNotFoundError):  # whoever had the workspace is just leaving it
+            lock = os.open(workspace / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                _take(lock, is_new, room, target)
-                if os.path.samestat(os.fstat(lock), os.stat(room / "lock")):
+                _take(lock, is_new, workspace, target)
+                if os.path.samestat(os.fstat(lock), os.stat(workspace / "lock")):
                     return lock
             except BaseException:
                 os.close(lock)
@@ -116,26 +116,30 @@ def _lock(room: Path, target: Path) -> int:
             os.close(lock)
 
 
-def _make(room: Path) -> bool:
-    """Whether `room` was made now. One that another user, or a link, has put there is refused."""
+def _make(workspace: Path) -> bool:
+    """Whether it was made now. One that another user, or a link, has put there is refused."""
     try:
-        room.mkdir(mode=0o700)
+        workspace.mkdir(mode=0o700)
     except FileExistsError:
-        if room.is_symlink() or not room.is_dir() or room.stat().st_uid != os.geteuid():
-            raise TwellError(f"{room} is no folder of yours: remove it") from None
+        if (
+            workspace.is_symlink()
+            or not workspace.is_dir()
+            or workspace.stat().st_uid != os.geteuid()
+        ):
+            raise TwellError(f"{workspace} is no folder of yours: remove it") from None
         return False
     return True
 
 
-def _take(lock: int, is_new: bool, room: Path, target: Path) -> None:
+def _take(lock: int, is_new: bool, workspace: Path, target: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise TwellError(
             f"{target} is being written by another twellctl: wait until it ends, or choose another"
         ) from None
-    except OSError as error:  # a file system without locks: the room is whose who made it
+    except OSError as error:  # a file system without locks: the workspace is whose who made it
         if not is_new:
             raise TwellError(
-                f"{room} is there: if no other twellctl writes {target}, remove it"
+                f"{workspace} is there: if no other twellctl writes {target}, remove it"
             ) from error

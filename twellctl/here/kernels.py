@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from twellctl.here.machine import Finding, install_advice, line
+from twellctl.errors import first_line
+from twellctl.here.machine import Finding, install_advice
 
 VARIABLES = ("TWELL_CACHE_DIR", "TWELL_PORTABLE", "TWELL_ROUTE")
 _USUAL = (2048, 5632)  # hidden size and neurons of an FFN to tell the ways of
@@ -22,7 +23,7 @@ def find_nvrtc(cuda: str | None, driver_cuda: int) -> Finding:
 
         from twellctl.bundle import twell_launch, twell_nvrtc
     except Exception as error:
-        return Finding("NVRTC", "none", f"not looked for: {line(error)}")
+        return Finding("NVRTC", "none", f"not looked for: {first_line(error)}")
     nvrtc = twell_nvrtc.find_nvrtc()
     if nvrtc is None:
         return Finding("NVRTC", "none", "not installed", install_advice(cuda) if cuda else "")
@@ -31,7 +32,7 @@ def find_nvrtc(cuda: str | None, driver_cuda: int) -> Finding:
         arch = twell_launch.device_limits(0).arch if torch.cuda.is_available() else "sm_90a"
         nvrtc.compile("probe.cu", _PROBE, arch)
     except Exception as error:  # a part of it is missing, or it does not know the GPU
-        return Finding("NVRTC", "bad", f"does not work: {line(error)}", install_advice(cuda))
+        return Finding("NVRTC", "bad", f"does not work: {first_line(error)}", install_advice(cuda))
     if 0 < driver_cuda // 1000 < major:
         what = f"{version} makes code for CUDA {major}, which the driver cannot run"
         return Finding("NVRTC", "bad", what, "update the driver, or use torch and CuPy for CUDA 12")
@@ -47,7 +48,7 @@ def find_kernels(gpu: Finding) -> Finding:
     try:
         return _load_kernels()
     except Exception as error:  # whatever a driver may say
-        return Finding("kernels", "bad", f"cannot be tried: {line(error)}")
+        return Finding("kernels", "bad", f"cannot be tried: {first_line(error)}")
 
 
 def _load_kernels() -> Finding:
@@ -88,7 +89,7 @@ def find_ways(kernels: Finding) -> Finding:
         found = ways_by_tokens(device_limits(0), hopper=takes_hopper_kernels(0), N=N, K=K)
         return Finding("ways", "ok", f"of an FFN {K} x {N}: " + "; ".join(found))
     except Exception as error:  # whatever a driver may say
-        return Finding("ways", "none", f"not looked for: {line(error)}")
+        return Finding("ways", "none", f"not looked for: {first_line(error)}")
 
 
 def find_cache() -> Finding:
@@ -96,7 +97,7 @@ def find_cache() -> Finding:
     try:
         from twellctl.bundle.twell_cache import cache_dir
     except Exception as error:
-        return Finding("cache", "none", f"not looked for: {line(error)}")
+        return Finding("cache", "none", f"not looked for: {first_line(error)}")
     folder = cache_dir()
     if not _can_write(folder):
         what = f"{folder} cannot be written: kernels are compiled at every start"

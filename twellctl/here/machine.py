@@ -9,6 +9,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from twellctl.errors import first_line
+
 CUPY_WHEELS = ("cupy-cuda12x", "cupy-cuda13x")
 
 
@@ -69,7 +71,9 @@ def find_gpu(driver: Finding, cuda: str | None) -> Finding:
     try:
         import torch
     except Exception as error:
-        return Finding("GPU", "bad", f"torch cannot be imported: {line(error)}", "reinstall torch")
+        return Finding(
+            "GPU", "bad", f"torch cannot be imported: {first_line(error)}", "reinstall torch"
+        )
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return Finding("GPU", "ok", ", ".join(map(_describe_gpu, gpus)))
@@ -90,7 +94,9 @@ def find_cupy(cuda: str | None) -> Finding:
     try:
         import cupy
     except Exception as error:
-        return Finding("CuPy", "bad", f"cannot be imported: {line(error)}", install_advice(cuda))
+        return Finding(
+            "CuPy", "bad", f"cannot be imported: {first_line(error)}", install_advice(cuda)
+        )
     what = f"{cupy.__version__} ({', '.join(wheels) or 'own build'})"
     unfit = [name for name in wheels if name != f"cupy-{extra(cuda)}"]
     if len(wheels) > 1 or (cuda and unfit):
@@ -118,12 +124,6 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _describe_gpu(gpu: Any) -> str:

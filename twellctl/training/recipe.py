@@ -6,10 +6,7 @@ recipe, the recipe over the default. All that is wrong is said at once.
 
 import dataclasses
 import difflib
-import math
 import os
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,30 +14,9 @@ from typing import Any
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.strict_json import read_file
 from twellctl.here.resources import resource_dir
+from twellctl.settings import coerce, flag_name, setting
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    choices: tuple[str, ...] = (),
-    group: str = "",
-) -> Any:
-    """A field of `Recipe`: its default, its help text and what it may be.
-
-    `group` begins a group of options, which the fields below belong to as well.
-    """
-    checks = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
-    metadata = {"help": help, "choices": choices, "checks": checks, "group": group}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=list, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -180,11 +156,6 @@ def run_folder(out: Path) -> Path:
     return out.with_name(out.name + ".run")
 
 
-def flag_name(field_name: str) -> str:
-    """`target_sparsity` as flag and recipe key: "target-sparsity"."""
-    return field_name.replace("_", "-")
-
-
 def resolve_recipe(
     recipe: Recipe | str | Path | None = None, flags: dict[str, Any] | None = None
 ) -> Recipe:
@@ -288,62 +259,10 @@ def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[st
             )
             continue
         try:
-            values[field.name] = _coerce(value, field)
+            values[field.name] = coerce(value, field)
         except ValueError as error:
             wrong.append(f"{key} {error}, got {shown(value)}")
     return values, wrong
-
-
-def _coerce(value: Any, field: dataclasses.Field) -> Any:
-    kind, optional = field.type, False
-    if isinstance(kind, types.UnionType):
-        kind, optional = typing.get_args(kind)[0], True
-    if value is None and optional:
-        return None
-    if kind == list[str]:
-        items = [value] if isinstance(value, str | Path) else value
-        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
-            raise ValueError("must be one path or a list of paths")
-        return [str(item) for item in items]
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError("must be true or false")
-        return value
-    if kind is str:
-        return _checked_choice(value, field.metadata["choices"])
-    return _checked_number(value, kind, field.metadata["checks"])
-
-
-def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be text")
-    if choices and value not in choices:
-        raise ValueError(f"must be {' or '.join(choices)}")
-    return value
-
-
-def _checked_number(value: Any, kind: type, checks: dict[str, float | None]) -> int | float:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
-    try:
-        number = float(value)  # YAML 1.1 reads 2e-5 as text
-    except (TypeError, ValueError):
-        raise ValueError("must be a number") from None
-    except OverflowError:
-        raise ValueError("must be finite") from None
-    if not math.isfinite(number):
-        raise ValueError("must be finite")
-    if kind is int and number != int(number):
-        raise ValueError("must be a whole number")
-    if (bound := checks["at_least"]) is not None and number < bound:
-        raise ValueError(f"must be >= {bound}")
-    if (bound := checks["above"]) is not None and number <= bound:
-        raise ValueError(f"must be > {bound}")
-    if (bound := checks["at_most"]) is not None and number > bound:
-        raise ValueError(f"must be <= {bound}")
-    if (bound := checks["below"]) is not None and number >= bound:
-        raise ValueError(f"must be < {bound}")
-    return value if isinstance(value, kind) else kind(number)
 
 
 def _contradictions(values: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.settings import flag_name
 from twellctl.text.data import (
     Blocks,
     hold_out,
@@ -20,7 +21,7 @@ from twellctl.text.data import (
     token_stream,
     write_tokens,
 )
-from twellctl.training.recipe import RECIPE_FILE, Recipe, flag_name, resolve_recipe, save_recipe
+from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_recipe
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"

@@ -1,0 +1,118 @@
+"""Settings as flags: what is told of them, what is refused, and that two kinds go together."""
+
+from dataclasses import dataclass
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from twellctl.bench.settings import MOST_ROWS, ROUTES, FfnSettings
+from twellctl.bundle import twell_route
+from twellctl.bundle.twell_few import FEW_TOKENS
+from twellctl.cli.command import command
+from twellctl.cli.flags import made, takes, takes_either
+from twellctl.errors import UsageError
+from twellctl.settings import refuse_wrong, setting
+
+
+@dataclass(frozen=True)
+class One:
+    seed: int = setting(0, "Seed.", last=True)
+    name: str | None = setting(None, "A name.", flag="NAME")
+    sizes: tuple[int, ...] = setting((8, 16), "Sizes.", flag="size", at_least=8, multiple_of=8)
+    share: float = setting(0.5, "A share.", above=0, below=1)
+    modes: tuple[str, ...] = setting(
+        ("a",), "Ways.", flag="mode", choices=("a", "b", "c"), distinct=True
+    )
+    fast: bool = setting(True, "Fast.")
+    wide: bool = setting(False, "Wide.", one_way=True)
+
+
+@dataclass(frozen=True)
+class Other:
+    seed: int = setting(1, "Seed.", last=True)
+    size: int = setting(24, "A size.", at_least=8)
+    rounds: int = setting(3, "Rounds of it.")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"sizes": (8, 0)}, "size must be >= 8, got 0"),
+        ({"sizes": (8, 12)}, "size must be a multiple of 8, got 12"),
+        ({"sizes": (8, "16")}, "size must be a number, got '16'"),
+        ({"share": 1}, "share must be > 0 and < 1, got 1"),
+        ({"share": float("nan")}, "share must be finite, got nan"),
+        ({"modes": ("d",)}, "mode must be a, b or c, got 'd'"),
+        ({"modes": ("a", "b", "a")}, "mode must be given once each, got a, b, a"),
+        ({"modes": ()}, "mode must be given once each"),
+        ({"fast": 1}, "fast must be true or false, got 1"),
+        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+    ],
+)  # fmt: skip
+def test_the_first_wrong_value_is_named(given, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        refuse_wrong(One(**given))
+
+
+def ran(decorate, *words: str) -> tuple[dict, str]:
+    """The flags that a command gets, and what it printed; `words` are its command line."""
+    app, got = typer.Typer(), {}
+
+    @command(app, "run")
+    @decorate
+    def run(*, first: bool = False, flags: dict) -> None:
+        got.update(flags)
+
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
+    assert done.exit_code == 0, done.output
+    return got, " ".join(done.output.split())
+
+
+def test_flags_are_those_given():
+    assert ran(takes(One))[0] == {}
+    words = ("me", "--size", "8", "--size", "24", "--no-fast", "--wide", "--mode", "b")
+    flags, _ = ran(takes(One), *words)
+    expected = {"NAME": "me", "size": [8, 24], "fast": False, "wide": True, "mode": ["b"]}
+    assert flags == expected
+    assert made(One, flags) == One(name="me", sizes=(8, 24), fast=False, wide=True, modes=("b",))
+
+
+def test_the_help_says_the_defaults():
+    _, text = ran(takes(One), "--help")
+    for part in ("Sizes. [default: 8, 16]", "Fast. [default: on]", "--no-fast", "a|b|c"):
+        assert part in text
+    assert "--no-wide" not in text
+    assert (
+        text.index("--first") < text.index("--size") < text.index("--wide") < text.index("--seed")
+    )
+
+
+def test_two_kinds_share_their_flags():
+    either = takes_either("--first", One, Other, of=("", "the other"))
+    flags, text = ran(either, "--help")
+    assert "Sizes. [default: 8, 16; with --first one, 24]" in text
+    assert "Of the other: rounds of it. [default: 3]" in text
+    assert "Seed. [default: 0; with --first 1]" in text
+    flags, _ = ran(either, "--size", "32")
+    assert made(Other, flags, "--first", given=True) == Other(size=32)
+    assert made(One, flags, "--first") == One(sizes=(32,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "sentence"),
+    [
+        (Other, {"NAME": "me"}, "^NAME does not go with this: leave out --first$"),
+        (Other, {"share": 0.1}, "^--share does not go with this: leave out --first$"),
+        (One, {"rounds": 3}, "^--rounds does not go with this: give --first, too$"),
+        (Other, {"size": [8, 16]}, "^size is given once with --first, got 2$"),
+    ],
+)
+def test_flags_of_the_other_kind_are_refused(kind, flags, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        made(kind, flags, "--first", given=kind is Other)
+
+
+def test_what_is_said_without_torch_is_true():
+    assert (ROUTES, MOST_ROWS) == (twell_route.ROUTES, FEW_TOKENS)
+    assert FfnSettings().check() is None

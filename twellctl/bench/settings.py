@@ -1,0 +1,290 @@
+"""What each `twellctl bench` command is told: its options, their defaults and checks. No torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
+from twellctl.errors import UsageError
+from twellctl.settings import refuse_wrong, setting
+
+SPREADS = ("even", "lognormal", "heavy")
+ROUTES = ("auto", "twell", "portable", "fused", "dense")
+MOST_ROWS = 64  # of a step: what the kernels for few tokens take
+LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
+PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
+
+
+def _tokens(default: tuple[int, ...]) -> Any:
+    return setting(default, "M, rows at once. Repeatable.", at_least=1)
+
+
+def _densities(default: tuple[float, ...]) -> Any:
+    help = "Share of the neurons that fire; 1 is all. Repeatable."
+    return setting(default, help, flag="density", above=0, at_most=1)
+
+
+def _density(default: float) -> Any:
+    help = "Of the random model: share of the neurons that fire."
+    return setting(default, help, above=0, at_most=1)
+
+
+def _batches(default: tuple[int, ...]) -> Any:
+    help = f"Rows of a step, 1 to {MOST_ROWS}. Repeatable."
+    return setting(default, help, flag="batch", at_least=1, at_most=MOST_ROWS)
+
+
+def _config(layers: int = LLAMA_LAYERS) -> Any:
+    return setting(
+        None,
+        "A config.json, or a folder with one: random weights of its shape, with ReLU. Llama, "
+        f"Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, {layers} layers]",
+        metavar="FILE",
+    )
+
+
+def _layers() -> Any:
+    help = "Layers of the random model, where its whole does not fit. [default: all]"
+    return setting(None, help, at_least=1)
+
+
+def _routes() -> Any:
+    help = "What the TwELL side takes. Repeatable; the first counts."
+    return setting(("auto",), help, flag="route", choices=ROUTES, distinct=True)
+
+
+def _rounds(default: int) -> Any:
+    return setting(default, "Samples of each candidate; medians count.", at_least=1)
+
+
+def _energy() -> Any:
+    help = "Energy too, by the GPU's own counter (NVML)."
+    return setting(False, help, one_way=True)
+
+
+def _energy_seconds(default: float) -> Any:
+    help = "Seconds a candidate is kept running for its energy."
+    return setting(default, help, at_least=0.5, at_most=600)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all commands have; `energy` is measured by those that have a setting for it."""
+
+    energy, energy_seconds = False, 0.0
+    seed: int = setting(0, "Seed of everything drawn.", last=True)
+    device: str | None = setting(
+        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
+    )
+
+    def check(self) -> None:
+        """`UsageError` for what makes no sense, before any work."""
+        refuse_wrong(self)
+
+
+@dataclass(frozen=True)
+class FfnShape(Settings):
+    """One gated FFN of a size that the kernels take."""
+
+    hidden_size: int = setting(2048, "K, the width of the model.", at_least=64, multiple_of=64)
+    intermediate_size: int = setting(
+        5632, "N, the neurons of the FFN.", at_least=8, at_most=MAX_COLUMNS, multiple_of=8
+    )
+
+
+@dataclass(frozen=True)
+class SpreadRows(FfnShape):
+    """One gated FFN, and each of `densities` at each of `tokens`, spread over them."""
+
+    tokens: tuple[int, ...] = _tokens((131072, 2048, 256))
+    densities: tuple[float, ...] = _densities((0.005, 0.01, 0.02))
+    spread: str = setting("even", "How density is spread over tokens.", choices=SPREADS)
+
+    def check(self) -> None:
+        super().check()
+        if self.spread != "even" and (most := max(self.densities, default=0)) > 0.4:
+            raise UsageError(f"a {self.spread} spread needs a density up to 0.4, got {most:g}")
+
+
+@dataclass(frozen=True)
+class FfnSettings(SpreadRows):
+    """`bench ffn`. `slots` None are those that `twellctl profile` would choose."""
+
+    heavy_rows: float | None = setting(
+        None, "Of --spread heavy: share of such rows. [default: 0.05]", above=0, below=1
+    )
+    heavy_density: float | None = setting(
+        None, "Of --spread heavy: their density. [default: 0.5]", above=0, at_most=1
+    )
+    bias: bool = setting(False, "Biases on gate, up and down.", one_way=True)
+    dtype: str = setting("bf16", "Of weights and inputs.", choices=("bf16", "fp16", "fp32"))
+    routes: tuple[str, ...] = _routes()
+    slots: int | None = setting(
+        None,
+        "Slots of a tile. [default: as profile would choose them]",
+        at_least=1,
+        at_most=TILE,
+    )
+    max_autotune: bool = setting(
+        True,
+        "Dense under torch.compile's max-autotune, too; that takes tens of seconds a token count.",
+    )
+    rounds: int = _rounds(11)
+    energy: bool = _energy()
+    energy_seconds: float = _energy_seconds(2.0)
+
+    def check(self) -> None:
+        super().check()
+        if self.spread != "heavy" and (self.heavy_rows, self.heavy_density) != (None, None):
+            raise UsageError("heavy-rows and heavy-density are of --spread heavy: give that, too")
+
+
+@dataclass(frozen=True)
+class DecodeFfnSettings(FfnShape):
+    """`bench decode --ffn`: each density at each of `batches`, tokens of one step."""
+
+    batches: tuple[int, ...] = _batches((1, 4, 16, 64))
+    densities: tuple[float, ...] = _densities((0.005, 0.05))
+    rounds: int = _rounds(11)
+
+
+@dataclass(frozen=True)
+class TrainFfnSettings(SpreadRows):
+    """`bench train`: each of `densities` at each of `tokens`."""
+
+    tokens: tuple[int, ...] = _tokens((16384,))
+    densities: tuple[float, ...] = _densities((0.005, 0.01, 0.02, 1))
+    spread: str = setting(
+        "even",
+        "How density is spread over tokens; heavy: 5% of the rows at 50%.",
+        choices=SPREADS,
+    )
+    rounds: int = _rounds(11)
+
+
+@dataclass(frozen=True)
+class AnyModel(Settings):
+    """`model` on the text of `data`, or without them a random one.
+
+    The random one has the shape of `config` (None: a Llama), with `layers` layers if given.
+    """
+
+    model: str | None = setting(
+        None, "A ReLU model folder, like an export; with --data.", flag="MODEL"
+    )
+    data: tuple[str, ...] = setting(
+        (), "Text for MODEL: jsonl, txt or parquet files, or folders. Repeatable."
+    )
+    text_column: str = setting("text", "The column that holds the text.")
+    config: str | None = _config()
+    layers: int | None = _layers()
+
+    def check(self) -> None:
+        super().check()
+        if (self.model is None) != (not self.data):
+            raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
+        for name in ("config", "layers"):
+            if self.model is not None and getattr(self, name) is not None:
+                raise UsageError(
+                    f"{name} is of a random model: leave out MODEL and --data, or --{name}"
+                )
+
+
+@dataclass(frozen=True)
+class ModelSettings(AnyModel):
+    """`bench model`: `tokens` of one prefill, in sequences of `seq_len`, or in one shorter one."""
+
+    config: str | None = _config(PREFILLED_LLAMA_LAYERS)
+    tokens: tuple[int, ...] = setting(
+        (131072, 256), "Tokens of one prefill. Repeatable.", at_least=1
+    )
+    seq_len: int = setting(2048, "Tokens of a sequence, at most.", at_least=1)
+    density: float = _density(0.005)
+    routes: tuple[str, ...] = _routes()
+    max_autotune: bool = setting(
+        False, "Both sides under torch.compile's max-autotune, too; that takes minutes."
+    )
+    rounds: int = _rounds(5)
+    energy: bool = _energy()
+    energy_seconds: float = _energy_seconds(6.0)
+
+    def check(self) -> None:
+        super().check()
+        for count in self.tokens:
+            if count % min(count, self.seq_len):
+                raise UsageError(
+                    f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
+                )
+
+    def check_context(self, context: int) -> None:
+        """`UsageError` unless a sequence is no longer than the model's `context`."""
+        if self.seq_len > context:
+            raise UsageError(f"seq-len must be 1 to {context}, the context, got {self.seq_len}")
+
+    def shape(self, tokens: int) -> tuple[int, int]:
+        """(sequences, tokens of each)."""
+        return tokens // min(tokens, self.seq_len), min(tokens, self.seq_len)
+
+
+@dataclass(frozen=True)
+class DecodeSettings(AnyModel):
+    """`bench decode`, of a random model at each of `densities`.
+
+    `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
+    count.
+    """
+
+    batches: tuple[int, ...] = _batches((1, 16))
+    prompt_tokens: int = setting(64, "Tokens of each prompt.", at_least=1)
+    new_tokens: int = setting(
+        160, "Tokens after it; the last four fifths of the steps count.", at_least=10
+    )
+    generate: bool = setting(True, "transformers' generate, too; it is slow.")
+    generate_static: bool = setting(
+        False,
+        "transformers' generate with a static cache and torch.compile, too; that takes minutes.",
+        one_way=True,
+    )
+    densities: tuple[float, ...] = _densities((0.02,))
+
+    @property
+    def timed_steps(self) -> int:
+        return self.new_tokens * 4 // 5
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    def check_context(self, context: int) -> None:
+        """`UsageError` unless a text is no longer than the model's `context`."""
+        if self.length > context:
+            raise UsageError(
+                f"prompt-tokens and new-tokens must be {context} at most together, the context, "
+                f"got {self.prompt_tokens} and {self.new_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainStepSettings(Settings):
+    """`bench train --model`: steps of `batch` sequences of `seq_len` tokens of a random model."""
+
+    batch: int = setting(16, "Sequences of a step.", at_least=1)
+    seq_len: int = setting(2048, "Tokens of a sequence.", at_least=2)
+    config: str | None = _config()
+    layers: int | None = _layers()
+    density: float = _density(0.005)
+    checkpointing: tuple[str, ...] = setting(
+        ("off", "on"),
+        "Whether activations are computed again. Repeatable.",
+        choices=("off", "on"),
+        distinct=True,
+    )
+    param_dtype: str = setting(
+        "bfloat16",
+        "bfloat16, or float32 under bf16 autocast.",
+        choices=("float32", "bfloat16"),
+    )
+    rounds: int = _rounds(5)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len

@@ -1,0 +1,146 @@
+"""Settings as options of a command: help, groups, defaults and completion from their fields."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import Field
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from twellctl.errors import UsageError
+from twellctl.settings import flag_of, kind_of
+
+S = TypeVar("S")
+Command = Callable[..., None]
+
+
+def takes(kind: type) -> Callable[[Command], Command]:
+    """Give `run(..., flags)` an option for each field of a dataclass of settings.
+
+    `flags` are those given, by name as on the command line. The options stand in the help where
+    `flags` stands among the parameters.
+    """
+    fields = _by_flag(kind)
+    return _with_options({flag: (f, _help(f, _default(f))) for flag, f in fields.items()})
+
+
+def takes_either(
+    switch: str, without: type, with_it: type, *, of: tuple[str, str]
+) -> Callable[[Command], Command]:
+    """As `takes`, for a command that has settings of one kind, and `with_it` those of another.
+
+    The help of what one of them alone has begins with "Of", and the one of `of` if it is not empty.
+    """
+    first, second = _by_flag(without), _by_flag(with_it)
+    texts = {}
+    for flag, field in (first | second).items():
+        default, whose = _default(field), of[flag in second]
+        if flag in first and flag in second:
+            field, default, whose = first[flag], _defaults(first[flag], second[flag], switch), ""
+        texts[flag] = (field, _help(field, default, whose))
+    return _with_options(dict(sorted(texts.items(), key=lambda item: _is_last(item[1][0]))))
+
+
+def made(kind: type[S], flags: dict[str, Any], switch: str = "", given: bool = False) -> S:
+    """The settings of `flags`. `UsageError` for one that `switch`, as it is `given`, excludes."""
+    fields, values = _by_flag(kind), {}
+    for flag, value in flags.items():
+        if flag not in fields:
+            called = flag if flag.isupper() else f"--{flag}"
+            where = f"leave out {switch}" if given else f"give {switch}, too"
+            raise UsageError(f"{called} does not go with this: {where}")
+        if isinstance(value, list) and not kind_of(fields[flag])[2]:
+            if len(value) > 1:
+                raise UsageError(f"{flag} is given once with {switch}, got {len(value)}")
+            (value,) = value
+        values[fields[flag].name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _by_flag(kind: type) -> dict[str, Field]:
+    return {flag_of(field): field for field in sorted(dataclasses.fields(kind), key=_is_last)}
+
+
+def _is_last(field: Field) -> bool:
+    return field.metadata["last"]
+
+
+def _help(field: Field, default: str, whose: str = "") -> str:
+    text = field.metadata["help"]
+    if whose:
+        lower = text[1] == " " or text[1].islower()
+        text = f"Of {whose}: {text[0].lower() if lower else text[0]}{text[1:]}"
+    return f"{text} [default: {default}]" if default else text
+
+
+def _default(field: Field) -> str:
+    """The default in words; none where there is none, or the help text says what it is."""
+    value = field.default
+    if isinstance(value, bool):
+        if field.metadata["one_way"]:
+            return ""
+        return "on" if value else "off"
+    if value is None or value is dataclasses.MISSING:
+        return ""
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _defaults(first: Field, second: Field, switch: str) -> str:
+    """Of a setting of both kinds."""
+    if first.default == second.default:
+        return _default(first)
+    one = "one, " if kind_of(first)[2] and not kind_of(second)[2] else ""
+    return f"{_default(first)}; with {switch} {one}{_default(second)}"
+
+
+def _with_options(texts: dict[str, tuple[Field, str]]) -> Callable[[Command], Command]:
+    options, group = {}, None
+    for flag, (field, text) in texts.items():
+        group = field.metadata["group"] or group
+        options[flag] = _parameter(flag, field, text, group)
+    names = {option.name: flag for flag, option in options.items()}
+
+    def decorate(run: Command) -> Command:
+        parameters = []
+        for own in inspect.signature(run).parameters.values():
+            parameters += options.values() if own.name == "flags" else [own]
+
+        def with_options(**given: Any) -> None:
+            flags = {flag: given.pop(name) for name, flag in names.items()}
+            run(**given, flags={k: v for k, v in flags.items() if v not in (None, [], ())})
+
+        with_options.__name__, with_options.__doc__ = run.__name__, run.__doc__
+        with_options.__signature__ = inspect.Signature(parameters)
+        with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_options
+
+    return decorate
+
+
+def _parameter(flag: str, field: Field, text: str, group: str | None) -> inspect.Parameter:
+    kind, _, many = kind_of(field)
+    choices = field.metadata["choices"]
+    if flag.isupper():
+        declared = typer.Argument(metavar=flag, help=text, show_default=False)
+    else:
+        two_way = kind is bool and not field.metadata["one_way"]
+        declared = typer.Option(
+            *((f"--{flag}/--no-{flag}",) if two_way else (f"--{flag}",)),
+            help=text,
+            show_default=False,
+            rich_help_panel=group,
+            metavar=field.metadata["metavar"] or None,
+            autocompletion=_beginning(choices) if choices else None,
+        )
+    return inspect.Parameter(
+        flag.replace("-", "_").lower(),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[(list[kind] if many else kind) | None, declared],
+    )
+
+
+def _beginning(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """For completion: those that begin as what was typed."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

@@ -1,0 +1,55 @@
+"""The command line as a process: its signals, and one line and an exit code for what failed."""
+
+import os
+import signal
+import sys
+import types
+
+from twellctl.cli import interrupts
+from twellctl.cli.app import app
+from twellctl.cli.command import ReaderLeft
+from twellctl.errors import TwellError
+from twellctl.here.bytecode import keep_bytecode
+from twellctl.screens import ui
+
+
+def main() -> None:
+    """Run the command line; every failure is one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    keep_bytecode()
+    try:
+        code = app(standalone_mode=False)
+        if code == 130:  # how typer passes on Ctrl-C
+            raise KeyboardInterrupt
+    except (Exception, KeyboardInterrupt) as error:
+        code = _told(error)
+    finally:
+        ui.activity.over()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: BaseException) -> int:
+    """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
+    if isinstance(error, KeyboardInterrupt) or interrupts.came():
+        ui.fail("interrupted")
+        return 130
+    if isinstance(error, TwellError):
+        ui.fail(str(error))
+        return error.exit_code
+    if isinstance(error, ReaderLeft):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
+        return 128 + signal.SIGPIPE
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        ui.fail(f"{where}{error.strerror or error}")
+        return 1
+    if not hasattr(error, "format_message"):  # not one of the parser's own
+        raise error
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "twellctl"
+    ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
+    return getattr(error, "exit_code", 2)
+
+
+def _terminate(signum: int, frame: types.FrameType | None) -> None:
+    raise SystemExit(128 + signum)

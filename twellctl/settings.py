@@ -1,0 +1,135 @@
+"""Settings declared once: a field of a dataclass is a flag, its help, default and checks."""
+
+import dataclasses
+import math
+import operator
+import types
+import typing
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+from twellctl.errors import UsageError, shown
+
+_SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    multiple_of: int = 0,
+    choices: tuple[str, ...] = (),
+    distinct: bool = False,
+    flag: str = "",
+    metavar: str = "",
+    one_way: bool = False,
+    group: str = "",
+    last: bool = False,
+) -> Any:
+    """A field of a dataclass of settings: its default, its help text and what it may be.
+
+    The checks hold for each value of a tuple, and if `distinct` none of them is there twice. `flag`
+    is its name on the command line where that is not the field's; a name in capitals is a
+    positional argument. A switch that is `one_way` has no --no- form. `group` begins a group of
+    options, which the fields below belong to as well; `last` ones come after all others.
+    """
+    signed = ((">=", at_least), (">", above), ("<=", at_most), ("<", below))
+    bounds = tuple((sign, bound) for sign, bound in signed if bound is not None)
+    metadata = {"help": help, "choices": choices, "bounds": bounds, "multiple_of": multiple_of}
+    metadata |= {"distinct": distinct, "flag": flag, "metavar": metavar or "|".join(choices)}
+    metadata |= {"one_way": one_way, "group": group, "last": last}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(name: str) -> str:
+    """`target_sparsity` as flag and recipe key: "target-sparsity"."""
+    return name.replace("_", "-")
+
+
+def flag_of(field: Field) -> str:
+    """What the command line calls a setting, without dashes before it."""
+    return field.metadata["flag"] or flag_name(field.name)
+
+
+def kind_of(field: Field) -> tuple[type, bool, bool]:
+    """(type of one value, whether it may be None, whether there are many)."""
+    kind, optional = field.type, isinstance(field.type, types.UnionType)
+    if optional:
+        kind = typing.get_args(kind)[0]
+    many = typing.get_origin(kind) in (list, tuple)
+    return (typing.get_args(kind)[0] if many else kind), optional, many
+
+
+def refuse_wrong(settings: Any) -> None:
+    """`UsageError` for the first of the fields of `settings` that is not what it may be."""
+    for field in dataclasses.fields(settings):
+        value, many = getattr(settings, field.name), kind_of(field)[2]
+        for one in value if many else (value,):
+            try:
+                if coerce_one(one, field) != one:
+                    raise ValueError("must be a number")
+            except ValueError as error:
+                raise UsageError(f"{flag_of(field)} {error}, got {shown(one)}") from None
+        if field.metadata["distinct"] and (not value or len(set(value)) < len(value)):
+            raise UsageError(f"{flag_of(field)} must be given once each, got {', '.join(value)}")
+
+
+def coerce(value: Any, field: Field) -> Any:
+    """`value` in the type of the field, one text being a list of one; `ValueError` says why not."""
+    if not kind_of(field)[2]:
+        return coerce_one(value, field)
+    items = [value] if isinstance(value, str | Path) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
+        raise ValueError("must be one path or a list of paths")
+    return [str(item) for item in items]
+
+
+def coerce_one(value: Any, field: Field) -> Any:
+    """One value in the type of the field; `ValueError` says what it must be."""
+    kind, optional, _ = kind_of(field)
+    if value is None and optional:
+        return None
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if kind is str:
+        return _checked_choice(value, field.metadata["choices"])
+    return _checked_number(value, kind, field.metadata)
+
+
+def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    if choices and value not in choices:
+        *others, last = choices
+        raise ValueError(f"must be {', '.join(others)} or {last}")
+    return value
+
+
+def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    try:
+        number = float(value)  # YAML 1.1 reads 2e-5 as text
+    except (TypeError, ValueError):
+        raise ValueError("must be a number") from None
+    except OverflowError:
+        raise ValueError("must be finite") from None
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
+    if kind is int and number != int(number):
+        raise ValueError("must be a whole number")
+    if (step := metadata["multiple_of"]) and number % step:
+        raise ValueError(f"must be a multiple of {step}")
+    bounds = metadata["bounds"]
+    if not all(_SIGNS[sign](number, bound) for sign, bound in bounds):
+        raise ValueError(f"must be {' and '.join(f'{sign} {bound}' for sign, bound in bounds)}")
+    return value if isinstance(value, kind) else kind(number)
