@@ -2,7 +2,7 @@
 # Makes the environment FOLDER in which these tests run: a vLLM built for CPUs, and twellctl.
 # 3.5 GB; a CPU of x86 with AVX2, Python 3.11 or newer. Then: FOLDER/bin/pytest tests/vllm_plugin
 set -euo pipefail
-folder=${1:?usage: environment.sh FOLDER}
+folder=$(realpath -m "${1:?usage: environment.sh FOLDER}")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python3 -m venv "$folder"

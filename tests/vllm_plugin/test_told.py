@@ -1,0 +1,39 @@
+"""What the model card and `export` say of vLLM, by family and profile; without vLLM."""
+
+import pytest
+
+DENSELY = "vllm serve {} --model-impl transformers"
+OVER_TWELL = "`vllm serve {}` skips"
+
+
+@pytest.mark.parametrize(
+    ("family", "profiled", "over_twell"),
+    [
+        ("qwen3", True, True),
+        ("phi3", True, True),
+        ("llama", False, False),
+        ("smollm3", True, False),
+    ],
+)
+def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, over_twell):
+    folder = make_export(family, profiled=profiled)
+    card = (folder / "README.md").read_text()
+    assert DENSELY.format(folder.name) in card
+    assert (OVER_TWELL.format(folder.name) in card) == over_twell
+
+
+def test_export_says_how_vllm_serves_it(cli, make_export, text_file, tmp_path):
+    relu = make_export("llama").with_name("relu")
+    words = [
+        "--data",
+        text_file,
+        "--windows=1",
+        "--seq-len=16",
+        "--json",
+        tmp_path / "profile.json",
+    ]
+    assert cli("profile", relu, *words)[0] == 0
+    _, without, _ = cli("export", relu, tmp_path / "without")
+    _, profiled, _ = cli("export", relu, tmp_path / "out", "--profile", tmp_path / "profile.json")
+    assert "vLLM serves it dense, with --model-impl transformers" in without
+    assert "vLLM serves it over TwELL where twellctl is installed, dense with" in profiled
