@@ -7,7 +7,7 @@ from twellctl.bundle.twell_config import check_twell
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
 
-VERSIONS = ((0, 26), (0, 32))  # of vLLM, the first and the last that were tried
+VERSIONS = ((0, 26), (0, 32))  # of vLLM, the first and the last that models were built in
 
 
 def check_version(version: str) -> None:
