@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from twellctl.data import read_texts, spread_windows, text_files, token_stream
-from twellctl.firing import LayerCount
 from twellctl.profiled import KindDensity, PositionDensity
+from twellctl.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -36,36 +36,46 @@ class GroupedWindows:
     def _num_buckets(self) -> int:
         return _bucket(self.ids.shape[1] - 1) + 1
 
-    def by_position(self, counts: Sequence[LayerCount]) -> tuple[PositionDensity, ...]:
-        """The density of each bucket of positions; `counts` have added all windows."""
-        fired, tokens = (sums.sum(-2) for sums in self._sums(counts))
-        size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
+    def by_position(self, reading: Reading) -> tuple[PositionDensity, ...]:
+        """The density and loss of each bucket of positions; `reading` has added all windows."""
+        fired, tokens, losses, predicted = (sums.sum(-2) for sums in self._sums(reading))
+        size, last = reading.layers[0].intermediate_size, self.ids.shape[1] - 1
         return tuple(
             PositionDensity.of(
                 fired[:, bucket].tolist(),
                 int(tokens[bucket]),
                 size,
+                loss=_mean(losses[bucket], predicted[bucket]),
                 first=1 << bucket >> 1,
                 last=min((1 << bucket) - 1, last),
             )
             for bucket in range(self._num_buckets)
         )
 
-    def by_kind(self, counts: Sequence[LayerCount]) -> tuple[KindDensity, ...]:
-        """The density of each kind of text; `counts` have added all windows."""
-        fired, tokens = (sums.sum(-1) for sums in self._sums(counts))
-        size = counts[0].intermediate_size
+    def by_kind(self, reading: Reading) -> tuple[KindDensity, ...]:
+        """The density and loss of each kind of text; `reading` has added all windows."""
+        fired, tokens, losses, predicted = (sums.sum(-1) for sums in self._sums(reading))
+        size = reading.layers[0].intermediate_size
         return tuple(
-            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind=kind)
+            KindDensity.of(
+                fired[:, number].tolist(),
+                int(tokens[number]),
+                size,
+                loss=_mean(losses[number], predicted[number]),
+                kind=kind,
+            )
             for number, kind in enumerate(self.kinds)
         )
 
-    def _sums(self, counts: Sequence[LayerCount]) -> tuple[Tensor, Tensor]:
-        """What fired `[layers, kinds, buckets]`, and tokens `[kinds, buckets]`."""
-        fired = torch.stack([count.by_group for count in counts]).cpu()
-        tokens = self.groups.flatten().bincount(minlength=self.num_groups)
-        sizes = (len(self.kinds), self._num_buckets)
-        return fired.unflatten(-1, sizes), tokens.unflatten(-1, sizes)
+    def _sums(self, reading: Reading) -> tuple[Tensor, ...]:
+        """What fired `[layers, kinds, buckets]`; tokens, losses, predicted `[kinds, buckets]`."""
+        sums = (
+            torch.stack([layer.by_group for layer in reading.layers]).cpu(),
+            self.groups.flatten().bincount(minlength=self.num_groups),
+            torch.tensor(reading.losses.sums, dtype=torch.float64),
+            torch.tensor(reading.losses.tokens),
+        )
+        return tuple(s.unflatten(-1, (len(self.kinds), self._num_buckets)) for s in sums)
 
 
 def grouped_windows(
@@ -89,6 +99,10 @@ def grouped_windows(
     return GroupedWindows(
         spread_windows(ids, windows, seq_len), first_groups + buckets, tuple(kinds)
     )
+
+
+def _mean(total: Tensor, count: Tensor) -> float | None:
+    return float(total) / int(count) if count else None
 
 
 def _bucket(position: int) -> int:

@@ -1,7 +1,8 @@
 """twellctl profile: how many neurons fire, by layer, and the slots that a packed gate needs.
 
 Windows at even strides through the text are run through the dense model. All counts are exact.
-How dense tokens are by position in their window, and by kind of text, is counted beside.
+Density and loss by position in the window and by kind of text are counted in the same pass. On
+demand each layer's FFN is then timed on what it read.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from twellctl import __version__
 from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from twellctl.errors import TwellError, UsageError
-from twellctl.firing import FiredMeter, LayerCount
+from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.grouping import grouped_windows
-from twellctl.model import default_device, load_model, load_tokenizer
-from twellctl.profiled import Profile
+from twellctl.model import default_device, load_model, load_tokenizer, quiet_compiler
+from twellctl.own_version import own_version
+from twellctl.profiled import LayerProfile, Profile, Speed
+from twellctl.reading import Reading
 
 BATCH_TOKENS = 8192
 
@@ -30,13 +31,16 @@ def profile(
     windows: int = 128,
     seq_len: int | None = None,
     device: torch.device | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    speed: bool = False,
+    progress: Callable[..., None] = lambda done, total, what: None,
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
     `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
     `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
-    in float32 on the CPU. `progress(done, total)` is told of windows. Raises `TwellError`.
+    in float32 on the CPU. With `speed` each layer's FFN is timed on a CUDA device; where that
+    cannot be done the profile says why. `progress(done, total, what)` is told of windows, then of
+    layers. Raises `TwellError`.
     """
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
@@ -49,14 +53,15 @@ def profile(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_model(checkpoint, dtype=dtype, device=device)
     tile, size = checkpoint.twell["tile"], checkpoint.ffn.intermediate_size
-    layers = range(checkpoint.ffn.num_layers)
-    counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
+    reading = Reading(loaded, size, tile, text.num_groups)
     batch_size, done = max(1, BATCH_TOKENS // seq_len), 0
     for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
-        _count_batch(loaded, ids.to(device), groups.to(device), counts)
+        reading.add(ids.to(device), groups.to(device))
         done += len(ids)
-        progress(done, len(text.ids))
-    _refuse_not_finite(checkpoint, counts)
+        progress(done, len(text.ids), "windows")
+    _refuse_not_finite(checkpoint, reading)
+    layers = tuple(layer.summary() for layer in reading.layers)
+    timed, why_not = _timed(loaded, text.ids, layers, progress) if speed else (None, None)
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),
@@ -67,30 +72,42 @@ def profile(
         dtype=str(dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         versions={
-            "twellctl": __version__,
+            "twellctl": own_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
         intermediate_size=size,
         tile=tile,
-        layers=tuple(count.summary() for count in counts),
-        by_position=text.by_position(counts),
-        by_kind=text.by_kind(counts),
+        layers=layers,
+        by_position=text.by_position(reading),
+        by_kind=text.by_kind(reading),
+        loss=reading.losses.mean,
+        loss_error=reading.losses.error,
+        tokens_by_share=reading.tokens_by_share(),
+        speed=timed,
+        without_speed=why_not,
     )
 
 
-@torch.inference_mode()
-def _count_batch(model: nn.Module, ids: Tensor, groups: Tensor, counts: list[LayerCount]) -> None:
-    """Add what fires while `model` reads `ids` `[B, S]`, whose tokens are of these groups."""
-    groups = groups.flatten()
-    with FiredMeter(model, lambda layer, *gates: counts[layer].add(*gates, groups)):
-        model.base_model(ids, use_cache=False)
+def _timed(
+    model: nn.Module, ids: Tensor, layers: tuple[LayerProfile, ...], progress: Callable[..., None]
+) -> tuple[Speed | None, str | None]:
+    """How fast each layer's FFN is, or why that is not known: the counts are not lost for it."""
+    from twellctl.bench.layers import time_layers
+
+    if model.device.type != "cuda":
+        return None, "no NVIDIA GPU here"
+    try:
+        with quiet_compiler():
+            return time_layers(model, ids, layers, progress), None
+    except Exception as error:  # whatever drivers and compilers may say
+        return None, bounded(reason(error), 300)
 
 
-def _refuse_not_finite(checkpoint: Checkpoint, counts: list[LayerCount]) -> None:
+def _refuse_not_finite(checkpoint: Checkpoint, reading: Reading) -> None:
     """Gates that are not numbers would be counted as firing or not, which says nothing."""
-    for number, count in enumerate(counts):
-        if rows := count.not_finite:
+    for number, layer in enumerate(reading.layers):
+        if rows := layer.not_finite:
             raise TwellError(
                 f"{checkpoint.name}: gates of layer {number} are NaN or infinite for {rows} tokens:"
                 " the model is broken or its dtype too narrow; go back to one that was sound"
