@@ -162,17 +162,32 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the profile as a page, one file for any browser."),
+    ] = None,
+    speed: Annotated[
+        bool | None,
+        typer.Option(
+            "--speed/--no-speed",
+            help="Time each layer's FFN, over TwELL and in the fastest dense form, on what it "
+            "read. [default: with --html, on an NVIDIA GPU]",
+        ),
+    ] = None,
 ) -> None:
     """Count which neurons fire.
 
-    By token and layer; dead ones too, and the slots a packed gate needs. Then by position in the
-    window, and by kind of text if --data names several; --json holds these by layer too.
+    By token and layer; dead ones too, the slots a packed gate needs, and the loss. Then by position
+    in the window, and by kind of text if --data names several; --json holds these by layer too.
     """
     from twellctl.profiled import check_profile_path, profile_json, save_profile
+    from twellctl.report.write import check_page_path, write_profile_page
 
     to_stdout = json == Path("-")
     if json is not None and not to_stdout:
         check_profile_path(json)
+    if html is not None:
+        check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
@@ -183,14 +198,18 @@ def profile(
             text_column=text_column,
             windows=windows,
             seq_len=seq_len,
+            speed=html is not None if speed is None else speed,
             progress=progress,
         )
     if to_stdout:
         print(profile_json(done), end="")
-        return
-    if json is not None:
-        save_profile(done, json)
-    ui.profiled(done, saved_as=json)
+    else:
+        if json is not None:
+            save_profile(done, json)
+        ui.profiled(done, saved_as=json)
+    if html is not None:
+        write_profile_page(done, html)
+        ui.note(f"the page: {html}")
 
 
 @command(app, "export sparse exported --profile profile.json", group=MAKE)

@@ -24,7 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.carried import REPORT_FILE, copy_side_files, write_config
+from twellctl.carried import METRICS_FILE, REPORT_FILE, copy_side_files, write_config
 from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError, bounded, reason
@@ -51,6 +51,7 @@ from twellctl.recipe import (
     run_folder,
     save_recipe,
 )
+from twellctl.report.write import write_run_page
 from twellctl.runs import (
     checkpoint_state,
     discard_unstarted,
@@ -62,7 +63,7 @@ from twellctl.runs import (
 from twellctl.strict_json import to_json
 from twellctl.trackers import check_report_to
 from twellctl.training.arguments import micro_batch, trainer_arguments
-from twellctl.training.history import METRICS_FILE, History
+from twellctl.training.history import History
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
@@ -170,7 +171,7 @@ def _finetune(
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
             progress.doing(f"writing {out}")
-            _save(trainer, checkpoint, recipe, run, result, claim)
+            _save(trainer, checkpoint, recipe, run, result, claim, progress)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -388,6 +389,7 @@ def _save(
     run: Path,
     result: FineTuned,
     claim: Claim | None,
+    progress: Progress,
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
     trainer.head.remove()
@@ -418,6 +420,7 @@ def _save(
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
             report = dataclasses.asdict(result) | {"out": result.out.name}
             (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
+            write_run_page(stage, public_recipe(recipe), report, progress.note)
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error

@@ -1,4 +1,4 @@
-"""One pass of a model over windows of text: what fires in each layer, and the loss of each token."""
+"""One pass of a model over windows of text: what fires in each layer, and each token's loss."""
 
 import math
 import statistics
@@ -50,8 +50,7 @@ class Reading:
     def __init__(self, model: nn.Module, intermediate_size: int, tile: int, num_groups: int):
         self.model = model
         self.layers = [
-            LayerCount(intermediate_size, tile, model.device, num_groups)
-            for _ in gated_ffns(model)
+            LayerCount(intermediate_size, tile, model.device, num_groups) for _ in gated_ffns(model)
         ]
         self.losses = Losses([0.0] * num_groups, [0] * num_groups)
         self._fired: list[Tensor] = []

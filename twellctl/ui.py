@@ -1,6 +1,7 @@
 """The screen: tables and results to stdout, errors and progress to stderr. No torch."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from twellctl.activity import Activity
 from twellctl.errors import TwellError, printable
+from twellctl.report.advice import of_run
+from twellctl.report.of_run import RUN_PAGE
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -114,17 +117,8 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`)."""
-    wanted = result.target_density
-    if wanted is not None and result.density > 1.1 * wanted:
-        note(
-            f"the target of {wanted:.2%} density was not met in this budget: train longer, or be "
-            "content with less"
-        )
-    if wanted is not None and result.density < 0.9 * wanted:
-        note(
-            f"sparser than the {wanted:.2%} asked for, which costs loss: the price had not settled "
-            "when the run ended; train longer"
-        )
+    for sentence in of_run(dataclasses.asdict(result)):
+        note(sentence)
     losses = {
         "teacher": result.teacher_cross_entropy,
         "before": result.first_cross_entropy,
@@ -137,6 +131,8 @@ def finetuned(result: Any) -> None:
     say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
+    if (page := result.out / RUN_PAGE).is_file():
+        say(f"the run as a page: {page}")
     say(f"next: twellctl profile {result.out} --data FILE")
 
 

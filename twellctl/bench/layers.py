@@ -64,9 +64,7 @@ def _that_fit(model: nn.Module, ids: Tensor) -> Tensor:
     return ids[torch.arange(count) * len(ids) // count]
 
 
-def _time(
-    weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, Ffn]
-) -> LayerSpeed:
+def _time(weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, Ffn]) -> LayerSpeed:
     loaded = as_loaded(weights)
     over_twell = ffn_over_twell(OVER_TWELL, layer.slots, layer.density)
     require_kernels((OVER_TWELL,), lambda route: over_twell(x[:8], loaded), x.device)

@@ -7,10 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from twellctl.carried import METRICS_FILE
 from twellctl.strict_json import to_json
 from twellctl.training.trainer import SparseTrainer
-
-METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 
 
 class History(TrainerCallback):
