@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.errors import TwellError, UsageError, bounded, reason
-from twellctl.grouping import grouped_windows
-from twellctl.model import default_device, load_model, load_tokenizer, quiet_compiler
-from twellctl.own_version import own_version
-from twellctl.profiled import LayerProfile, Profile, Speed
-from twellctl.reading import Reading
+from twellctl.firing.grouping import grouped_windows
+from twellctl.firing.profiled import LayerProfile, Profile, Speed
+from twellctl.firing.reading import Reading
+from twellctl.here.own_version import own_version
+from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twellctl.models.loading import default_device, load_model, load_tokenizer, quiet_compiler
 
 BATCH_TOKENS = 8192
 

@@ -17,7 +17,7 @@ from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.twell_side import as_loaded, ffn_over_twell, require_kernels
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
-from twellctl.profiled import LayerProfile, LayerSpeed, Speed
+from twellctl.firing.profiled import LayerProfile, LayerSpeed, Speed
 
 ROUNDS = 5
 JUDGED_ROWS = 512

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from twellctl.profiled import LayerProfile, Profile
+from twellctl.firing.profiled import LayerProfile, Profile
 from twellctl.report.axes import percent
 
 FEW_TOKENS = 50_000  # too few to call a neuron dead

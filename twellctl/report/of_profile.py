@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from twellctl.profiled import SHARES, LayerProfile, PartDensity, PositionDensity, Profile
+from twellctl.firing.profiled import SHARES, LayerProfile, PartDensity, PositionDensity, Profile
 from twellctl.report import advice, charts
 from twellctl.report.axes import number_axis, percent, share_axis, short_percent
 from twellctl.report.markup import Markup, folded, table, tag

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twellctl.carried import METRICS_FILE
 from twellctl.errors import TwellError, UsageError, reason
-from twellctl.outputs import write_file
-from twellctl.profiled import Profile, check_file
-from twellctl.recipe import Recipe, settings
+from twellctl.files.outputs import write_file
+from twellctl.firing.profiled import Profile, check_file
+from twellctl.models.carried import METRICS_FILE
 from twellctl.report.of_profile import profile_page
 from twellctl.report.of_run import RUN_PAGE, read_rows, run_page
 from twellctl.report.page import is_page
+from twellctl.training.recipe import Recipe, settings
 
 
 def check_page_path(path: Path, other: Path | None = None) -> None:

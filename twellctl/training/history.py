@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from twellctl.carried import METRICS_FILE
-from twellctl.strict_json import to_json
+from twellctl.files.strict_json import to_json
+from twellctl.models.carried import METRICS_FILE
 from twellctl.training.trainer import SparseTrainer
 
 

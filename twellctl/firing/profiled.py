@@ -1,0 +1,224 @@
+"""What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from twellctl.errors import TwellError, reason, shown
+from twellctl.files.outputs import write_file
+from twellctl.files.strict_json import read_json, to_json
+
+SCHEMA_VERSION = 1
+# Upper ends of the bins of shares: none, up to 0.01 %, then quarters of a decade up to 100 %.
+SHARES = (0.0, *(10 ** (quarter / 4 - 4) for quarter in range(17)))
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer: neurons that fired a token (`nnz`), and what its tiles need.
+
+    `nnz_p99` is the smallest count that 99 % of the tokens do not exceed. `dead` neurons fired on
+    no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
+    Two histograms over the bins of `SHARES`: `tokens_by_share` counts tokens by the share of the
+    neurons that fired, `neurons_by_share` neurons by the share of the tokens on which they fired.
+    """
+
+    nnz_mean: float
+    nnz_p50: int
+    nnz_p99: int
+    nnz_max: int
+    density: float
+    dead: int
+    slots: int
+    overflow: float
+    nnz_p10: int | None = None
+    nnz_p90: int | None = None
+    tokens_by_share: tuple[int, ...] = ()
+    neurons_by_share: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartDensity:
+    """The density of some tokens: mean of the layers, and by layer; all None for no tokens.
+
+    `loss` is the mean cross-entropy of those of the tokens that have one before them, in nats.
+    """
+
+    tokens: int
+    density: float | None
+    layers: tuple[float | None, ...]
+    loss: float | None = None
+
+    @classmethod
+    def of(cls, fired: list[int], tokens: int, intermediate_size: int, **which: Any) -> Self:
+        """From the neurons that fired in each layer, summed over the tokens."""
+        places = tokens * intermediate_size
+        if not places:
+            return cls(tokens=tokens, density=None, layers=(None,) * len(fired), **which)
+        layers = tuple(count / places for count in fired)
+        density = sum(fired) / (places * len(fired))
+        return cls(tokens=tokens, density=density, layers=layers, **which)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionDensity(PartDensity):
+    """At positions `first` to `last` of a window, counted from 0, both included."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindDensity(PartDensity):
+    """In text of one kind."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """Milliseconds of one layer's FFN: over TwELL, and by `dense`, its fastest dense form."""
+
+    dense: str
+    dense_ms: float
+    twell_ms: float
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_ms / self.twell_ms
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Each layer's FFN, timed on `device` on `tokens` tokens that the profile read."""
+
+    device: str
+    tokens: int
+    layers: tuple[LayerSpeed, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
+
+    `loss` is the mean cross-entropy of the next token in nats, `loss_error` its standard error over
+    the windows. `tokens_by_share` counts tokens by the share of all layers' neurons that fired.
+    `speed` is None where it was not measured; `without_speed` says why.
+    """
+
+    model: str
+    fingerprint: str
+    data: tuple[str, ...]
+    windows: int
+    seq_len: int
+    tokens: int
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    intermediate_size: int
+    tile: int
+    layers: tuple[LayerProfile, ...]
+    by_position: tuple[PositionDensity, ...] = ()
+    by_kind: tuple[KindDensity, ...] = ()
+    loss: float | None = None
+    loss_error: float | None = None
+    tokens_by_share: tuple[int, ...] = ()
+    speed: Speed | None = None
+    without_speed: str | None = None
+
+    @property
+    def nnz_mean(self) -> float:
+        return sum(layer.nnz_mean for layer in self.layers) / len(self.layers)
+
+    @property
+    def density(self) -> float:
+        return self.nnz_mean / self.intermediate_size
+
+    @property
+    def dead_fraction(self) -> float:
+        dead = sum(layer.dead for layer in self.layers)
+        return dead / len(self.layers) / self.intermediate_size
+
+    @property
+    def speed_correlation(self) -> float | None:
+        """Pearson's, of the neurons that fire in a layer and its speed-up; None if undefined."""
+        if self.speed is None or len(self.layers) < 3:
+            return None
+        fired = [layer.nnz_mean for layer in self.layers]
+        speedups = [layer.speedup for layer in self.speed.layers]
+        if len(set(fired)) == 1 or len(set(speedups)) == 1:
+            return None
+        return statistics.correlation(fired, speedups)
+
+    def to_json(self) -> dict:
+        """The content of the file: schema version and means first, then all fields."""
+        names = ("nnz_mean", "density", "dead_fraction", "speed_correlation")
+        means = {key: getattr(self, key) for key in names}
+        return {"schema_version": SCHEMA_VERSION} | means | asdict(self)
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write the JSON whole or not at all, replacing an older one."""
+    write_file(path, profile_json(profile))
+
+
+def profile_json(profile: Profile) -> str:
+    """The whole text of the file."""
+    return to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+def check_profile_path(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written, or that is something else."""
+    check_file(path, "the JSON file", "profile", _is_profile)
+
+
+def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Refuse a `path` where `what` could not be written, or that exists and is no `kind`."""
+    if path.is_dir():
+        raise TwellError(f"{path} is a folder: name {what} to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TwellError(
+            f"{path} cannot be written: {path.parent} is not a folder you may write to"
+        )
+    if path.exists() and not is_kind(path):
+        raise TwellError(f"{path} exists and is no {kind}: choose another name")
+
+
+def _is_profile(path: Path) -> bool:
+    try:
+        return "schema_version" in read_json(path)
+    except TwellError:
+        return False
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile in a JSON file; `TwellError` if it is none, or of another schema."""
+    again = "write it again with 'twellctl profile MODEL --data FILE --json FILE'"
+    content = read_json(Path(path), again)
+    version = content.get("schema_version")
+    if version is None:
+        raise TwellError(f"{path} is no profile (no schema_version): {again}")
+    if version != SCHEMA_VERSION:
+        raise TwellError(
+            f"{path} has schema_version {shown(version)}, this twellctl reads {SCHEMA_VERSION}: "
+            f"{again}"
+        )
+    try:
+        fields = {name: content[name] for name in Profile.__dataclass_fields__ if name in content}
+        fields["layers"] = tuple(_made(LayerProfile, layer) for layer in fields["layers"])
+        for name, part in (("by_position", PositionDensity), ("by_kind", KindDensity)):
+            fields[name] = tuple(_made(part, found) for found in fields.get(name, ()))
+        if speed := fields.get("speed"):
+            layers = tuple(_made(LayerSpeed, layer) for layer in speed["layers"])
+            fields["speed"] = _made(Speed, speed | {"layers": layers})
+        return _made(Profile, fields)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TwellError(f"{path} is no whole profile ({reason(error)}): {again}") from error
+
+
+def _made(kind: type, fields: dict[str, Any]) -> Any:
+    """An object of `kind` whose lists are tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
