@@ -219,7 +219,12 @@ def export(
     model: LocalModel,
     out: Out,
     profile: Annotated[
-        Path | None, typer.Option(help="Slots of this 'profile --json' file.")
+        Path | None,
+        typer.Option(help="Slots of this 'profile --json' file; its figures for the model card."),
+    ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")
@@ -233,7 +238,16 @@ def export(
     ui.doing(f"checking the weights of {model} and copying them")
     from twellctl.export import export as run
 
-    ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
+    ui.exported(
+        run(
+            model,
+            out,
+            profile=profile,
+            evaluation=evaluation,
+            shard_size=shard_size,
+            overwrite=overwrite,
+        )
+    )
 
 
 app.add_typer(bench.app, name="bench", rich_help_panel=USE)

@@ -23,8 +23,8 @@ def read_rows(metrics: Path) -> list[Row]:
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
-def run_page(name: str, rows: Sequence[Row], report: dict[str, Any], recipe: dict[str, Any]) -> str:
-    """The whole HTML file: `report` has the fields of a `FineTuned`, `recipe` settings by flag."""
+def run_page(name: str, rows: Sequence[Row], report: dict[str, Any]) -> str:
+    """The whole HTML file: `report` is what the run ended with, and its recipe."""
     about = f"{report['num_steps']} steps, {report['num_tokens']} tokens"
     steps = number_axis([0, report["num_steps"]], "{:,.0f}".format, zero=True)
     sections = [
@@ -34,7 +34,7 @@ def run_page(name: str, rows: Sequence[Row], report: dict[str, Any], recipe: dic
         Section("Price of a neuron", _one_line(rows, "price", "price", steps, "{:.2g}".format)),
         Section("Speed", _rate(rows, steps)),
         Section("Learning rate", _one_line(rows, "learning_rate", "learning rate", steps)),
-        Section("Recipe", [tag("div", table(["", ""], recipe.items()), class_="facts")]),
+        Section("Recipe", [tag("div", table(["", ""], report["recipe"].items()), class_="facts")]),
     ]
     said = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in advice.of_run(report)]
     return page(f"How {name} became sparse", about, _tiles(rows, report), said, sections)

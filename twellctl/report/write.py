@@ -11,7 +11,6 @@ from twellctl.models.carried import METRICS_FILE
 from twellctl.report.of_profile import profile_page
 from twellctl.report.of_run import RUN_PAGE, read_rows, run_page
 from twellctl.report.page import is_page
-from twellctl.training.recipe import Recipe, settings
 
 
 def check_page_path(path: Path, other: Path | None = None) -> None:
@@ -38,12 +37,13 @@ def write_profile_page(profile: Profile, path: Path) -> None:
     write_file(path, text)
 
 
-def write_run_page(
-    folder: Path, recipe: Recipe, report: dict[str, Any], note: Callable[[str], None]
-) -> None:
-    """Draw the run that made the model in `folder` beside its metrics; `note` says if it fails."""
+def write_run_page(folder: Path, report: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Draw the run that made the model in `folder` beside its metrics; `note` says if it fails.
+
+    `report` is what the run ended with, and by "recipe" its settings.
+    """
     try:
-        text = run_page(report["out"], read_rows(folder / METRICS_FILE), report, settings(recipe))
+        text = run_page(report["out"], read_rows(folder / METRICS_FILE), report)
     except Exception as error:  # the model is worth more than its page
         note(f"{RUN_PAGE} could not be drawn ({type(error).__name__}: {reason(error)})")
         return
