@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 LEAST_SHARE = 1e-4
+SLACK = 0.01  # of a step: a value that lies so little outside the ends is drawn at the end
 
 
 def percent(share: float) -> str:
@@ -59,7 +60,7 @@ def number_axis(
     if low == high:
         low, high = (low, low + 1) if zero else (low - 0.5, high + 0.5)
     step = _round_step((high - low) / 4)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first, last = math.floor(low / step + SLACK), math.ceil(high / step - SLACK)
     ticks = tuple(round(number * step, 12) for number in range(first, last + 1))
     return Axis(ticks[0], ticks[-1], ticks, spelled)
 
