@@ -99,6 +99,12 @@ class Speed:
     tokens: int
     layers: tuple[LayerSpeed, ...]
 
+    @property
+    def speedup(self) -> float:
+        """Of all layers' FFNs together."""
+        dense = sum(layer.dense_ms for layer in self.layers)
+        return dense / sum(layer.twell_ms for layer in self.layers)
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -200,13 +200,11 @@ def _speed(profile: Profile | None) -> str | None:
     if profile.speed is None:
         return "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
     speedups = [layer.speedup for layer in profile.speed.layers]
-    dense = sum(layer.dense_ms for layer in profile.speed.layers)
-    twell = sum(layer.twell_ms for layer in profile.speed.layers)
     software = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     return (
-        f"The FFNs of all layers over TwELL are {dense / twell:.2f} times as fast as the fastest\n"
-        f"dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times, at "
-        f"{profile.speed.tokens} tokens on one\n{profile.speed.device} ({software})."
+        f"Over TwELL the FFNs of all layers are {profile.speed.speedup:.2f} times as fast as the\n"
+        f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times,\n"
+        f"at {profile.speed.tokens} tokens on one {profile.speed.device} ({software})."
     )
 
 

@@ -44,7 +44,7 @@ def share_axis(shares: Iterable[float]) -> Axis:
     """Logarithmic, of whole decades, for shares; 0 lies at the low end."""
     some = [share for share in shares if share > 0] or [1.0]
     low = 10 ** math.floor(math.log10(max(min(some), LEAST_SHARE)) + 1e-9)
-    high = 10 ** math.ceil(math.log10(min(1.0, max(some))) - 1e-9)
+    high = 10 ** math.ceil(math.log10(min(1.0, max(*some, LEAST_SHARE))) - 1e-9)
     low = min(low, high / 10)
     decades = round(math.log10(high / low))
     ticks = tuple(low * 10**decade for decade in range(decades + 1))
@@ -61,7 +61,7 @@ def number_axis(
         low, high = (low, low + 1) if zero else (low - 0.5, high + 0.5)
     step = _round_step((high - low) / 4)
     first, last = math.floor(low / step + SLACK), math.ceil(high / step - SLACK)
-    ticks = tuple(round(number * step, 12) for number in range(first, last + 1))
+    ticks = tuple(float(f"{number * step:.9g}") for number in range(first, last + 1))
     return Axis(ticks[0], ticks[-1], ticks, spelled)
 
 

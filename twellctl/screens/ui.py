@@ -186,8 +186,8 @@ def _speed(result: Any) -> None:
     if result.speed is not None:
         speedups = [layer.speedup for layer in result.speed.layers]
         say(
-            f"FFNs over TwELL are {min(speedups):.2f} to {max(speedups):.2f} times as fast as the "
-            f"fastest dense form at {result.speed.tokens} tokens"
+            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
+            f"layer {min(speedups):.2f} to {max(speedups):.2f}, at {result.speed.tokens} tokens"
         )
         if (found := result.speed_correlation) is not None:
             say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")
