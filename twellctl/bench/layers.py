@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench.contest import Contender, Course, hold, relative_errors
+from twellctl.bench.contest import Contender, Course, hold, relative_error
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
 from twellctl.bench.device import device_name, free_memory
 from twellctl.bench.results import DENSE, TWELL, Point
@@ -67,7 +67,8 @@ def _that_fit(model: nn.Module, ids: Tensor) -> Tensor:
 def _time(weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, Ffn]) -> LayerSpeed:
     loaded = as_loaded(weights)
     over_twell = ffn_over_twell(OVER_TWELL, layer.slots, layer.density)
-    require_kernels((OVER_TWELL,), lambda route: over_twell(x[:8], loaded), x.device)
+    if why_not := require_kernels(("auto",), lambda route: over_twell(x[:8], loaded), x.device):
+        raise TwellError(f"the kernels do not run here: {why_not}")
     contenders = [
         Contender(name, DENSE, lambda number, ffn=ffn: ffn(x, weights))
         for name, ffn in dense.items()
@@ -79,7 +80,7 @@ def _time(weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, 
     outcome = hold(
         Course(x.device, ROUNDS, None, 0.0, lambda text: None, lambda done, total: None),
         contenders,
-        lambda y: relative_errors(y[rows], expected),
+        lambda y: {"error": relative_error(y[rows].double(), expected)},
         what=f"an FFN on {len(x)} tokens",
         tokens=len(x),
         num_inputs=1,
