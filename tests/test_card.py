@@ -81,7 +81,7 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     assert front["pipeline_tag"] == "text-generation"
     read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results  # as the hub reads it
     values = {result.metric_type: result.metric_value for result in read}
-    wanted = {"cross-entropy": found.loss, "density": found.density}
+    wanted = {"cross-entropy": found.loss, "density": found.density, "accuracy": 0.625}
     assert values == pytest.approx(wanted, abs=1e-6)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.card_front import front_matter
+from twellctl.models.card_front import Metric, front_matter
 from twellctl.models.carried import CARD, REPORT_FILE
 
 EVALUATION_VERSION = 1
@@ -220,18 +220,19 @@ def _recipe(report: dict[str, Any]) -> str | None:
     return "\n".join([f"`twellctl finetune`{ran}:", "", "```yaml", *lines, "```"])
 
 
-def _metrics(figures: Figures) -> list[dict[str, Any]]:
-    """The figures that hubs show: the loss, and the share of neurons that fire."""
+def _metrics(figures: Figures) -> list[Metric]:
+    """The figures that hubs show: loss, share of neurons that fire, accuracies."""
     loss, density = figures.report.get("cross_entropy"), figures.report.get("density")
     if figures.profile is not None:
         loss, density = figures.profile.loss, figures.profile.density
-    named = (("cross-entropy", "cross-entropy, nats a token", loss),
-             ("density", "share of the neurons that fire", density))  # fmt: skip
-    return [
-        {"type": kind, "name": name, "value": round(value, 6)}
-        for kind, name, value in named
-        if isinstance(value, float)
+    found = [
+        ("held-out text", "cross-entropy", "cross-entropy, nats a token", loss),
+        ("held-out text", "density", "share of the neurons that fire", density),
     ]
+    for task in (figures.evaluation or {}).get("tasks") or []:
+        best = task["accuracy"]["acc_norm"] or task["accuracy"]["acc"]
+        found.append((_cell(task["task"]), "accuracy", "accuracy", best["mean"]))
+    return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple]) -> str | None:

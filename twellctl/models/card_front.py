@@ -1,6 +1,8 @@
 """The front matter of a model card: what hubs read of a model, as YAML."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +15,33 @@ TAGS = ["twell", "sparse", "relu"]
 _LICENCE_LINE = re.compile(r"(license|license_name|license_link): *([\"']?)([\w.+:/ -]{1,200})\2 *")
 
 
-def front_matter(name: str, base: str | None, source: Path, metrics: list[dict[str, Any]]) -> str:
-    """The lines between the rules: licence as in the card of `source`, base model, tags, results.
+@dataclass(frozen=True)
+class Metric:
+    """A figure as hubs show it: what was measured on which text or task."""
 
-    `metrics` are {"type", "name", "value"} of the model on text that it was not trained on.
-    """
+    dataset: str
+    kind: str
+    name: str
+    value: float
+
+
+def front_matter(name: str, base: str | None, source: Path, metrics: Sequence[Metric]) -> str:
+    """The lines between the rules: licence as in the card of `source`, base, tags, metrics."""
     known: dict[str, Any] = {}
     if base:
         known |= {"base_model": base, "base_model_relation": "finetune"}
     known |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
     if metrics:
-        known["model-index"] = [{"name": name, "results": [_result(metrics)]}]
+        known["model-index"] = [{"name": name, "results": [_result(m) for m in metrics]}]
     text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True).rstrip("\n")
     return "\n".join([*_licence(source), text])
 
 
-def _result(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(metric: Metric) -> dict[str, Any]:
     return {
         "task": {"type": "text-generation"},
-        "dataset": {"type": "held-out", "name": "held-out text"},
-        "metrics": metrics,
+        "dataset": {"type": metric.dataset, "name": metric.dataset},
+        "metrics": [{"type": metric.kind, "name": metric.name, "value": round(metric.value, 6)}],
     }
 
 
