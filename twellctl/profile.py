@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 from twellctl.errors import TwellError, UsageError, bounded, reason
+from twellctl.evaluation.reading import Reading
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import LayerProfile, Profile, Speed
-from twellctl.firing.reading import Reading
 from twellctl.here.own_version import own_version
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import default_device, load_model, load_tokenizer, quiet_compiler
@@ -79,8 +79,8 @@ def profile(
         intermediate_size=size,
         tile=tile,
         layers=layers,
-        by_position=text.by_position(reading),
-        by_kind=text.by_kind(reading),
+        by_position=text.by_position(reading.layers, reading.losses),
+        by_kind=text.by_kind(reading.layers, reading.losses),
         loss=reading.losses.mean,
         loss_error=reading.losses.error,
         tokens_by_share=reading.tokens_by_share(),

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twellctl.firing.counts import LayerCount
+from twellctl.firing.losses import Losses
 from twellctl.firing.profiled import KindDensity, PositionDensity
-from twellctl.firing.reading import Reading
 from twellctl.text.data import read_texts, spread_windows, text_files, token_stream
 
 
@@ -36,44 +37,49 @@ class GroupedWindows:
     def _num_buckets(self) -> int:
         return _bucket(self.ids.shape[1] - 1) + 1
 
-    def by_position(self, reading: Reading) -> tuple[PositionDensity, ...]:
-        """The density and loss of each bucket of positions; `reading` has added all windows."""
-        fired, tokens, losses, predicted = (sums.sum(-2) for sums in self._sums(reading))
-        size, last = reading.layers[0].intermediate_size, self.ids.shape[1] - 1
+    def by_position(
+        self, counts: Sequence[LayerCount], losses: Losses | None = None
+    ) -> tuple[PositionDensity, ...]:
+        """The density and loss of each bucket of positions; both have added all windows."""
+        fired, tokens, nats, predicted = (sums.sum(-2) for sums in self._sums(counts, losses))
+        size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
         return tuple(
             PositionDensity.of(
                 fired[:, bucket].tolist(),
                 int(tokens[bucket]),
                 size,
-                loss=_mean(losses[bucket], predicted[bucket]),
+                loss=_mean(nats[bucket], predicted[bucket]),
                 first=1 << bucket >> 1,
                 last=min((1 << bucket) - 1, last),
             )
             for bucket in range(self._num_buckets)
         )
 
-    def by_kind(self, reading: Reading) -> tuple[KindDensity, ...]:
-        """The density and loss of each kind of text; `reading` has added all windows."""
-        fired, tokens, losses, predicted = (sums.sum(-1) for sums in self._sums(reading))
-        size = reading.layers[0].intermediate_size
+    def by_kind(
+        self, counts: Sequence[LayerCount], losses: Losses | None = None
+    ) -> tuple[KindDensity, ...]:
+        """The density and loss of each kind of text; both have added all windows."""
+        fired, tokens, nats, predicted = (sums.sum(-1) for sums in self._sums(counts, losses))
+        size = counts[0].intermediate_size
         return tuple(
             KindDensity.of(
                 fired[:, number].tolist(),
                 int(tokens[number]),
                 size,
-                loss=_mean(losses[number], predicted[number]),
+                loss=_mean(nats[number], predicted[number]),
                 kind=kind,
             )
             for number, kind in enumerate(self.kinds)
         )
 
-    def _sums(self, reading: Reading) -> tuple[Tensor, ...]:
-        """What fired `[layers, kinds, buckets]`; tokens, losses, predicted `[kinds, buckets]`."""
+    def _sums(self, counts: Sequence[LayerCount], losses: Losses | None) -> tuple[Tensor, ...]:
+        """What fired `[layers, kinds, buckets]`; tokens, nats, predicted `[kinds, buckets]`."""
+        losses = losses or Losses.of(self.num_groups)
         sums = (
-            torch.stack([layer.by_group for layer in reading.layers]).cpu(),
+            torch.stack([count.by_group for count in counts]).cpu(),
             self.groups.flatten().bincount(minlength=self.num_groups),
-            torch.tensor(reading.losses.sums, dtype=torch.float64),
-            torch.tensor(reading.losses.tokens),
+            torch.tensor(losses.sums, dtype=torch.float64),
+            torch.tensor(losses.tokens),
         )
         return tuple(s.unflatten(-1, (len(self.kinds), self._num_buckets)) for s in sums)
 

@@ -1,47 +1,13 @@
 """One pass of a model over windows of text: what fires in each layer, and each token's loss."""
 
-import math
-import statistics
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing.counts import FiredMeter, LayerCount, by_share
+from twellctl.firing.losses import Losses
 from twellctl.training.head_loss import LOGITS_AT_ONCE, HeadLoss
-
-
-@dataclass
-class Losses:
-    """Cross-entropies of tokens, in nats: sums by group, and the mean of each window."""
-
-    sums: list[float]
-    tokens: list[int]
-    windows: list[float] = field(default_factory=list)
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.windows) if self.windows else None
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean, over the windows."""
-        if len(self.windows) < 2:
-            return None
-        return statistics.stdev(self.windows) / math.sqrt(len(self.windows))
-
-    def add(self, losses: Tensor, groups: Tensor) -> None:
-        """Count windows `[B, S - 1]`: the loss of each token but the first, and its group."""
-        if not losses.numel():
-            return
-        self.windows += losses.mean(-1).tolist()
-        sums = torch.zeros(len(self.sums), dtype=torch.float64, device=losses.device)
-        sums.index_add_(0, groups.flatten(), losses.flatten())
-        self.sums = [old + new for old, new in zip(self.sums, sums.tolist(), strict=True)]
-        tokens = groups.flatten().bincount(minlength=len(self.tokens)).tolist()
-        self.tokens = [old + new for old, new in zip(self.tokens, tokens, strict=True)]
 
 
 class Reading:
@@ -52,7 +18,7 @@ class Reading:
         self.layers = [
             LayerCount(intermediate_size, tile, model.device, num_groups) for _ in gated_ffns(model)
         ]
-        self.losses = Losses([0.0] * num_groups, [0] * num_groups)
+        self.losses = Losses.of(num_groups)
         self._fired: list[Tensor] = []
 
     @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""How good a model is: loss on text, and what fires there, in one pass."""
