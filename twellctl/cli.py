@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import __version__, cli_bench, interrupts, ui, ui_serving
+from twellctl import __version__, cli_bench, cli_text, interrupts, ui, ui_serving
 from twellctl.bytecode import keep_bytecode
 from twellctl.cli_command import CONTEXT, ReaderLeft, command, show_help
 from twellctl.cli_recipe import takes_recipe
@@ -141,56 +141,9 @@ def finetune(
         ui.finetuned(result)
 
 
-@command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)
-def profile(
-    model: LocalModel,
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of "
-            "text, by the file's name or NAME; equal names are one kind.",
-        ),
-    ],
-    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
-    windows: Annotated[int, typer.Option(help="Windows, at even strides through the text.")] = 128,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
-    ] = None,
-) -> None:
-    """Count which neurons fire.
-
-    By token and layer; dead ones too, and the slots a packed gate needs. Then by position in the
-    window, and by kind of text if --data names several; --json holds these by layer too.
-    """
-    from twellctl.profiled import check_profile_path, profile_json, save_profile
-
-    to_stdout = json == Path("-")
-    if json is not None and not to_stdout:
-        check_profile_path(json)
-    ui.doing(f"reading the text and {model}")
-    from twellctl.profile import profile as run
-
-    with ui.progress("windows") as progress:
-        done = run(
-            model,
-            data,
-            text_column=text_column,
-            windows=windows,
-            seq_len=seq_len,
-            progress=progress,
-        )
-    if to_stdout:
-        print(profile_json(done), end="")
-        return
-    if json is not None:
-        save_profile(done, json)
-    ui.profiled(done, saved_as=json)
+command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(
+    cli_text.profile
+)
 
 
 @command(app, "export sparse exported --profile profile.json", group=MAKE)
@@ -215,6 +168,9 @@ def export(
     ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
 
 
+command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
+    cli_text.evaluate
+)
 app.add_typer(cli_bench.app, name="bench", rich_help_panel=USE)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.exchange import exchange
 from twellctl.rooms import lay_aside, remove, restore, room_beside, room_of
+from twellctl.strict_json import read_json
 
 
 def is_model_of_ours(folder: Path) -> bool:
@@ -74,6 +75,28 @@ def write_file(path: Path, text: str) -> None:
     with room_beside(path) as room:
         (room / "new").write_text(text, encoding="utf-8")
         (room / "new").replace(path)
+
+
+def check_json_path(path: Path, key: str, what: str) -> None:
+    """Refuse, before any work, a JSON file that could not be written, or that is something else.
+
+    What is there may be replaced if it is an object with `key`: another one of `what`.
+    """
+    if path.is_dir():
+        raise TwellError(f"{path} is a folder: name the JSON file to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TwellError(
+            f"{path} cannot be written: {path.parent} is not a folder you may write to"
+        )
+    if path.exists() and not _has_key(path, key):
+        raise TwellError(f"{path} exists and is no {what}: choose another name")
+
+
+def _has_key(path: Path, key: str) -> bool:
+    try:
+        return key in read_json(path)
+    except TwellError:
+        return False
 
 
 @dataclass(frozen=True)
