@@ -60,7 +60,7 @@ def evaluate(
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None
     _refuse_other_tokenizer(subjects, data, text_column)
     names = [task for task in tasks if not is_local(task)]
-    foreign = harness.load_tasks(names) if names else {}
+    foreign = harness.load_tasks(names, doing) if names else {}
     for subject in subjects:
         doing(f"loading {subject.checkpoint.name}")
         subject.load(device or default_device())

@@ -41,13 +41,19 @@ def answer(
     choice that alone is longer.
     """
     asked = [
-        _continuation(tokenizer, question, choice, context, task.name)
+        continuation(tokenizer, question, choice, context)
         for question in task.questions
         for choice in question.choices
     ]
+    longest = max(one.scored for one in asked)
+    if context is not None and longest >= context:
+        raise TwellError(
+            f"{task.name}: a choice has {longest} tokens, the model's context is {context}: leave "
+            "out its question"
+        )
     check_ids(max(max(one.tokens) for one in asked), model.config.vocab_size)
     found = iter(log_likelihoods(model, asked, progress))
-    cut = iter([continuation.cut for continuation in asked])
+    cut = iter([one.cut for one in asked])
     acc, acc_norm, num_cut = [], [], 0
     for question in task.questions:
         sums = [next(found) for _ in question.choices]
@@ -85,14 +91,16 @@ def _is_right(likelihoods: list[float], question: Question) -> float:
     return float(likelihoods.index(max(likelihoods)) == question.gold)
 
 
-def _continuation(
+def continuation(
     tokenizer: PreTrainedTokenizerBase,
     question: Question,
     choice: str,
     context: int | None,
-    task: str,
 ) -> Continuation:
-    """Question and choice, with a space between them if there is none; it is the choice's."""
+    """Question and choice, with a space between them if there is none; it is the choice's.
+
+    Without a `context` none is too long.
+    """
     stem = question.query.rstrip()
     gap = question.query[len(stem) :] or ("" if choice[0].isspace() else " ")
     opening = _opening(tokenizer)
@@ -102,11 +110,6 @@ def _continuation(
     whole = opening + _encoded(tokenizer, (stem + gap if stem else "") + choice)
     # where the choice's first characters make one token with the question's last, it has that
     scored = max(1, len(whole) - len(before))
-    if context is not None and scored >= context:
-        raise TwellError(
-            f"{task}: a choice has {scored} tokens, the model's context is {context}: leave out "
-            "its question"
-        )
     cut = context is not None and len(whole) > context
     return Continuation(whole[-context:] if cut else whole, scored, cut)
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.errors import TwellError, bounded, reason, shown
+from twellctl.evaluation.questions import HARNESS_SUFFIXES
 from twellctl.evaluation.results import Marks
 
 # by what the tasks of the paper are called there
@@ -28,10 +29,11 @@ PAPER = (
     "commonsense_qa",
 )
 _BATCH = 16  # choices that lm-eval reads at once; it keeps all their logits, in float32
-_YAML = (".yaml", ".yml")
 
 
-def load_tasks(names: Sequence[str]) -> dict[str, Any]:
+def load_tasks(
+    names: Sequence[str], doing: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """The harness's task objects, by name, their data downloaded; "paper": the paper's seven.
 
     A name is one of `lm-eval ls tasks`, or a YAML file of the harness's own form. `TwellError` if
@@ -58,6 +60,7 @@ def load_tasks(names: Sequence[str]) -> dict[str, Any]:
             )
     found, failed = {}, {}
     for name in wanted:
+        doing(f"lm-eval loads {name}")
         try:
             with _quiet():
                 found |= manager.load([name])["tasks"]
@@ -123,18 +126,20 @@ def _is_cut(sample: dict, tokenizer: PreTrainedTokenizerBase, context: int | Non
 
 
 def _is_yaml(name: str) -> bool:
-    return Path(name).suffix in _YAML and Path(name).is_file()
+    return Path(name).suffix in HARNESS_SUFFIXES and Path(name).is_file()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No notes, advice or progress bars from lm-eval inside; errors are raised."""
-    logger, made = logging.getLogger("lm_eval"), tqdm.__init__
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """No notes, advice or progress bars from lm-eval and what it uses; errors are raised."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
+    levels, made = [logger.level for logger in loggers], tqdm.__init__
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     tqdm.__init__ = lambda bar, *given, **how: made(bar, *given, **how | {"disable": True})
     try:
         yield
     finally:
         tqdm.__init__ = made
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -14,6 +14,7 @@ from twellctl.errors import TwellError, reason, shown
 from twellctl.strict_json import parse_json, read_file
 
 SUFFIXES = (".jsonl", ".json")
+HARNESS_SUFFIXES = (".yaml", ".yml")  # of task files in the form of lm-eval
 _REMEDY = "correct or leave out this line"
 
 
@@ -37,7 +38,8 @@ class Task:
 def is_local(task: str) -> bool:
     """Whether `task` names a file or folder of questions, there or not, and no task of lm-eval."""
     path = Path(task)
-    return path.is_dir() or path.suffix in SUFFIXES
+    is_path = path.name != task and path.suffix not in HARNESS_SUFFIXES
+    return path.is_dir() or path.suffix in SUFFIXES or is_path
 
 
 def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task, ...]:
