@@ -15,7 +15,7 @@ import pytest
 
 from twellctl.bundle.twell_cubin import sections
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, nvrtc_paths
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 SOURCES = {
     path.name: path.read_bytes()

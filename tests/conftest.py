@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from twellctl import activity
-from twellctl.cli import main
+from twellctl.cli.app import main
 from twellctl.convert import convert
-from twellctl.model import quiet_transformers
+from twellctl.models.loading import quiet_transformers
+from twellctl.screens import activity
 
 FAMILIES = {
     "llama": {},

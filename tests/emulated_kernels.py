@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from emulated_step import EMULATOR, without_assembly
 
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 SOURCES = {
     "grad_lists.cu": ("list_neurons", "list_tokens"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from emulated_step import EPS, VOCABULARY, Done, Model, built, cached, pointer, without_assembly
 
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 HEADERS = (
     *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 EMULATOR = Path(__file__).parent / "emulator"
 PAGE, EPS, VOCABULARY = 64, 1e-5, 512

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twellctl.bundle.twell_few_walk import FewWalkPlan
 from twellctl.bundle.twell_format import fires
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 HEADERS = (
     *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh", "warp.cuh"),

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from twellctl.progress import Progress
-from twellctl.recipe import Recipe, resolve_recipe
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import Recipe, resolve_recipe
 
 SMALL = {
     "seq_len": 32,

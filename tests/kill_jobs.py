@@ -18,9 +18,9 @@ from twellctl import quickstart as quickstart_module
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.finetune import finetune
-from twellctl.progress import Progress
 from twellctl.quickstart import quickstart
-from twellctl.recipe import run_folder
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import run_folder
 
 QUICK = {"max_steps": 3, "eval_blocks": 2, "eval_steps": 2, "save_steps": 1, "batch_size": 4}
 

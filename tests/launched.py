@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import entry_file
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 
 class Map:

@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from twellctl.finetune import finetune
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe
 
 SETTINGS = {
     "batch_size": 8,

@@ -10,8 +10,8 @@ from finetune_runs import SMALL, InterruptAt, small
 import twellctl
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.progress import Progress
-from twellctl.recipe import Recipe, recipe_names, resolve_recipe
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
 NAMES = ("convert", "finetune", "profile", "export", "evaluate")
 QUIET = Progress(silent=True)
@@ -25,7 +25,7 @@ QUIET = Progress(silent=True)
         "from twellctl.export import export; from twellctl.convert import Converted",
         "import twellctl.quickstart",
         "from twellctl import *",
-        "import twellctl.cli; twellctl.cli.app",
+        "import twellctl.cli.app; twellctl.cli.app.app",
     ],
 )
 def test_they_are_functions_in_every_order(before):

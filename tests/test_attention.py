@@ -23,7 +23,7 @@ from twellctl.decoding.attention import (
     why_not_attend,
 )
 from twellctl.decoding.pages import PAGE
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]

@@ -26,7 +26,7 @@ from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.firing import FiredMeter
+from twellctl.firing.counts import FiredMeter
 from twellctl.profile import profile
 
 TINY = {

@@ -18,7 +18,7 @@ from twellctl.bench.twell_side import routes_taken
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_route import ROUTES, Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import Union, UnionCount
+from twellctl.firing.counts import Union, UnionCount
 
 TINY = ("--device", "cpu", "--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
 

@@ -14,7 +14,7 @@ from twellctl.bench.twell_side import TwellNumbers, twell_twin
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.model import MASKLESS, load_model, without_mask
+from twellctl.models.loading import MASKLESS, load_model, without_mask
 from twellctl.profile import profile
 
 TINY = {
@@ -118,7 +118,7 @@ def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, 
 
 
 def load_model_body(folder):
-    from twellctl.checkpoint import open_checkpoint
+    from twellctl.models.checkpoint import open_checkpoint
 
     return load_model(open_checkpoint(folder), device=torch.device("cpu")).base_model
 

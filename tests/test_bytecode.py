@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from twellctl import bytecode
-from twellctl.bytecode import keep_bytecode
+from twellctl.here import bytecode
+from twellctl.here.bytecode import keep_bytecode
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_next_start_finds_it(tmp_path):
     (package / "__init__.py").write_text("number = 7\n")
     code = (
         "import os, sys; os.access = lambda path, mode: False\n"
-        "from twellctl.bytecode import keep_bytecode; keep_bytecode()\n"
+        "from twellctl.here.bytecode import keep_bytecode; keep_bytecode()\n"
         "import torch; print(torch.number, os.path.exists(torch.__cached__))"
     )
     environment = {

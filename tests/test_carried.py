@@ -13,7 +13,7 @@ from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.profile import profile
-from twellctl.progress import Progress
+from twellctl.training.progress import Progress
 
 STRAY = ("train.jsonl", "notes.txt", "recipe.yaml", "LICENSE.key", "evil.py", "weights.onnx")
 CARD = """---
@@ -171,7 +171,7 @@ def test_a_snapshot_of_the_hubs_cache_works(source, tmp_path, shared):
 
 
 def test_an_id_of_the_hub_stays(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("twellctl.checkpoint._download", lambda name, revision: source)
+    monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: source)
     convert("owner/name", tmp_path / "relu")
     export(tmp_path / "relu", tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["twell"]["source"] == "owner/name"

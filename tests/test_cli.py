@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from twellctl import ui
-from twellctl.recipe import Recipe, flag_name
+from twellctl.screens import ui
+from twellctl.training.recipe import Recipe, flag_name
 
 COMMANDS = (
     "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",

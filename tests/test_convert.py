@@ -21,7 +21,7 @@ def run(*words, code: str = "", **environment) -> subprocess.CompletedProcess:
     """The command line in a process of its own; `code` runs there at the end, on stdout."""
     program = f"""
 import sys
-from twellctl.cli import main
+from twellctl.cli.app import main
 try:
     main()
 finally:

@@ -11,15 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from twellctl import kernels_here, machine
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
 from twellctl.bundle.twell_bundle import write_bundle
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
-from twellctl.cli import app
+from twellctl.cli.app import app
 from twellctl.doctor import doctor
 from twellctl.export import export
-from twellctl.machine import Finding
+from twellctl.here import kernels as kernels_here
+from twellctl.here import machine
+from twellctl.here.machine import Finding
 
 GPU = Finding("GPU", "ok", "a GPU")
 HOPPER = Limits(132, 232448, 60 << 20, (9, 0))

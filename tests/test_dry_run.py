@@ -10,11 +10,11 @@ import torch
 from finetune_runs import small, weights
 
 from twellctl import dry_run as module
-from twellctl.checkpoint import open_checkpoint
-from twellctl.data import read_texts, token_stream
 from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
-from twellctl.model import load_tokenizer
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_tokenizer
+from twellctl.text.data import read_texts, token_stream
 from twellctl.training.trainer import SparseTrainer
 
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import twellctl.evaluation.windows as windows_module
 from twellctl.convert import convert
-from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.profile import profile
+from twellctl.text.data import read_texts, spread_windows, token_stream
 from twellctl.training import head_loss
 
 

@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from twellctl.bundle.twell_bundle import read_bundle
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import fingerprint, open_checkpoint
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export, parse_size
+from twellctl.firing.profiled import save_profile
+from twellctl.models.checkpoint import fingerprint, open_checkpoint
 from twellctl.profile import profile
-from twellctl.profiled import save_profile
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
 IDS = (torch.arange(34).view(2, 17) * 37) % 512

@@ -6,7 +6,7 @@ from torch import nn
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
-from twellctl.exportable import is_plain_ffn
+from twellctl.models.exportable import is_plain_ffn
 
 
 def test_an_ffn_that_computes_more_is_not_exportable():

@@ -28,7 +28,7 @@ from twellctl.bundle.twell_few_walk import few_walk_kernels
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_nvrtc import Nvrtc, find_nvrtc
 from twellctl.bundle.twell_weights import FFN
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 A100 = Limits(108, 166912, 40 << 20, (8, 0))

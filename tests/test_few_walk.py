@@ -24,7 +24,7 @@ from twellctl.bundle.twell_few_walk import (
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.bundle.twell_weights import FFN
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, masking_utils
 
 from twellctl.convert import convert
-from twellctl.data import Blocks
 from twellctl.finetune import Interrupted, finetune
-from twellctl.model import MASKLESS
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe, run_folder
+from twellctl.models.loading import MASKLESS
+from twellctl.text.data import Blocks
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe, run_folder
 
 
 @pytest.fixture(scope="module")

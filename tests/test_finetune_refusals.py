@@ -14,14 +14,15 @@ from safetensors.torch import save_file
 from torch._dynamo.exc import TorchDynamoException
 from transformers import TrainerCallback
 
-from twellctl import runs, ui
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import LEEWAY, FineTuned, finetune
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe, run_folder
-from twellctl.runs import checkpoint_state
+from twellctl.screens import ui
+from twellctl.training import runs
 from twellctl.training.l1_schedule import TargetL1
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe, run_folder
+from twellctl.training.runs import checkpoint_state
 from twellctl.training.trainer import SparseTrainer
 
 

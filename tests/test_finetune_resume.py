@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.progress import Progress
-from twellctl.recipe import run_folder
-from twellctl.runs import last_checkpoint, mark_complete
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import run_folder
+from twellctl.training.runs import last_checkpoint, mark_complete
 from twellctl.training.trainer import SparsityCallback
 
 

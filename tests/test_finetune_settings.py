@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from finetune_runs import SMALL, small
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
-from twellctl.data import read_blocks, token_stream, write_tokens
 from twellctl.errors import UsageError
 from twellctl.finetune import finetune
-from twellctl.model import load_tokenizer
-from twellctl.progress import Progress
-from twellctl.recipe import recipe_names, resolve_recipe
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_tokenizer
+from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import recipe_names, resolve_recipe
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_finetuned_model_learns_from_its_source_on_the_hub(
     config["twell"]["source"] = "owner/model"
     (tmp_path / "once/config.json").write_text(json.dumps(config))
     source = pretrained.with_name("silu")
-    monkeypatch.setattr("twellctl.checkpoint._download", lambda name, revision: source)
+    monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: source)
     again = finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=quiet)
     assert again.teacher_cross_entropy == pytest.approx(first.teacher_cross_entropy, rel=1e-5)
 

@@ -8,11 +8,11 @@ import torch
 from finetune_runs import InterruptAt, assert_same_weights, small, weights
 from transformers import AutoModelForCausalLM
 
-from twellctl.checkpoint import open_checkpoint
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.from_scratch import open_config
-from twellctl.model import load_model
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.training.from_scratch import open_config
 from twellctl.training.teacher import choose_teacher
 
 SHORT = {"max_steps": 4, "eval_steps": 0}

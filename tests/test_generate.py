@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from twellctl import model
-from twellctl.checkpoint import open_checkpoint
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.firing import FiredMeter
+from twellctl.firing.counts import FiredMeter
 from twellctl.generate import generate
+from twellctl.models import loading
+from twellctl.models.checkpoint import open_checkpoint
 from twellctl.profile import profile
 
 PROMPT = "import os\n\ndef main"
@@ -34,7 +34,7 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def stock(relu_llama):
     """`stock(prompt ids, count)`: greedy tokens of transformers, up to and with the end token."""
-    stock = model.load_model(open_checkpoint(relu_llama))
+    stock = loading.load_model(open_checkpoint(relu_llama))
 
     def tokens(prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -179,8 +179,8 @@ def test_no_template_is_told_if_chat_is_asked_for(relu_llama, monkeypatch):
         tokenizer.chat_template = None
         return tokenizer
 
-    load_tokenizer = model.load_tokenizer
-    monkeypatch.setattr(model, "load_tokenizer", bare)
+    load_tokenizer = loading.load_tokenizer
+    monkeypatch.setattr(loading, "load_tokenizer", bare)
     with pytest.raises(TwellError, match="has no chat template: leave out --chat"):
         generate(relu_llama, PROMPT, chat=True)
     assert "".join(generate(relu_llama, PROMPT, max_tokens=5)) == "".join(

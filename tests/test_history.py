@@ -8,9 +8,9 @@ from transformers import TrainerCallback
 
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.progress import Progress
-from twellctl.recipe import run_folder
-from twellctl.trackers import check_report_to
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import run_folder
+from twellctl.training.trackers import check_report_to
 
 QUIET = Progress(silent=True)
 

@@ -11,9 +11,9 @@ from mutations import in_a_safetensors_file
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
-from twellctl.profiled import read_profile
-from twellctl.recipe import resolve_recipe
-from twellctl.shards import INDEX, read_header, read_shards
+from twellctl.firing.profiled import read_profile
+from twellctl.models.shards import INDEX, read_header, read_shards
+from twellctl.training.recipe import resolve_recipe
 
 A, B = "a.weight", "b.weight"
 

@@ -8,13 +8,13 @@ import pytest
 from finetune_runs import InterruptAt, assert_same_weights, small
 
 from twellctl.errors import TwellError
+from twellctl.files.workspace import room_beside
 from twellctl.finetune import Interrupted, finetune
+from twellctl.firing.profiled import save_profile
 from twellctl.profile import profile
-from twellctl.profiled import save_profile
-from twellctl.progress import Progress
-from twellctl.recipe import run_folder, save_recipe
-from twellctl.rooms import room_beside
-from twellctl.runs import drop_old_checkpoints, last_checkpoint, mark_complete
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import run_folder, save_recipe
+from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_half_gone_does_not_count(tmp_path, monkeypatch):
     for step in (3, 6, 9):
         (tmp_path / f"checkpoint-{step}").mkdir()
         mark_complete(tmp_path / f"checkpoint-{step}", {})
-    monkeypatch.setattr("twellctl.runs.shutil.rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr("twellctl.training.runs.shutil.rmtree", lambda *args, **kwargs: None)
     drop_old_checkpoints(tmp_path, None)
     assert not (tmp_path / "checkpoint-3/twell_state.json").exists()
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from twellctl import __main__ as entry
-from twellctl import cli, interrupts
+from twellctl.cli import app, interrupts
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def press() -> None:
 
 
 def run_with(monkeypatch, capfd, command) -> tuple[int, list[str]]:
-    monkeypatch.setattr(cli, "app", lambda **_: command())
+    monkeypatch.setattr(app, "app", lambda **_: command())
     with pytest.raises(SystemExit) as stop:
         entry.main()
     return stop.value.code, capfd.readouterr().err.splitlines()

@@ -18,8 +18,8 @@ from pathlib import Path
 import kill_jobs
 import pytest
 
-from twellctl import outputs
 from twellctl.convert import convert
+from twellctl.files import outputs
 
 FOREVER = 1e9
 KILLS = int(os.environ.get("TWELL_TEST_KILLS", "2"))

@@ -9,9 +9,9 @@ from twellctl.bundle.twell_model import TwellFFN
 from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
-from twellctl.progress import Progress
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes
+from twellctl.training.progress import Progress
 
 
 class Ffn(TwellFFN, nn.Module):

@@ -9,13 +9,13 @@ from mutations import in_a_safetensors_file, mutated
 from safetensors import safe_open
 
 from twellctl.bundle.twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
-from twellctl.checkpoint import open_checkpoint
-from twellctl.data import read_texts, token_stream
 from twellctl.errors import TwellError
-from twellctl.exportable import stock_class
-from twellctl.model import load_model
-from twellctl.recipe import resolve_recipe, save_recipe
-from twellctl.shards import INDEX, read_header, read_shards
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.exportable import stock_class
+from twellctl.models.loading import load_model
+from twellctl.models.shards import INDEX, read_header, read_shards
+from twellctl.text.data import read_texts, token_stream
+from twellctl.training.recipe import resolve_recipe, save_recipe
 
 RECIPE = (
     "data: [a.jsonl, b]\nl1: 2e-5\nseq-len: 1024\nbatch-size: 24\nteacher: none\n"

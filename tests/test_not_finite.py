@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving_client import Scripted, get, post, running
 
-from twellctl.checkpoint import open_checkpoint
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.step_end import NO_TOKEN, Record, StepEnd
 from twellctl.export import export
-from twellctl.model import load_model
+from twellctl.files.strict_json import parse_json, to_json
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
 from twellctl.serving.plan import ServedModel
-from twellctl.strict_json import parse_json, to_json
 
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twellctl import outputs, rooms
+from twellctl.files import outputs, workspace
 
 convert_module = sys.modules["twellctl.convert"]
 
@@ -99,7 +99,7 @@ def test_folder_that_cannot_be_made(model, refused, tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     out = tmp_path / "new" / "deep" / "out"
-    monkeypatch.setattr(rooms, "_make", denied)
+    monkeypatch.setattr(workspace, "_make", denied)
     refused((f"{out} cannot be written", "Permission denied", "choose another"), model, out)
 
 

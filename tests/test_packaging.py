@@ -16,7 +16,7 @@ import twellctl
 from twellctl.bundle.twell_launch import ENTRY_FILES, entry_file
 from twellctl.bundle.twell_nvrtc import with_headers
 from twellctl.bundle.twell_reasons import ALL_KERNELS
-from twellctl.resources import bundle_files, kernel_files, resource_dir
+from twellctl.here.resources import bundle_files, kernel_files, resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["twellctl", "kernels", "recipes", "tests"]
@@ -90,8 +90,8 @@ def test_an_installed_wheel_finds_its_data(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
     found = python(
-        "from twellctl.resources import bundle_files, resource_dir\n"
-        "from twellctl.recipe import recipe_names\n"
+        "from twellctl.here.resources import bundle_files, resource_dir\n"
+        "from twellctl.training.recipe import recipe_names\n"
         "print(resource_dir('kernels'), recipe_names(), sorted(bundle_files()), sep='\\n')",
         cwd=tmp_path,
         PYTHONPATH=str(tmp_path),

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from step_gradients import SETTINGS, one_step
 from transformers import AutoModelForCausalLM
 
-from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
-from twellctl.data import read_blocks, token_stream, write_tokens
-from twellctl.model import load_model
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.text.data import read_blocks, token_stream, write_tokens
 from twellctl.training.sparsity import FfnPenalty, compiled_plain
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]

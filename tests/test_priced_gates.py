@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from finetune_runs import small, weights
 from transformers import AutoModelForCausalLM
 
-from twellctl.carried import REPORT_FILE
-from twellctl.checkpoint import open_checkpoint
 from twellctl.convert import convert
-from twellctl.data import hold_out, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.finetune import finetune
-from twellctl.model import load_model
-from twellctl.progress import Progress
+from twellctl.models.carried import REPORT_FILE
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.text.data import hold_out, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.training.priced_gates import RIDGE, SLOPE, PricedGates
+from twellctl.training.progress import Progress
 
 TOKENS = 24
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from twellctl.bundle.twell_format import pack
-from twellctl.cli import app
+from twellctl.cli.app import app
 from twellctl.convert import convert
-from twellctl.data import read_texts, token_stream
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import LayerCount
+from twellctl.firing.counts import LayerCount
+from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
-from twellctl.profiled import read_profile, save_profile
+from twellctl.text.data import read_texts, token_stream
 
 
 def gates_of(folder, ids) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ import pytest
 from finetune_runs import small
 from rich.console import Console
 
-from twellctl import activity, ui
-from twellctl.activity import Activity
 from twellctl.finetune import finetune
-from twellctl.progress import Progress
+from twellctl.screens import activity, ui
+from twellctl.screens.activity import Activity
+from twellctl.training.progress import Progress
 
 
 @pytest.fixture

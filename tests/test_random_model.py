@@ -12,7 +12,7 @@ from twellctl.bench.random_model import BUILT_IN, Shape, make_model, open_shape
 from twellctl.bench.synthetic import check_union
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import count_layers
+from twellctl.firing.counts import count_layers
 
 
 @pytest.fixture(autouse=True)

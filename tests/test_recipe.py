@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.recipe import (
+from twellctl.here.resources import resource_dir
+from twellctl.training.recipe import (
     Recipe,
     flag_name,
     public_recipe,
@@ -15,7 +16,6 @@ from twellctl.recipe import (
     resolve_recipe,
     save_recipe,
 )
-from twellctl.resources import resource_dir
 
 
 @pytest.fixture

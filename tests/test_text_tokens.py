@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from twellctl.text_tokens import Detokenizer, StopStrings
+from twellctl.text.tokens import Detokenizer, StopStrings
 
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 TEXT = "import sys  # 日本語, ελληνικά, 🏳️‍🌈 and 👩🏽‍💻!\n\n\tdone  "

@@ -19,7 +19,7 @@ from twellctl.decoding.whole_step import (
     most_rows_at_once,
     why_no_whole_step,
 )
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 SMALL = StepSizes(2048, 5632, 32, 64, 49152)

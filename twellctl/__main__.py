@@ -2,14 +2,14 @@
 
 import sys
 
-from twellctl import interrupts
+from twellctl.cli import interrupts
 
 
 def main() -> None:
-    """`cli.main`, imported where Ctrl-C is heeded already."""
+    """`cli.app.main`, imported where Ctrl-C is heeded already."""
     interrupts.heed()
     try:
-        from twellctl.cli import main as run
+        from twellctl.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

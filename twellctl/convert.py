@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import new_twell
-from twellctl.carried import copy_side_files, copy_weights, write_config
-from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError
-from twellctl.model_card import write_card
-from twellctl.outputs import staged
+from twellctl.files.outputs import staged
+from twellctl.models.card import write_card
+from twellctl.models.carried import copy_side_files, copy_weights, write_config
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError
-from twellctl.kernels_here import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
-from twellctl.machine import (
+from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
+from twellctl.here.machine import (
     Finding,
     find_cupy,
     find_driver,
@@ -17,8 +16,9 @@ from twellctl.machine import (
     line,
     torch_cuda,
 )
-from twellctl.resources import bundle_files
-from twellctl.shards import read_json
+from twellctl.here.resources import bundle_files
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.shards import read_json
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,24 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from twellctl.bench.ffn import FfnSettings, bench_ffn
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import Blocks, read_blocks, read_texts, text_files, token_stream, write_tokens
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import build_trainer, for_model
-from twellctl.model import load_tokenizer, quiet_compiler, quiet_transformers
-from twellctl.progress import Progress
-from twellctl.recipe import Recipe, flag_name
-from twellctl.shards import TensorInfo
-from twellctl.trackers import check_report_to
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
+from twellctl.models.shards import TensorInfo
+from twellctl.text.data import (
+    Blocks,
+    read_blocks,
+    read_texts,
+    text_files,
+    token_stream,
+    write_tokens,
+)
 from twellctl.training.optimizer import slow_on_cpu
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import Recipe, flag_name
 from twellctl.training.teacher import choose_teacher
+from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5

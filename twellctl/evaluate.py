@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_down_by_rows, put_over_twell, use_kernels
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import read_texts
 from twellctl.errors import UsageError
 from twellctl.evaluation import choices, harness
 from twellctl.evaluation.questions import Task, is_local, read_tasks
 from twellctl.evaluation.results import Evaluation, Marks, TaskResult
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
 from twellctl.evaluation.windows import dtype_for, facts, window_length
-from twellctl.grouping import GroupedWindows, grouped_windows, kind_and_path
-from twellctl.model import default_device, load_model, load_tokenizer
-from twellctl.own_kernels import own_kernels
+from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
+from twellctl.here.own_kernels import own_kernels
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import default_device, load_model, load_tokenizer
+from twellctl.text.data import read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 Paths = str | Path | Sequence[str | Path]

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import check_twell
-from twellctl.carried import copy_side_files, copy_weights, own_file, write_config
-from twellctl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.model_card import write_card
-from twellctl.outputs import staged
-from twellctl.profiled import Profile, read_profile
-from twellctl.resources import bundle_files
-from twellctl.shards import INDEX, SINGLE
-from twellctl.strict_json import to_json
+from twellctl.files.outputs import staged
+from twellctl.files.strict_json import to_json
+from twellctl.firing.profiled import Profile, read_profile
+from twellctl.here.resources import bundle_files
+from twellctl.models.card import write_card
+from twellctl.models.carried import copy_side_files, copy_weights, own_file, write_config
+from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twellctl.models.shards import INDEX, SINGLE
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -80,8 +80,8 @@ def _write_bundle_and_entries(checkpoint: Checkpoint, folder: Path) -> dict:
     """Write the bundle, for weights that are sound; what config.json says of its classes."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
-    from twellctl.exportable import stock_class
-    from twellctl.model import check_stored_weights
+    from twellctl.models.exportable import stock_class
+    from twellctl.models.loading import check_stored_weights
 
     entries = config_entries(stock_class(checkpoint), checkpoint.config["model_type"])
     check_stored_weights(checkpoint)

@@ -24,12 +24,13 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.carried import REPORT_FILE, copy_side_files, write_config
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import Blocks
 from twellctl.errors import TwellError, UsageError, bounded, reason
-from twellctl.from_scratch import check_from_scratch
-from twellctl.model import (
+from twellctl.files.outputs import Claim, check_inputs, claimed
+from twellctl.files.strict_json import to_json
+from twellctl.models.card import write_card
+from twellctl.models.carried import REPORT_FILE, copy_side_files, write_config
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import (
     checkpoint_activations,
     in_autocast_dtype,
     load_model,
@@ -38,10 +39,18 @@ from twellctl.model import (
     quiet_transformers,
     without_mask,
 )
-from twellctl.model_card import write_card
-from twellctl.outputs import Claim, check_inputs, claimed
-from twellctl.progress import Progress
-from twellctl.recipe import (
+from twellctl.text.data import Blocks
+from twellctl.training.arguments import micro_batch, trainer_arguments
+from twellctl.training.from_scratch import check_from_scratch
+from twellctl.training.history import METRICS_FILE, History
+from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
+from twellctl.training.layer_routes import LayerRoutes
+from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
+from twellctl.training.lora import with_lora
+from twellctl.training.optimizer import make_optimizer, slow_on_cpu
+from twellctl.training.priced_gates import PricedGates
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import (
     RECIPE_FILE,
     Recipe,
     file_of,
@@ -51,7 +60,7 @@ from twellctl.recipe import (
     run_folder,
     save_recipe,
 )
-from twellctl.runs import (
+from twellctl.training.runs import (
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
@@ -59,18 +68,9 @@ from twellctl.runs import (
     run_blocks,
     run_inputs,
 )
-from twellctl.strict_json import to_json
-from twellctl.trackers import check_report_to
-from twellctl.training.arguments import micro_batch, trainer_arguments
-from twellctl.training.history import METRICS_FILE, History
-from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
-from twellctl.training.layer_routes import LayerRoutes
-from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
-from twellctl.training.lora import with_lora
-from twellctl.training.optimizer import make_optimizer, slow_on_cpu
-from twellctl.training.priced_gates import PricedGates
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, choose_teacher, is_fresh
+from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises

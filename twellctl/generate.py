@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
-from twellctl.text_tokens import Detokenizer, check_ids, encode_chat, encode_text
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ def generate(
     checkpoint.require_tokenizer()
     # torch takes seconds to import: a wrong model is told before
     from twellctl.decoding.opening import open_scheduler
-    from twellctl.model import load_model, load_tokenizer
+    from twellctl.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
     chat = _is_chat(checkpoint, tokenizer, chat)

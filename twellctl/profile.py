@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from twellctl.checkpoint import fingerprint, open_checkpoint
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
-from twellctl.grouping import grouped_windows
-from twellctl.model import default_device, load_model, load_tokenizer
-from twellctl.profiled import Profile
+from twellctl.firing.grouping import grouped_windows
+from twellctl.firing.profiled import Profile
+from twellctl.models.checkpoint import fingerprint, open_checkpoint
+from twellctl.models.loading import default_device, load_model, load_tokenizer
 
 
 def profile(

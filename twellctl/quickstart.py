@@ -25,18 +25,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from twellctl import ui
 from twellctl.convert import convert
-from twellctl.data import Blocks, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.errors import TwellError
 from twellctl.export import export
+from twellctl.files.outputs import is_model_of_ours, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
-from twellctl.model import default_device, quiet_transformers
-from twellctl.outputs import is_model_of_ours, staged
+from twellctl.firing.profiled import save_profile
+from twellctl.models.loading import default_device, quiet_transformers
 from twellctl.profile import profile
-from twellctl.profiled import save_profile
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe
+from twellctl.screens import ui
+from twellctl.text.data import Blocks, read_blocks, read_texts, token_stream, write_tokens
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe
 
 MAX_DENSITY = 0.15
 MAX_LOSS = 0.15  # nats over the SiLU model

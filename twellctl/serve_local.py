@@ -13,14 +13,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.traffic import Traffic
-from twellctl.text_tokens import encode_text
+from twellctl.text.tokens import encode_text
 
 OnReady = Callable[[ServedModel, str], None]
 # The event loop and the engine's worker share the interpreter. A thread that wants it gets it after
@@ -72,7 +72,7 @@ def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
     # torch takes seconds to import: a wrong model or a busy port is told before
     from twellctl.decoding.opening import open_engine, told_of_decoder
-    from twellctl.model import load_model, load_tokenizer, told_of_place
+    from twellctl.models.loading import load_model, load_tokenizer, told_of_place
 
     tokenizer = load_tokenizer(checkpoint)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read

@@ -8,7 +8,7 @@ from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.opening import open_scheduler, told_of_decoder
 from twellctl.errors import TwellError
-from twellctl.firing import FiredMeter
+from twellctl.firing.counts import FiredMeter
 
 PAGED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2"]
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
@@ -240,8 +240,8 @@ def test_the_context_is_no_longer_than_the_cache(tiny):
 
 
 def test_a_real_model(real_model, generated):
-    from twellctl.checkpoint import open_checkpoint
-    from twellctl.model import load_model, load_tokenizer
+    from twellctl.models.checkpoint import open_checkpoint
+    from twellctl.models.loading import load_model, load_tokenizer
 
     checkpoint = open_checkpoint(real_model)
     model = load_model(

@@ -23,7 +23,7 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.pages import PAGE, pages_for
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 pytestmark = [
     pytest.mark.gpu,

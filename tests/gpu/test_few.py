@@ -28,7 +28,7 @@ from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import torch
 
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe
 from twellctl.training.arguments import trainer_arguments
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bundle import twell_ffn
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.own_kernels import own_kernels
-from twellctl.progress import Progress
-from twellctl.recipe import resolve_recipe
+from twellctl.here.own_kernels import own_kernels
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes
+from twellctl.training.progress import Progress
+from twellctl.training.recipe import resolve_recipe
 from twellctl.training.sparsity import FfnPenalty
 
 pytestmark = [

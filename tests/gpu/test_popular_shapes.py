@@ -20,7 +20,7 @@ from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.pages import PAGE
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import launch_gate_pack
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 pytestmark = [
     pytest.mark.gpu,

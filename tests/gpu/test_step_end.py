@@ -8,7 +8,7 @@ from twellctl.bundle.twell_launch import kernels_for
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.sampler import Field, Variant, fields_of
 from twellctl.decoding.step_end import Record, StepEnd
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 pytestmark = [
     pytest.mark.gpu,

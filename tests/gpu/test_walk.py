@@ -9,7 +9,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for, register_so
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn, walk_packed_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.resources import resource_dir
+from twellctl.here.resources import resource_dir
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 from page_driver import Page, start_chromium
 from serving_client import running
 
-from twellctl.checkpoint import open_checkpoint
-from twellctl.model import load_model
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
 from twellctl.serving.plan import ServedModel
 

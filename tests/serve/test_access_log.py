@@ -7,8 +7,9 @@ import openai
 import pytest
 from serving_client import Scripted, chat, complete, eventually, get, post, running
 
-from twellctl import serve_local, ui_serving
+from twellctl import serve_local
 from twellctl.decoding.engine import EngineError
+from twellctl.screens import serving as screen
 from twellctl.serving.access import Access
 from twellctl.serving.plan import ServedModel
 
@@ -121,7 +122,7 @@ def test_an_unknown_url_names_the_list(logged):
 
 
 @pytest.mark.parametrize(
-    ("flags", "log"), [([], ui_serving.log), (["--no-access-log"], None)], ids=["default", "off"]
+    ("flags", "log"), [([], screen.log), (["--no-access-log"], None)], ids=["default", "off"]
 )
 def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
     seen = {}
@@ -135,5 +136,5 @@ def test_a_log_that_nobody_reads_ends_nothing(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
-    monkeypatch.setattr(ui_serving.sys, "stderr", Closed())
-    ui_serving.log("a line")
+    monkeypatch.setattr(screen.sys, "stderr", Closed())
+    screen.log("a line")

@@ -16,10 +16,10 @@ from serving_client import (
     streamed_completion,
 )
 
-from twellctl.checkpoint import open_checkpoint
 from twellctl.decoding.opening import open_engine
 from twellctl.export import export
-from twellctl.model import load_model
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
 
 

@@ -268,6 +268,6 @@ def test_malformed_http_is_logged_in_one_line(client, caplog):
 
 
 def test_help_imports_neither_torch_nor_aiohttp():
-    code = "import sys, twellctl.cli; print(sorted({'torch', 'aiohttp'} & set(sys.modules)))"
+    code = "import sys, twellctl.cli.app; print(sorted({'torch', 'aiohttp'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -5,8 +5,8 @@ import torch
 from serving_client import PROMPT, chat, complete, eventually, get
 
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import open_checkpoint
-from twellctl.model import load_model
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 
 COUNT = 12
 

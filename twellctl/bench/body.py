@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from twellctl.firing import Union
-from twellctl.profiled import LayerProfile
+from twellctl.firing.counts import Union
+from twellctl.firing.profiled import LayerProfile
 
 
 def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:

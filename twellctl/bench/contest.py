@@ -11,7 +11,7 @@ from twellctl.bench.energy import Counter, energy_by_turns, open_counter
 from twellctl.bench.results import TWELL, Candidate, Outcome
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
 from twellctl.errors import TwellError, UsageError
-from twellctl.machine import line
+from twellctl.here.machine import line
 
 MUST_RUN = "dense eager"
 SMALL_ROW = 0.1  # of the median norm

@@ -34,13 +34,13 @@ from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.decoding.down_copies import is_little
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import count_layers
-from twellctl.machine import line
-from twellctl.model import load_model, load_tokenizer
+from twellctl.firing.counts import count_layers
+from twellctl.here.machine import line
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.text.data import read_texts, spread_windows, token_stream
 
 CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 8192

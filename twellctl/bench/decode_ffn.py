@@ -44,7 +44,7 @@ from twellctl.bench.synthetic import (
 )
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.errors import UsageError
-from twellctl.firing import Union, UnionCount
+from twellctl.firing.counts import Union, UnionCount
 
 COPIES = 12  # at least, where the memory allows
 COUNTED_ROWS = 8192

@@ -29,7 +29,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_ways import Problem, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 BANDWIDTH_SAMPLES = 5

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.firing import FiredMeter, Union
+from twellctl.firing.counts import FiredMeter, Union
 
 
 @dataclass(frozen=True)

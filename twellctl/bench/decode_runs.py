@@ -23,7 +23,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.timed import timed_run
-from twellctl.model import quiet_transformers
+from twellctl.models.loading import quiet_transformers
 
 GENERATE, STATIC, ENGINE_DENSE, ENGINE_TWELL = "generate", "generate static", "dense", "twell"
 SHORT_RUN = 8  # tokens that warm a form up, if it is slow

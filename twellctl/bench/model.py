@@ -40,12 +40,12 @@ from twellctl.bench.twell_side import (
 )
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import Checkpoint, open_checkpoint
-from twellctl.data import read_texts, spread_windows, token_stream
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import Union, count_layers
-from twellctl.model import load_model, load_tokenizer, without_mask
-from twellctl.profiled import LayerProfile
+from twellctl.firing.counts import Union, count_layers
+from twellctl.firing.profiled import LayerProfile
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_model, load_tokenizer, without_mask
+from twellctl.text.data import read_texts, spread_windows, token_stream
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences

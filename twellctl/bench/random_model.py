@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.checkpoint import open_config_file, refuse_unsupported
 from twellctl.errors import TwellError, UsageError
-from twellctl.model import quiet_transformers, without_weights
+from twellctl.models.checkpoint import open_config_file, refuse_unsupported
+from twellctl.models.loading import quiet_transformers, without_weights
 
 BUILT_IN = {
     "model_type": "llama",

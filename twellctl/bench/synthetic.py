@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import LayerCount, Union, UnionCount
+from twellctl.firing.counts import LayerCount, Union, UnionCount
 
 SPREADS = ("even", "lognormal", "heavy")
 LOGNORMAL_SIGMA = 1.0  # one token in a hundred has six times the mean density

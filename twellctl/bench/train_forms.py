@@ -20,7 +20,7 @@ from twellctl.bench.twell_side import as_loaded, shared_copy, twell_name
 from twellctl.bundle.twell_ffn import train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import AddL1Gradient
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 Form = Callable[..., tuple[Tensor, Tensor]]
 ROUTE = "twell"  # whatever the density: what is asked is what the kernels are worth there

@@ -37,9 +37,9 @@ from twellctl.bench.train_results import TrainBench
 from twellctl.bench.twell_side import require_kernels, shared_copy, twell_name
 from twellctl.bundle.twell_config import SLOTS, TILE
 from twellctl.errors import UsageError
-from twellctl.firing import Union, count_layers
-from twellctl.model import checkpoint_activations, without_mask
-from twellctl.profiled import LayerProfile
+from twellctl.firing.counts import Union, count_layers
+from twellctl.firing.profiled import LayerProfile
+from twellctl.models.loading import checkpoint_activations, without_mask
 from twellctl.training.head_loss import HeadLoss
 
 COUNTED_TOKENS = 32768  # about so many, in whole sequences

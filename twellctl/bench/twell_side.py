@@ -22,7 +22,7 @@ from twellctl.bundle.twell_model import (
     use_kernels,
 )
 from twellctl.errors import TwellError, UsageError
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 
 def check_routes(routes: tuple[str, ...]) -> None:

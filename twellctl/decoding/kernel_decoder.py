@@ -70,7 +70,7 @@ from twellctl.decoding.whole_step import (
     most_rows_at_once,
     why_no_whole_step,
 )
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, reason, shown
-from twellctl.strict_json import parse_json, read_file
+from twellctl.files.strict_json import parse_json, read_file
 
 SUFFIXES = (".jsonl", ".json")
 HARNESS_SUFFIXES = (".yaml", ".yml")  # of task files in the form of lm-eval

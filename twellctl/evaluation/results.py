@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from twellctl.profiled import KindDensity
-from twellctl.strict_json import to_json
+from twellctl.files.strict_json import to_json
+from twellctl.firing.profiled import KindDensity
 
 SCHEMA_VERSION = 1
 VERSION_KEY = "eval_schema_version"  # by which such a file is known

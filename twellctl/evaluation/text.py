@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError
 from twellctl.evaluation.results import KindScore, TextResult, TextScore
 from twellctl.evaluation.windows import count_windows
-from twellctl.grouping import GroupedWindows
+from twellctl.firing.grouping import GroupedWindows
+from twellctl.models.checkpoint import Checkpoint
 from twellctl.training.head_loss import HeadLoss
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl import __version__
-from twellctl.checkpoint import Checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.firing import FiredMeter, LayerCount
-from twellctl.grouping import GroupedWindows
+from twellctl.firing.counts import FiredMeter, LayerCount
+from twellctl.firing.grouping import GroupedWindows
+from twellctl.models.checkpoint import Checkpoint
 
 BATCH_TOKENS = 8192
 Read = Callable[[Tensor, Tensor], object]

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from twellctl.decoding.engine import Engine, Sampling, Token
-from twellctl.text_tokens import Detokenizer, StopStrings
+from twellctl.text.tokens import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from aiohttp.typedefs import Handler
 
 from twellctl.decoding.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
 from twellctl.errors import reason
+from twellctl.files.strict_json import to_json
 from twellctl.serving.request_fields import ApiError
-from twellctl.strict_json import to_json
 
 log = logging.getLogger(__name__)
 aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")  # what aiohttp itself has to say, see below

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from twellctl.files.strict_json import to_json
 from twellctl.serving.access import Access, guard
 from twellctl.serving.access_log import access_log
 from twellctl.serving.completion import Piece, complete, joined
@@ -28,8 +29,7 @@ from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat
 from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.together import together
 from twellctl.serving.traffic import Traffic
-from twellctl.strict_json import to_json
-from twellctl.text_tokens import Detokenizer, StopStrings
+from twellctl.text.tokens import Detokenizer, StopStrings
 
 Request = TypeVar("Request")
 FAILING = 3  # generations in a row that the engine failed: it is no longer healthy

@@ -10,7 +10,7 @@ from twellctl.decoding.engine import Engine, Sampling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid
 from twellctl.serving.token_spelling import TokenSpelling
-from twellctl.text_tokens import encode_chat, encode_text
+from twellctl.text.tokens import encode_chat, encode_text
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 

@@ -8,7 +8,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from twellctl.errors import UsageError
-from twellctl.recipe import Recipe
+from twellctl.training.recipe import Recipe
 
 
 def micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from twellctl.strict_json import to_json
+from twellctl.files.strict_json import to_json
 from twellctl.training.trainer import SparseTrainer
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.recipe import Recipe
+from twellctl.training.recipe import Recipe
 
 
 def with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:

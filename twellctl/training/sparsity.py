@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_config import new_twell
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns, put_over_twell, use_kernels
 from twellctl.bundle.twell_train import FfnMeter, plain_train_ffn
-from twellctl.own_kernels import own_kernels
+from twellctl.here.own_kernels import own_kernels
 
 _uncompiled_forward = torch.compiler.disable(TwellFFN.forward)
 

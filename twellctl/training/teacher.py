@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from twellctl.carried import REPORT_FILE
-from twellctl.checkpoint import Checkpoint, open_checkpoint
 from twellctl.errors import TwellError, UsageError
-from twellctl.model import load_model
-from twellctl.recipe import Recipe
+from twellctl.models.carried import REPORT_FILE
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.training.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
-from twellctl.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.head_loss import HeadLoss
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import SLOPE, PricedGates
+from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.sparsity import FfnPenalty
 
 LOST = 3  # so many evaluations in a row above the first end a run,

@@ -1,0 +1,367 @@
+"""The commands and their options. Nothing heavy is imported before a command runs."""
+
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twellctl import __version__
+from twellctl.cli import bench, interrupts, measure
+from twellctl.cli.command import CONTEXT, ReaderLeft, command, show_help
+from twellctl.cli.recipe_flags import takes_recipe
+from twellctl.errors import TwellError, UsageError
+from twellctl.here.bytecode import keep_bytecode
+from twellctl.screens import serving, ui
+
+MAKE, USE = "Make a model sparse", "Use it"
+app = typer.Typer(
+    context_settings=CONTEXT,
+    pretty_exceptions_enable=False,
+    help="Make pretrained language models sparse, and fast because they are sparse.",
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder or a hub id.")]
+LocalModel = Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        ui.say(f"twellctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    show_help(context)
+
+
+@command(app, "convert owner/model relu", group=MAKE)
+def convert(
+    model: Model, out: Out, revision: Revision = None, overwrite: Overwrite = False
+) -> None:
+    """Make a SiLU model ReLU.
+
+    config.json is edited, the weights are copied as they are.
+    """
+    ui.doing(f"converting {model}")
+    from twellctl.convert import convert as run
+
+    done = run(model, out, revision=revision, overwrite=overwrite)
+    ui.say(
+        f"{done.out}: {done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}, "
+        f"{done.source_act} -> relu"
+    )
+    ui.say(f"next: twellctl finetune {done.out} OUT --data FILE")
+
+
+@command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)
+@takes_recipe
+def finetune(
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A ReLU model folder; none with --from-scratch."),
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE", help="More text, as after --data: so that --data *.jsonl works."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
+    ] = None,
+    from_scratch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="In the place of MODEL: train random weights of this config.json, or of the one "
+            "in this folder, with the tokenizer beside it.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take: time and memory.")
+    ] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Make a ReLU model sparse.
+
+    Fine-tunes it with a price on every neuron that fires, steered until the target is met.
+
+    Flags win over the recipe, the recipe over the defaults. On several GPUs:
+    torchrun --nproc-per-node GPUS -m twellctl finetune ...
+    """
+    from twellctl.training.recipe import file_of, recipe_to_resume, resolve_recipe
+    from twellctl.training.trackers import check_report_to
+
+    if from_scratch is not None:
+        more = [*([] if out is None else [str(out)]), *(more or [])]
+        model, out = None, Path(model)
+    elif out is None:
+        raise UsageError("no OUT: name the folder to write")
+    if more and ("data" not in flags or "eval_data" in flags):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    if more:
+        flags["data"] += more
+    recipe_file = file_of(recipe)
+    settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
+    if from_scratch is not None:
+        from twellctl.training.from_scratch import open_config
+
+        model = open_config(from_scratch)
+    check_report_to(settings.report_to)
+    ui.doing("loading PyTorch and transformers")
+    if dry_run:
+        from twellctl.dry_run import as_flags
+        from twellctl.dry_run import dry_run as try_out
+
+        tried = try_out(model, settings, ui.note, ui.doing)
+        ui.dry_run(tried, as_flags(tried.changes))
+        return
+    from twellctl.finetune import finetune as run
+
+    result = run(model, out, settings, resume=resume, overwrite=overwrite, recipe_file=recipe_file)
+    if os.environ.get("RANK", "0") == "0":  # torchrun and accelerate count their processes so
+        ui.finetuned(result)
+
+
+command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
+
+
+@command(app, "export sparse exported --profile profile.json", group=MAKE)
+def export(
+    model: LocalModel,
+    out: Out,
+    profile: Annotated[
+        Path | None, typer.Option(help="Slots of this 'profile --json' file.")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a folder that runs over TwELL.
+
+    It does so wherever transformers runs, also where twellctl is not installed.
+    """
+    ui.doing(f"checking the weights of {model} and copying them")
+    from twellctl.export import export as run
+
+    ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
+
+
+command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
+    measure.evaluate
+)
+app.add_typer(bench.app, name="bench", rich_help_panel=USE)
+
+
+@command(app, "generate exported 'Once upon a time'", group=USE)
+def generate(
+    model: LocalModel,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
+    ],
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draw. [default: another each time]")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Answer PROMPT through the chat template, or continue it as text. "
+            "[default: chat, if the tokenizer has a template]",
+        ),
+    ] = None,
+) -> None:
+    """Continue or answer a prompt.
+
+    The text goes to stdout as it comes; tokens/s and the share of neurons that fired to stderr.
+    """
+    ui.doing(f"loading {model}")
+    from twellctl.generate import generate as run
+
+    text = ui.read_stdin() if prompt == "-" else prompt
+    made = run(
+        model,
+        text,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+    )
+    try:
+        ui.stream(made)
+    finally:
+        ui.generated(made.figures)
+
+
+@command(app, "serve-local exported --port 8000", group=USE)
+def serve_local(
+    model: LocalModel,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; beyond this machine only with a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TWELL_API_KEY",
+            help="What clients must send as 'Authorization: Bearer KEY'. The variable is safer: "
+            "other users of this machine can read the command line.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of this server, behind a proxy for example; can be repeated. "
+            "Requests for, or from pages of, other names get 403.",
+        ),
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(help="How many choices are written side by side at most.")
+    ] = 64,
+    max_waiting: Annotated[int, typer.Option(help="How many more may wait; others get 429.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600,
+    drain: Annotated[
+        float,
+        typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
+    ] = 30,
+    access_log: Annotated[
+        bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
+    ] = True,
+) -> None:
+    """Serve a model through OpenAI's API, and a page to chat.
+
+    /v1/chat/completions, /v1/completions, /v1/models; the page at /, which shows what share of each
+    layer's neurons fires for each token; /health; /metrics for Prometheus; /v1 lists them all. To
+    this machine only, unless there is a key. Ctrl-C ends it once running answers are complete, a
+    second one at once.
+    """
+    from twellctl.serve_local import serve_local as run
+
+    run(
+        model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        allow_hosts=allow_host or (),
+        max_running=max_running,
+        max_waiting=max_waiting,
+        timeout=timeout,
+        drain=drain,
+        on_ready=serving.serving,
+        log=serving.log if access_log else None,
+    )
+
+
+@command(app, "quickstart --out demo", group=MAKE)
+def quickstart(
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do the whole job on a tiny model.
+
+    The model is made here, without a download, and all is done in two or three minutes.
+    """
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.quickstart import quickstart as run
+
+    result = run(out, overwrite=overwrite, seed=seed)
+    ui.quickstarted(result)
+    if result.shortfalls:
+        raise TwellError("; ".join(result.shortfalls))
+
+
+@command(app, "doctor exported", group=USE)
+def doctor(
+    out: Annotated[
+        str | None, typer.Argument(metavar="OUT", help="A model folder to look at as well.")
+    ] = None,
+) -> None:
+    """Say what works here and what to install.
+
+    With a folder: whether its weights and its bundle are sound.
+    """
+    ui.doing("looking at the machine, the libraries and the kernels")
+    from twellctl.doctor import doctor as run
+
+    diagnosis = run(out, note=ui.note)
+    ui.diagnosed(diagnosis)
+    if diagnosis.broken:
+        raise TwellError("; ".join(diagnosis.broken))
+
+
+def main() -> None:
+    """Run the command line; every failure is one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    keep_bytecode()
+    try:
+        code = app(standalone_mode=False)
+        if code == 130:  # how typer passes on Ctrl-C
+            raise KeyboardInterrupt
+    except (Exception, KeyboardInterrupt) as error:
+        code = _told(error)
+    finally:
+        ui.activity.over()
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: BaseException) -> int:
+    """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
+    if isinstance(error, KeyboardInterrupt) or interrupts.came():
+        ui.fail("interrupted")
+        return 130
+    if isinstance(error, TwellError):
+        ui.fail(str(error))
+        return error.exit_code
+    if isinstance(error, ReaderLeft):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
+        return 128 + signal.SIGPIPE
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        ui.fail(f"{where}{error.strerror or error}")
+        return 1
+    if not hasattr(error, "format_message"):  # not one of the parser's own
+        raise error
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "twellctl"
+    ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
+    return getattr(error, "exit_code", 2)
+
+
+def _terminate(signum: int, frame: types.FrameType | None) -> None:
+    raise SystemExit(128 + signum)

@@ -1,0 +1,1 @@
+"""Files that are read within bounds and written whole."""

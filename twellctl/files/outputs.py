@@ -1,0 +1,199 @@
+"""Outputs that appear whole or not at all, and what must not be lost for them.
+
+A command claims its OUT before it works for it: what cannot be written, or would destroy something,
+is refused first. The new OUT is made in the room of the old one (`twellctl.files.workspace`), and
+when it is whole the two change places.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from twellctl.errors import TwellError
+from twellctl.files.exchange import exchange
+from twellctl.files.strict_json import read_json
+from twellctl.files.workspace import lay_aside, remove, restore, room_beside, room_of
+
+
+def is_model_of_ours(folder: Path) -> bool:
+    """Whether twellctl wrote the model in `folder`: its config.json has a "twell" block."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and "twell" in config
+
+
+def check_inputs(out: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an `out` that is, or holds, something which the same call reads."""
+    target = out.resolve()
+    for source in inputs:
+        for path in (source.resolve(), source.parent.resolve() / source.name):
+            if target == path or target in path.parents:
+                raise TwellError(f"{out} is or contains the input {source}: choose another folder")
+
+
+@contextlib.contextmanager
+def claimed(
+    out: Path,
+    *,
+    overwrite: bool = False,
+    inputs: Iterable[Path] = (),
+    ours: Callable[[Path], bool] = is_model_of_ours,
+) -> Iterator["Claim"]:
+    """Keep `out` for this process while the block runs.
+
+    `TwellError`, before any work, for an `out` that cannot be written, that another process is
+    writing, that exists (with `overwrite`: that is not `ours`), or that one of `inputs` lies in.
+    """
+    claim = Claim(out, out.resolve(), overwrite, tuple(inputs), ours)
+    claim.check()
+    new_parents = [parent for parent in claim.target.parents if not parent.exists()]
+    try:
+        with room_beside(claim.target):
+            claim.check()  # again: a run that was killed may have laid the old one aside
+            yield claim
+    finally:
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+@contextlib.contextmanager
+def staged(out: Path, **how) -> Iterator[Path]:
+    """Claim `out` (`how` as in `claimed`) and yield an empty folder that becomes `out`."""
+    with claimed(out, **how) as claim, claim.staged() as stage:
+        yield stage
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the file `path` whole or not at all, replacing an older one."""
+    with room_beside(path) as room:
+        (room / "new").write_text(text, encoding="utf-8")
+        (room / "new").replace(path)
+
+
+def check_json_path(path: Path, key: str, what: str) -> None:
+    """Refuse, before any work, a JSON file that could not be written, or that is something else.
+
+    What is there may be replaced if it is an object with `key`: another one of `what`.
+    """
+    if path.is_dir():
+        raise TwellError(f"{path} is a folder: name the JSON file to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TwellError(
+            f"{path} cannot be written: {path.parent} is not a folder you may write to"
+        )
+    if path.exists() and not _has_key(path, key):
+        raise TwellError(f"{path} exists and is no {what}: choose another name")
+
+
+def _has_key(path: Path, key: str) -> bool:
+    try:
+        return key in read_json(path)
+    except TwellError:
+        return False
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An `out` that is this process's own; made by `claimed`. `target` is where it really lies."""
+
+    out: Path
+    target: Path
+    overwrite: bool
+    inputs: tuple[Path, ...]
+    ours: Callable[[Path], bool]
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Path]:
+        """Yield an empty folder. If the block ends well it becomes `out`, else it goes.
+
+        An `OSError` inside (a full disk, say) comes out as one line that names `out`.
+        """
+        stage = room_of(self.target) / "new"
+        try:
+            stage.mkdir()
+            yield stage
+            make_readable(stage)
+            self._put_in_place(stage)
+        except OSError as error:
+            raise TwellError(
+                f"{self.out} could not be written: {_reason(error, stage)}; nothing was left "
+                "there, put that right and run it again"
+            ) from error
+        finally:
+            remove(stage)
+
+    def check(self) -> None:
+        """Refuse an `out` that could not be written, or whose replacement would lose something."""
+        out, target = self.out, self.target
+        check_inputs(out, self.inputs)
+        if out.is_symlink() or (out.exists() and not out.is_dir()) or not target.name:
+            raise TwellError(f"{out} exists and is not a folder: choose another name")
+        if out.exists():
+            if not self.overwrite:
+                raise TwellError(
+                    f"{out} exists: choose another name, or replace it with --overwrite"
+                )
+            if any(out.iterdir()) and not self.ours(out):
+                raise TwellError(
+                    f"{out} is none of ours, --overwrite would destroy it: choose another name"
+                )
+        parent = target.parent
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise TwellError(f"{out} cannot be written: {parent} is not a folder you may write to")
+
+    def _put_in_place(self, stage: Path) -> None:
+        """`stage` becomes the target; an older target is then in the room, and goes with it."""
+        self.check()  # again: another may have made one meanwhile
+        if not self.target.exists():
+            stage.rename(self.target)
+        elif not exchange(stage, self.target):
+            self._replace_in_two_steps(stage)
+
+    def _replace_in_two_steps(self, stage: Path) -> None:
+        try:
+            lay_aside(self.target)
+            stage.rename(self.target)
+        finally:
+            restore(self.target)
+
+
+def make_readable(folder: Path) -> None:
+    """Give files the mode the umask asks for (safetensors writes 0600); links are left alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            path.chmod(0o777 & ~umask)
+        elif not path.is_symlink():
+            path.chmod(0o666 & ~umask)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file. Where the file system can, the two share their blocks until one is changed."""
+    with contextlib.suppress(OSError, AttributeError):
+        if _copied_by_the_system(source, target):
+            return
+    shutil.copyfile(source, target)
+
+
+def _copied_by_the_system(source: Path, target: Path) -> bool:
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while os.copy_file_range(reader.fileno(), writer.fileno(), 1 << 30):
+            pass
+        return os.fstat(writer.fileno()).st_size == os.fstat(reader.fileno()).st_size
+
+
+def _reason(error: OSError, stage: Path) -> str:
+    """What went wrong, and with which file if it is one that was read."""
+    written = error.filename2 or str(error.filename or stage).startswith(str(stage))
+    return f"{error.strerror or error}" + ("" if written else f" ({error.filename})")

@@ -1,0 +1,157 @@
+"""Which neurons fire: a hook on the activation of each gated FFN of a stock model, exact counts.
+
+Counts are kept as histograms, so their size hangs on the model and not on the text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.firing.profiled import LayerProfile
+
+Count = Callable[[int, Tensor, Tensor], None]
+SLOTS_STEP = 8
+MAX_OVERFLOW = 0.001  # share of rows that the chosen slots may send to the backup
+UNION_TOKENS = 128
+UNION_SLACK = 0.05
+COUNTED_AT_ONCE = 8192  # tokens of one forward
+
+
+class FiredMeter:
+    """Inside `with`, each forward of layer i calls `count(i, gate, active)`.
+
+    Both are `[M, N]`, the gate before and after the activation; what fired is `active != 0`. Under
+    gradient checkpointing `count` is called again in the backward pass.
+    """
+
+    def __init__(self, model: nn.Module, count: Count):
+        self.model, self.count = model, count
+        self._hooks: list = []
+
+    def __enter__(self) -> "FiredMeter":
+        for layer_idx, ffn in enumerate(gated_ffns(self.model)):
+            activation = getattr(ffn, activation_name(ffn))
+            self._hooks.append(activation.register_forward_hook(self._hook(layer_idx)))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _hook(self, layer_idx: int) -> Callable:
+        def hook(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
+            gate = inputs[0].detach()
+            self.count(layer_idx, gate.flatten(0, -2), active.detach().flatten(0, -2))
+
+        return hook
+
+
+class LayerCount:
+    """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile."""
+
+    def __init__(
+        self, intermediate_size: int, tile: int, device: torch.device, num_groups: int = 0
+    ):
+        self.intermediate_size, self.tile = intermediate_size, tile
+        self.by_group = torch.zeros(num_groups, dtype=torch.int64, device=device)
+        self.by_neuron = torch.zeros(intermediate_size, dtype=torch.int64, device=device)
+        self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
+        self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
+
+    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> None:
+        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`."""
+        fired = active != 0
+        nnz = fired.sum(-1)
+        self.by_neuron += fired.sum(0)
+        self.nnz += nnz.bincount(minlength=len(self.nnz))
+        if groups is not None:
+            self.by_group.index_add_(0, groups, nnz)
+        tiles = F.pad(fired, (0, -fired.shape[-1] % self.tile)).unflatten(-1, (-1, self.tile))
+        fullest = tiles.sum(-1).amax(-1)
+        # whatever the slots, a row that is not finite goes to the backup
+        fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
+        self.fullest += fullest.bincount(minlength=len(self.fullest))
+
+    @property
+    def not_finite(self) -> int:
+        """Rows that hold NaN or infinity."""
+        return int(self.fullest[self.tile + 1])
+
+    def summary(self) -> LayerProfile:
+        """The figures of the layer, with the fewest slots that overflow rarely enough."""
+        nnz, num_rows = self.nnz.cpu(), int(self.nnz.sum())
+        mean = int((nnz * torch.arange(len(nnz))).sum()) / num_rows
+        reached = nnz.cumsum(0).double()
+        overflow = (num_rows - self.fullest.cpu().cumsum(0)).double() / num_rows  # by slots
+        fit = (overflow[SLOTS_STEP::SLOTS_STEP] <= MAX_OVERFLOW).nonzero().flatten()
+        slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
+        return LayerProfile(
+            nnz_mean=mean,
+            nnz_p50=int((reached < 0.50 * num_rows).sum()),
+            nnz_p99=int((reached < 0.99 * num_rows).sum()),
+            nnz_max=int(nnz.nonzero().max()),
+            density=mean / self.intermediate_size,
+            dead=int((self.by_neuron == 0).sum()),
+            slots=slots,
+            overflow=float(overflow[slots]),
+        )
+
+
+@dataclass(frozen=True)
+class Union:
+    """Share of the neurons that fire for some of `tokens` consecutive tokens, mean over windows.
+
+    `expected` is `1 - (1 - p)^tokens`: neurons of density p that fire for each token anew.
+    """
+
+    tokens: int
+    fired: float
+    expected: float
+
+    @property
+    def too_small(self) -> bool:
+        """Whether tokens share so many neurons that a kernel would find them in its caches."""
+        return self.fired < (1 - UNION_SLACK) * self.expected
+
+
+class UnionCount:
+    """Counts, for rows that come in the order of tokens, the union of each 128 of them."""
+
+    def __init__(self) -> None:
+        self._unions: list[Tensor] = []
+        self._tokens = UNION_TOKENS
+
+    def add(self, active: Tensor) -> None:
+        """Count whole windows of the rows `[M, N]`; if the first are fewer, those are a window."""
+        fired = active != 0
+        if not self._unions:
+            self._tokens = min(self._tokens, len(fired))
+        windows = fired[: len(fired) // self._tokens * self._tokens]
+        if len(windows):
+            self._unions.append(windows.unflatten(0, (-1, self._tokens)).any(1).float().mean(-1))
+
+    def summary(self, density: float) -> Union:
+        """The mean union, beside what independent firing at `density` would give."""
+        fired = float(torch.cat(self._unions).mean())
+        return Union(self._tokens, fired, 1 - (1 - density) ** self._tokens)
+
+
+def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
+    """What fires in each layer while `body` reads `ids` `[B, S]`."""
+    ffns = gated_ffns(body)
+    counts = [LayerCount(body.config.intermediate_size, tile, ids.device) for _ in ffns]
+    unions = [UnionCount() for _ in ffns]
+
+    def count(layer: int, gate: Tensor, active: Tensor) -> None:
+        counts[layer].add(gate, active)
+        unions[layer].add(active)
+
+    with FiredMeter(body, count):
+        for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
+            body(input_ids=batch, use_cache=False)
+    found = [count.summary() for count in counts]
+    return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]

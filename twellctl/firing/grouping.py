@@ -1,0 +1,111 @@
+"""Where in the text neurons fire: by kind of text and by position in the window.
+
+The group of a token is its kind and the bucket of its position: 0, 1, 2-3, 4-7 and on by powers of
+two. While the model runs, only one sum a group and layer is kept (`LayerCount.by_group`).
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twellctl.firing.counts import LayerCount
+from twellctl.firing.profiled import KindDensity, PositionDensity
+from twellctl.text.data import read_texts, spread_windows, text_files, token_stream
+
+
+@dataclass(frozen=True)
+class GroupedWindows:
+    """Token ids and the group of each, both int64 `[windows, seq_len]`, of these `kinds`."""
+
+    ids: Tensor
+    groups: Tensor
+    kinds: tuple[str, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.kinds) * self._num_buckets
+
+    @property
+    def _num_buckets(self) -> int:
+        return _bucket(self.ids.shape[1] - 1) + 1
+
+    def by_position(self, counts: Sequence[LayerCount]) -> tuple[PositionDensity, ...]:
+        """The density of each bucket of positions; `counts` have added all windows."""
+        fired, tokens = (sums.sum(-2) for sums in self._sums(counts))
+        size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
+        return tuple(
+            PositionDensity.of(
+                fired[:, bucket].tolist(),
+                int(tokens[bucket]),
+                size,
+                first=1 << bucket >> 1,
+                last=min((1 << bucket) - 1, last),
+            )
+            for bucket in range(self._num_buckets)
+        )
+
+    def by_kind(self, counts: Sequence[LayerCount]) -> tuple[KindDensity, ...]:
+        """The density of each kind of text; `counts` have added all windows."""
+        fired, tokens = (sums.sum(-1) for sums in self._sums(counts))
+        size = counts[0].intermediate_size
+        return tuple(
+            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind=kind)
+            for number, kind in enumerate(self.kinds)
+        )
+
+    def _sums(self, counts: Sequence[LayerCount]) -> tuple[Tensor, Tensor]:
+        """What fired `[layers, kinds, buckets]`, and tokens `[kinds, buckets]`."""
+        fired = torch.stack([count.by_group for count in counts]).cpu()
+        tokens = self.groups.flatten().bincount(minlength=self.num_groups)
+        sizes = (len(self.kinds), self._num_buckets)
+        return fired.unflatten(-1, sizes), tokens.unflatten(-1, sizes)
+
+
+def grouped_windows(
+    data: Sequence[str],
+    text_column: str,
+    tokenizer: Any,
+    windows: int,
+    seq_len: int,
+    vocabulary: int | None = None,
+) -> GroupedWindows:
+    """The windows of `spread_windows` over all of `data`, in the order given.
+
+    Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. A window
+    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read, and
+    for ids that a model of `vocabulary` tokens does not have.
+    """
+    named = [kind_and_path(entry) for entry in data]
+    text_files([path for _, path in named])  # all are there, before the first is read
+    kinds = list(dict.fromkeys(kind for kind, _ in named))
+    ids, numbers = [], []
+    for kind, path in named:
+        texts = read_texts([path], text_column, tokenizer)
+        for tokens in token_stream(texts, tokenizer, vocabulary):
+            ids.append(tokens)
+            numbers.append(np.full_like(tokens, kinds.index(kind)))
+    buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
+    first_groups = spread_windows(numbers, windows, seq_len) * (_bucket(seq_len - 1) + 1)
+    return GroupedWindows(
+        spread_windows(ids, windows, seq_len), first_groups + buckets, tuple(kinds)
+    )
+
+
+def _bucket(position: int) -> int:
+    return position.bit_length()
+
+
+def kind_and_path(entry: str) -> tuple[str, str]:
+    """NAME and FILE of NAME=FILE; a path alone is named by its stem, a folder by its name."""
+    named = re.fullmatch(r"([^/=]+)=(.+)", entry)
+    if named and not Path(entry).exists():
+        return named[1], named[2]
+    whole = Path(os.path.abspath(entry))
+    return (whole.name if whole.is_dir() else whole.stem), entry

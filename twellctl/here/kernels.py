@@ -1,0 +1,133 @@
+"""What the kernels find on this machine: NVRTC, a cache, what steers them; whether they load.
+
+Nothing here may fail for want of what it looks for.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from twellctl.here.machine import Finding, install_advice, line
+
+VARIABLES = ("TWELL_CACHE_DIR", "TWELL_PORTABLE", "TWELL_ROUTE")
+_USUAL = (2048, 5632)  # hidden size and neurons of an FFN to tell the ways of
+_PROBE = {"probe.cu": b'extern "C" __global__ void probe() {}'}
+
+
+def find_nvrtc(cuda: str | None, driver_cuda: int) -> Finding:
+    """NVRTC, the one that would compile the kernels, tried on an empty one. It needs no GPU."""
+    try:
+        import torch
+
+        from twellctl.bundle import twell_launch, twell_nvrtc
+    except Exception as error:
+        return Finding("NVRTC", "none", f"not looked for: {line(error)}")
+    nvrtc = twell_nvrtc.find_nvrtc()
+    if nvrtc is None:
+        return Finding("NVRTC", "none", "not installed", install_advice(cuda) if cuda else "")
+    version, major = ".".join(map(str, nvrtc.version)), nvrtc.version[0]
+    try:
+        arch = twell_launch.device_limits(0).arch if torch.cuda.is_available() else "sm_90a"
+        nvrtc.compile("probe.cu", _PROBE, arch)
+    except Exception as error:  # a part of it is missing, or it does not know the GPU
+        return Finding("NVRTC", "bad", f"does not work: {line(error)}", install_advice(cuda))
+    if 0 < driver_cuda // 1000 < major:
+        what = f"{version} makes code for CUDA {major}, which the driver cannot run"
+        return Finding("NVRTC", "bad", what, "update the driver, or use torch and CuPy for CUDA 12")
+    beside = f"torch is for CUDA {cuda}" if cuda else "torch is a CPU build"
+    what = f"{version}, of CUDA {major} ({beside}), compiles for {arch}; {nvrtc.path}"
+    return Finding("NVRTC", "ok", what)
+
+
+def find_kernels(gpu: Finding) -> Finding:
+    """Which kernels the GPUs run, compiled and loaded to see whether they do; or why none."""
+    if gpu.state != "ok":
+        return Finding("kernels", "none", "none: they need an NVIDIA GPU")
+    try:
+        return _load_kernels()
+    except Exception as error:  # whatever a driver may say
+        return Finding("kernels", "bad", f"cannot be tried: {line(error)}")
+
+
+def _load_kernels() -> Finding:
+    import torch
+
+    from twellctl.bundle.twell_ffn import takes_hopper_kernels, why_no_kernels
+    from twellctl.bundle.twell_launch import device_limits
+    from twellctl.bundle.twell_nvrtc import what_is_missing
+    from twellctl.here.own_kernels import own_kernels
+
+    sources, start = own_kernels(), time.perf_counter()
+    found = []  # (state, what) of each GPU
+    for index in range(torch.cuda.device_count()):
+        if reason := why_no_kernels(sources, index):
+            old = torch.version.cuda is None or device_limits(index).capability < (8, 0)
+            state = "none" if old or what_is_missing() else "bad"
+            found.append((state, f"none: {reason}"))
+        else:
+            kind = "Hopper" if takes_hopper_kernels(index) else "portable"
+            found.append(("ok", f"{kind} kernels for {device_limits(index).arch}"))
+    states = [state for state, _ in found]
+    told = list(dict.fromkeys(what for _, what in found))
+    if "ok" in states:
+        told.append(f"loaded in {time.perf_counter() - start:.1f} s")
+    return Finding("kernels", min(states, key=("bad", "ok", "none").index), ", ".join(told))
+
+
+def find_ways(kernels: Finding) -> Finding:
+    """The ways of an FFN that "auto" measures on the first GPU, by numbers of tokens."""
+    if kernels.state != "ok":
+        return Finding("ways", "none", "dense, in plain PyTorch")
+    try:
+        from twellctl.bundle.twell_launch import device_limits
+        from twellctl.bundle.twell_reasons import takes_hopper_kernels
+        from twellctl.bundle.twell_ways import ways_by_tokens
+
+        K, N = _USUAL
+        found = ways_by_tokens(device_limits(0), hopper=takes_hopper_kernels(0), N=N, K=K)
+        return Finding("ways", "ok", f"of an FFN {K} x {N}: " + "; ".join(found))
+    except Exception as error:  # whatever a driver may say
+        return Finding("ways", "none", f"not looked for: {line(error)}")
+
+
+def find_cache() -> Finding:
+    """The folder that keeps compiled kernels and measured choices, and what is in it."""
+    try:
+        from twellctl.bundle.twell_cache import cache_dir
+    except Exception as error:
+        return Finding("cache", "none", f"not looked for: {line(error)}")
+    folder = cache_dir()
+    if not _can_write(folder):
+        what = f"{folder} cannot be written: kernels are compiled at every start"
+        advice = "set TWELL_CACHE_DIR to a folder that can be written"
+        return Finding("cache", "bad", what, advice)
+    try:
+        choices = len(json.loads((folder / "routes.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        choices = 0
+    compiled = len(list(folder.glob("*.cubin")))
+    what = f"{folder}: {compiled} compiled kernel files, {choices} measured choices of route"
+    return Finding("cache", "ok", what)
+
+
+def _can_write(folder: Path) -> bool:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def find_variables() -> Finding:
+    """The environment variables that are set for the kernels, and those that mean nothing."""
+    given = {name: value for name in VARIABLES if (value := os.environ.get(name))}
+    what = ", ".join(f"{name}={value}" for name, value in given.items()) or "all at their defaults"
+    try:
+        from twellctl.bundle.twell_route import requested
+
+        requested("auto")
+    except ValueError as error:
+        return Finding("variables", "bad", str(error), "unset TWELL_ROUTE")
+    except Exception:  # without torch, of which the libraries' line tells
+        return Finding("variables", "none", what)
+    if given.get("TWELL_PORTABLE", "1") not in ("0", "1"):
+        return Finding("variables", "bad", what, "TWELL_PORTABLE counts if it is 1")
+    return Finding("variables", "ok" if given else "none", what)

@@ -1,0 +1,38 @@
+"""Where the files that are not Python lie, and which of them an export carries."""
+
+from pathlib import Path
+
+
+def resource_dir(name: str) -> Path:
+    """The folder `name` ("kernels" or "recipes") that came with this installation."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "_data" / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"twellctl's own folder {name!r} is missing: install twellctl again")
+
+
+def kernel_files() -> dict[str, bytes]:
+    """{name: text} of all kernels and their headers."""
+    files = sorted(resource_dir("kernels").iterdir())
+    return {path.name: path.read_bytes() for path in files if path.suffix in (".cu", ".cuh")}
+
+
+def bundle_files() -> dict[str, bytes]:
+    """{name inside an export: content}: what an export carries so that it runs without twellctl.
+
+    Of the kernels these are the sources of what its code may launch, their headers, and README.md,
+    which draws the format.
+    """
+    from twellctl.bundle.twell_launch import entry_file
+    from twellctl.bundle.twell_nvrtc import with_headers
+    from twellctl.bundle.twell_reasons import ALL_KERNELS
+
+    code = Path(__file__).resolve().parent.parent / "bundle"
+    files = {path.name: path.read_bytes() for path in sorted(code.glob("*.py"))}
+    del files["__init__.py"]
+    sources = kernel_files()
+    kernels = {"README.md": (resource_dir("kernels") / "README.md").read_bytes()}
+    for source in {entry_file(entry) for entry in ALL_KERNELS}:
+        kernels |= with_headers(source, sources)
+    return files | {f"twell_kernels/{name}": kernels[name] for name in sorted(kernels)}

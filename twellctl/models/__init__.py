@@ -1,0 +1,1 @@
+"""Model folders: what lies in them, how they become torch models, what one hands to the next."""

@@ -1,0 +1,106 @@
+"""What one model folder hands to the next: weights and, by name, what a model needs beside them.
+
+Nothing else goes along: no stray file, no code, no path of this machine, and nothing that a link
+fetches from outside the folder.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from twellctl.errors import TwellError
+from twellctl.files.outputs import copy_file
+from twellctl.files.strict_json import to_json
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.shards import INDEX, SINGLE
+
+REPORT_FILE = "twell_finetune.json"  # what a fine-tuning run ended with
+SIDE_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    REPORT_FILE,
+)
+TEMPLATES = "additional_chat_templates"
+CARD = "README.md"
+_LICENCE = re.compile(r"(licen[sc]e|notice|copying|use_policy)(-\w+)?(\.(txt|md))?", re.IGNORECASE)
+_OF_A_MACHINE = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
+
+
+def copy_weights(checkpoint: Checkpoint, folder: Path) -> None:
+    """The weights as they are."""
+    names = checkpoint.shards if checkpoint.shards == (SINGLE,) else (*checkpoint.shards, INDEX)
+    for name in names:
+        copy_file(own_file(checkpoint.path / name), folder / name)
+
+
+def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Tokenizer, chat templates, generation config, licence, and the report of a fine-tuning."""
+    own_file(checkpoint.path / "config.json")  # what it says goes along as well
+    for source in sorted(checkpoint.path.iterdir()):
+        if source.name in SIDE_FILES or _LICENCE.fullmatch(source.name):
+            _copy_side_file(source, folder / source.name)
+    for source in sorted((checkpoint.path / TEMPLATES).glob("*.jinja")):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(own_file(source, checkpoint.path), folder / TEMPLATES / source.name)
+
+
+def write_config(folder: Path, config: dict) -> None:
+    """config.json as transformers writes it."""
+    kept = {key: value for key, value in config.items() if key not in _OF_A_MACHINE}
+    _write_json(folder / "config.json", kept)
+
+
+def own_file(path: Path, folder: Path | None = None) -> Path:
+    """Where the content of `path`, a file of the model in `folder` (its parent), really lies.
+
+    `TwellError` if that is outside. A snapshot of the hub's cache has its files in `blobs` beside
+    `snapshots`, or in the `blobs` that all models of the cache share.
+    """
+    real, inside = path.resolve(), (folder or path.parent).resolve()
+    roots = [inside]
+    if inside.parent.name == "snapshots":
+        repository = inside.parent.parent
+        roots += [repository / "blobs", repository.parent / "blobs"]
+    if not any(root in real.parents for root in roots):
+        raise TwellError(
+            f"{path} is a link to {real}, outside its model folder: put the file itself there"
+        )
+    return real
+
+
+def _copy_side_file(source: Path, target: Path) -> None:
+    real = own_file(source)
+    if not real.is_file():
+        return
+    content = _json_object(real) if source.name.endswith("_config.json") else None
+    if content is not None and content.keys() & set(_OF_A_MACHINE):
+        _write_json(target, {k: v for k, v in content.items() if k not in _OF_A_MACHINE})
+    else:
+        shutil.copyfile(real, target)
+
+
+def _json_object(path: Path) -> dict | None:
+    """The object in a JSON file; None if it holds none, which is not for us to judge."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(to_json(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

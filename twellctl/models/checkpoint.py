@@ -1,0 +1,343 @@
+"""A model folder without torch: its config, what its weights are called, what its FFNs look like.
+
+Every command opens its MODEL here, so that a folder which cannot work is refused before anything is
+loaded or written. Nothing here reads a weight, except `fingerprint`.
+"""
+
+import hashlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
+from twellctl.errors import TwellError, reason, shown
+from twellctl.files.strict_json import read_json
+from twellctl.models.shards import (
+    FLOATS,
+    TensorInfo,
+    other_weights,
+    read_shards,
+)
+
+SILU = ("silu", "swish")
+SIZES = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "sliding_window",
+    "vocab_size",
+)
+_BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+_OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
+_FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
+_EXPERTS = re.compile(r"(\w+_)?(num|n)_(local_|routed_)?experts")
+_FUSED, _SPLIT = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}
+
+
+@dataclass(frozen=True)
+class FfnShape:
+    """The gated FFNs of a model: all of `[N, K]`, `fused` when gate and up are one weight."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    fused: bool
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked model folder. `name` is what the user called it, `path` where it lies.
+
+    Without `shards` the model is a random one, of a config alone (`training.from_scratch`).
+    """
+
+    name: str
+    path: Path
+    config: dict
+    tensors: dict[str, TensorInfo]
+    shards: tuple[str, ...]
+    ffn: FfnShape
+
+    @property
+    def activation(self) -> str:
+        return self.config["hidden_act"]
+
+    @property
+    def origin(self) -> str:
+        """What a run began from: the folder, of a random model its config's file."""
+        return str((self.path if self.shards else Path(self.name)).resolve())
+
+    @property
+    def hub_id(self) -> str | None:
+        """The id under which the hub has this model; None for a local folder."""
+        return None if self.path == Path(self.name) else self.name
+
+    @property
+    def is_silu(self) -> bool:
+        return self.activation in SILU
+
+    @property
+    def twell(self) -> dict:
+        """The "twell" block of config.json, checked; a default one for a model that has none.
+
+        A `source` that is no hub id, but a folder of some machine, is left out.
+        """
+        if "twell" not in self.config:
+            return new_twell(self.ffn.num_layers, self.hub_id, self.activation)
+        try:
+            twell = check_twell(self.config["twell"], self.ffn.num_layers)
+        except ValueError as error:
+            raise TwellError(f"{self.name}: config.json's {error}") from error
+        is_public = _HUB_ID.fullmatch(str(twell.get("source")))
+        return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
+
+    def require_relu(self) -> None:
+        """Refuse a model whose FFNs are not ReLU (yet)."""
+        if self.is_silu:
+            raise TwellError(
+                f"{self.name} is a SiLU model: make it ReLU with "
+                f"'twellctl convert {self.name} OUT', then fine-tune"
+            )
+        if self.activation != "relu":
+            raise TwellError(
+                f"{self.name} has hidden_act {self.activation!r}: twellctl works on SiLU models "
+                "made ReLU by 'twellctl convert'"
+            )
+
+    def require_tokenizer(self) -> None:
+        """Refuse a folder without a tokenizer."""
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+        if not any((self.path / name).is_file() for name in names):
+            raise TwellError(
+                f"{self.name} has no tokenizer (no {' or '.join(names[:2])}): "
+                "copy the tokenizer files of its original beside the weights"
+            )
+
+
+def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = None) -> Checkpoint:
+    """Read and check a local folder, or a hub id (downloaded to the hub's cache).
+
+    `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
+    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code, a "twell" block
+    of another version.
+    """
+    if isinstance(model, Checkpoint):
+        return model
+    name, path = str(model) or ".", Path(model)
+    if not path.exists():
+        path = _download(name, revision)
+    if not (path / "config.json").is_file():
+        why = other_weights(path) or "has no config.json: give a model folder of transformers"
+        raise TwellError(f"{name} {why}")
+    if (path / "adapter_config.json").is_file():
+        raise TwellError(
+            f"{name} holds an adapter: merge it into its model first (merge_and_unload)"
+        )
+    config = read_json(path / "config.json")
+    refuse_unsupported(name, config)
+    tensors, shards = read_shards(name, path)
+    _refuse_quantised(name, tensors)
+    ffn = ffn_shape(name, config, tensors)
+    _compare_sizes(name, config, tensors, ffn)
+    checkpoint = Checkpoint(name, path, config, tensors, shards, ffn)
+    _ = checkpoint.twell  # refuses a block that is not sound
+    return checkpoint
+
+
+def open_config_file(config: str | Path) -> tuple[Path, dict]:
+    """A config.json without weights, a file or a folder with one: where it lies, what it holds.
+
+    `TwellError` if there is none. `auto_map` is left out: no code of it is run.
+    """
+    file = Path(config)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise TwellError(f"{file} does not exist: give a config.json, or a folder with one")
+    return file, {key: value for key, value in read_json(file).items() if key != "auto_map"}
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """sha256 over name, dtype, shape and bytes of all tensors in the order of their names.
+
+    Sharding and config do not change it. It reads every weight once.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(checkpoint.tensors):
+        tensor = checkpoint.tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        with (checkpoint.path / tensor.shard).open("rb") as shard:
+            shard.seek(tensor.start)
+            left = tensor.stop - tensor.start
+            while left:
+                block = shard.read(min(left, 1 << 24))
+                if not block:
+                    raise TwellError(f"{checkpoint.path / tensor.shard} ended early: copy it again")
+                digest.update(block)
+                left -= len(block)
+    return digest.hexdigest()
+
+
+def _download(name: str, revision: str | None) -> Path:
+    if not _HUB_ID.fullmatch(name):
+        raise TwellError(f"{name} does not exist: give a model folder or a hub id like owner/model")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
+    wanted += ["LICEN[SC]E*", "NOTICE*"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise TwellError(
+            f"{name} is no local folder and could not be fetched from the hub "
+            f"(check the id and the network): {reason(error)}"
+        ) from error
+
+
+def refuse_unsupported(name: str, config: dict) -> None:
+    """`TwellError` for what no command works on: quantised, multimodal, remote code, not causal."""
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise TwellError(
+            f"{name} is quantised ({method or 'unknown method'}): "
+            "take the original bf16, fp16 or fp32 model"
+        )
+    if towers := [key for key in config if key in ("text_config", "vision_config", "audio_config")]:
+        raise TwellError(f"{name} is multimodal ({towers[0]}): take a text-only model")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise TwellError(f"{name}: config.json has no model_type: give a model of transformers")
+    if config.get("auto_map") and "twell" not in config and not _transformers_has(model_type):
+        raise TwellError(
+            f"{name} ({model_type}) needs remote code (auto_map): take a model transformers knows"
+        )
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise TwellError(
+            f"{name}: config.json's architectures must be a list, got {shown(classes)}: copy it "
+            "again"
+        )
+    causal = ("ForCausalLM", "LMHeadModel")
+    if classes and not any(str(cls).endswith(causal) for cls in classes):
+        raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
+    for key in SIZES:
+        _size(name, config, key)
+    if not isinstance(config.get("hidden_act"), str):
+        seen = config.get("hidden_activation") or config.get("activation_function")
+        found = f"its activation is {shown(seen)}" if seen else "config.json has no hidden_act"
+        raise TwellError(f"{name} ({model_type}) is no gated SiLU model: {found}; take another")
+
+
+def _transformers_has(model_type: str) -> bool:
+    """Whether transformers knows the family without remote code. Imports nothing."""
+    package = importlib.util.find_spec("transformers")
+    folder = model_type.replace("-", "_")
+    return package is not None and (Path(package.origin).parent / "models" / folder).is_dir()
+
+
+def _refuse_quantised(name: str, tensors: dict[str, TensorInfo]) -> None:
+    odd = {tensor.dtype for tensor in tensors.values()} - {*FLOATS, *_OTHER_DTYPES}
+    odd |= {n.rsplit(".", 1)[-1] for n in tensors if n.endswith((".qweight", ".weight_packed"))}
+    if odd:
+        raise TwellError(
+            f"{name} holds {', '.join(sorted(odd))} weights: "
+            "take the original bf16, fp16 or fp32 model"
+        )
+
+
+def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnShape:
+    """What the gated FFNs look like; `TwellError` if there is not one in each layer, all alike."""
+    experts = [key for key in config if _EXPERTS.fullmatch(key) and config[key]]
+    if experts or any(".experts." in tensor for tensor in tensors):
+        raise TwellError(f"{name} is a mixture of experts: take a dense model")
+    ffns: dict[str, dict[str, TensorInfo]] = {}
+    for tensor_name, tensor in tensors.items():
+        if match := _FFN_WEIGHT.fullmatch(tensor_name):
+            ffns.setdefault(match[1], {})[match[2]] = tensor
+    gated = [ffn for ffn in ffns.values() if set(ffn) in (_FUSED, _SPLIT)]
+    num_layers = config.get("num_hidden_layers")
+    if not gated or len(gated) != len(ffns) or len(ffns) != num_layers:
+        raise TwellError(
+            f"{name} ({config['model_type']}) has {len(gated)} gated FFNs in {num_layers} layers: "
+            "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
+        )
+    return _common_shape(name, gated)
+
+
+def _compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:
+    """Refuse a config.json that contradicts the weights, as far as their headers show it.
+
+    Only what stands there is compared: families differ in their defaults and names, and what this
+    passes by transformers judges when it loads the model.
+    """
+    again = "fetch config.json and weights again, from one place"
+    given = {key: config[key] for key in SIZES if type(config.get(key)) is int}
+    for key, size in (
+        ("hidden_size", ffn.hidden_size),
+        ("intermediate_size", ffn.intermediate_size),
+    ):
+        if given.get(key, size) != size:
+            raise TwellError(f"{name}: {key} is {given[key]}, but its FFNs have {size}: {again}")
+    for tensor in tensors.values():
+        rows = _rows_by_config(tensor.name, given, tensors)
+        if rows is not None and tensor.shape[:1] != (rows,):
+            raise TwellError(
+                f"{name}: {tensor.name} is {list(tensor.shape)}, by config.json it has {rows} rows:"
+                f" {again}"
+            )
+    untied = config.get("tie_word_embeddings") is False
+    if untied and _EMBEDDINGS in tensors and _HEAD not in tensors:
+        raise TwellError(f"{name} lacks {_HEAD}, which tie_word_embeddings false asks for: {again}")
+
+
+def _rows_by_config(
+    tensor: str, sizes: dict[str, int], tensors: dict[str, TensorInfo]
+) -> int | None:
+    """Rows of a weight by what config.json says; None where it does not say so much."""
+    if tensor in (_EMBEDDINGS, _HEAD):
+        return sizes.get("vocab_size")
+    if not (match := _KEYS_VALUES.fullmatch(tensor)) or "num_key_value_heads" not in sizes:
+        return None
+    head_dim, heads = sizes.get("head_dim"), sizes.get("num_attention_heads")
+    if head_dim is None and heads is not None:  # a family's own default, or what queries have
+        queries = tensors.get(f"{match[1]}.q_proj.weight")
+        if queries is not None and queries.shape[:1] == (sizes.get("hidden_size"),):
+            head_dim = sizes["hidden_size"] // heads
+    return head_dim and head_dim * sizes["num_key_value_heads"]
+
+
+def _size(name: str, config: dict, key: str) -> None:
+    """Refuse what is no size: some families have none of a kind, or one a layer."""
+    value = config.get(key)
+    if value is None or (isinstance(value, list) and key in _BY_LAYER):
+        return
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise TwellError(
+            f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: copy "
+            "it again"
+        )
+
+
+def _common_shape(name: str, ffns: list[dict[str, TensorInfo]]) -> FfnShape:
+    K, N = ffns[0]["down_proj"].shape if len(ffns[0]["down_proj"].shape) == 2 else (0, 0)
+    expected = {"down_proj": (K, N), "gate_proj": (N, K), "up_proj": (N, K)}
+    expected["gate_up_proj"] = (2 * N, K)
+    for ffn in ffns:
+        for part, tensor in ffn.items():
+            if tensor.shape != expected[part] or tensor.dtype not in FLOATS:
+                raise TwellError(
+                    f"{name}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, expected "
+                    f"{list(expected[part])} of floats: take a model with equal FFNs in all layers"
+                )
+    if N > MAX_COLUMNS:
+        raise TwellError(f"{name} has {N} neurons a layer: TwELL holds at most {MAX_COLUMNS}")
+    return FfnShape(len(ffns), K, N, set(ffns[0]) == _FUSED)

@@ -1,0 +1,55 @@
+"""Whether the Twell class of a model would compute what the stock class computes.
+
+The Twell FFN knows `down(act(gate(x)) * up(x))` and no more. A family that scales the gate, or puts
+a norm before `down`, would lose that without a word: so its FFN is tried, tiny, before an export.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.errors import TwellError
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import skeleton
+
+_K, _N = 8, 24
+
+
+def stock_class(checkpoint: Checkpoint) -> str:
+    """The transformers class of the model; `TwellError` if its FFNs cannot run over TwELL."""
+    name, kind = checkpoint.name, checkpoint.config["model_type"]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise TwellError(
+            f"{name} is a {kind} model, which transformers {transformers.__version__} does not "
+            "know as a causal language model: pip install -U transformers"
+        )
+    model = skeleton(checkpoint)
+    stock, ffns = type(model).__name__, gated_ffns(model)
+    if len(ffns) != checkpoint.ffn.num_layers or not is_plain_ffn(ffns[0]):
+        raise TwellError(
+            f"{name} ({stock}) has FFNs that compute more than down(act(gate) * up), which TwELL "
+            "would leave out: it cannot be exported"
+        )
+    return stock
+
+
+@torch.no_grad()
+def is_plain_ffn(ffn: nn.Module) -> bool:
+    """Whether `ffn`, tried with tiny weights in the place of its own, is just the gated FFN."""
+    sizes = ((_K, 2 * _N), (_K, _N), (_K, _N), (_N, _K))
+    gate_up, gate, up, down = (nn.Linear(*size, bias=False) for size in sizes)
+    gate.weight.data, up.weight.data = gate_up.weight.data.chunk(2)
+    tiny = {"gate_up_proj": gate_up, "gate_proj": gate, "up_proj": up, "down_proj": down}
+    tried = copy.copy(ffn).eval()
+    tried._modules = dict(ffn._modules) | {n: m for n, m in tiny.items() if n in ffn._modules}
+    x = torch.randn(5, _K)
+    try:
+        setattr(tried, activation_name(ffn), nn.ReLU())
+        return torch.allclose(tried(x), down(F.relu(gate(x)) * up(x)), atol=1e-5)
+    except (RuntimeError, TypeError, ValueError):
+        return False  # it has more weights, or another activation, or takes more than x

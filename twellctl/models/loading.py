@@ -1,0 +1,223 @@
+"""Checkpoints become torch models here, always through the stock transformers class."""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging as hf_logging
+
+from twellctl.errors import TwellError, bounded, reason
+from twellctl.models.checkpoint import Checkpoint
+
+MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def told_of_place(model: PreTrainedModel) -> str:
+    """Where a model lies and in what, in words: its device and the dtype of its weights."""
+    name = str(model.device)
+    if model.device.type == "cuda":
+        name = f"{name}, {torch.cuda.get_device_name(model.device)}"
+    return f"{name}, {str(model.dtype).removeprefix('torch.')}"
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    activation: str | None = None,
+) -> PreTrainedModel:
+    """The model in eval mode, of the stock class.
+
+    `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` (a
+    freshly converted model with the SiLU it had). Weights of a checkpoint without shards are drawn.
+    `TwellError` for what transformers cannot load, and for a weight that is NaN or infinite.
+    """
+    device = device or default_device()
+    if not checkpoint.shards:
+        return _random_model(checkpoint, dtype, device)
+    extra = {} if activation is None else {"hidden_act": activation}
+    model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
+    _refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
+    return model
+
+
+def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model on the meta device: what `load_model` would refuse is refused, no weight is read.
+
+    That is a config.json that transformers makes nothing of, and weights that are not those of its
+    model, by name or shape.
+    """
+    return _loaded(checkpoint, dtype="auto", device_map="meta")
+
+
+def check_stored_weights(checkpoint: Checkpoint) -> None:
+    """`TwellError` if a stored weight is NaN or infinite. Reads them all, one at a time."""
+    for shard in checkpoint.shards:
+        with safe_open(checkpoint.path / shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a handle, no dict
+                _refuse_not_finite(checkpoint, [(name, file.get_tensor(name))])
+
+
+@contextlib.contextmanager
+def as_refusal(what: str, remedy: str) -> Iterator[None]:
+    """Whatever transformers raises inside, about files that others wrote, as `TwellError`.
+
+    It raises nearly everything there is (ZeroDivisionError, AssertionError, its own kinds).
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {bounded(reason(error), 300)}"
+        raise TwellError(f"{what} ({said}): {remedy}") from error
+
+
+def _no_model_of(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+    what = f"{checkpoint.name}: transformers makes no model of its config.json and weights"
+    return as_refusal(what, "fetch both again, from one place")
+
+
+def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
+    """The stock model with its weights, all of which are there and of the right shape."""
+    with _no_model_of(checkpoint):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **how,
+        )
+        DynamicCache(config=model.config)  # reads what the model itself may not
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise TwellError(
+            f"{checkpoint.name}: {name} is {list(stored)}, by config.json it is {list(wanted)}: "
+            "fetch config.json and weights again, from one place"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise TwellError(
+            f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: fetch its "
+            "safetensors files again"
+        )
+    return model
+
+
+def _refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]]) -> None:
+    """`TwellError` that names tensor and file. One read of each tensor, one wait for the device."""
+    floats = {name: t.detach() for name, t in named if t.is_floating_point() and t.numel()}
+    if not floats:
+        return
+    # the least and the largest, through which NaN goes: 5 GB/s on one core, isfinite() 0.2
+    ends = torch.stack([torch.stack(t.aminmax()).float() for t in floats.values()])
+    for name, sound in zip(floats, ends.isfinite().all(1).tolist(), strict=True):
+        if not sound:
+            stored = checkpoint.tensors.get(name)
+            file = checkpoint.path / (stored.shard if stored else "config.json")
+            raise TwellError(
+                f"{name} holds NaN or infinity ({file}): fetch it again, or go back to a "
+                "checkpoint from before the weights broke"
+            )
+
+
+def _random_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
+    config = AutoConfig.for_model(**checkpoint.config)
+    with quiet_transformers(), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    return model.to(device).eval()
+
+
+def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
+    """The config `given` as transformers completes it, and its model on no device; `TwellError`."""
+    what = f"{name}: transformers makes no model of it"
+    with as_refusal(what, "correct what is wrong in it"), torch.device("meta"):
+        config = AutoConfig.for_model(**given)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return json.loads(config.to_json_string()), model
+
+
+def without_mask(model: PreTrainedModel, seq_len: int) -> None:
+    """Let `model` attend by SDPA's `is_causal` to whole blocks of up to `seq_len` tokens.
+
+    Else transformers reads the positions back from the GPU in each forward pass, to see whether a
+    mask is needed, and the host waits. Where a shorter window needs one all stays as it is.
+    """
+    sizes = [getattr(model.config, n, None) for n in ("sliding_window", "attention_chunk_size")]
+    window = min((size for size in sizes if size), default=seq_len)
+    if model.config._attn_implementation == "sdpa" and seq_len <= window:
+        # transformers makes a mask only for the names of attention that it knows
+        AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+        model.set_attn_implementation(MASKLESS)
+
+
+def in_autocast_dtype(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
+    device = output.device.type
+    if not torch.is_autocast_enabled(device):
+        return output
+    return output.to(torch.get_autocast_dtype(device))
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let `model` compute activations again in the backward pass, in place of keeping them."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # its name from 5.23 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
+    checkpoint.require_tokenizer()
+    config = None  # of a random model any file may be the config
+    if checkpoint.shards:
+        with _no_model_of(checkpoint):
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    what = f"{checkpoint.name}: its tokenizer could not be loaded"
+    with as_refusal(what, "fetch its tokenizer files again"):
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, config=config, trust_remote_code=False
+        )
+
+
+@contextlib.contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """No advice from torch's compiler to those who write the code that it compiles."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor\.")
+        yield
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers inside."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""What a person sees: tables and results on stdout, progress and errors on stderr."""

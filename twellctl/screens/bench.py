@@ -1,0 +1,67 @@
+"""The screen of `twellctl bench`: a table a point, then the sentences. No torch."""
+
+from typing import Any
+
+from twellctl.screens import ui
+
+
+def benched(found: Any) -> None:
+    """The figures of a `Bench`."""
+    benched_on(found.facts)
+    for point in found.points:
+        _table(point)
+    for text in found.sentences:
+        ui.say(text)
+
+
+def benched_on(facts: dict[str, Any]) -> None:
+    """The device, and versions of what makes its code."""
+    versions = facts["versions"]
+    named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
+    listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
+    ui.say(f"{facts['device']}; {listed}")
+
+
+def _table(point: Any) -> None:
+    energy = any(candidate.joules for candidate in point.candidates)
+    columns = ["", "ms", "tokens/ms", "over fastest dense", "error", "worst row"]
+    rows = []
+    for c in point.candidates:
+        figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
+        figures.append(f"{point.over_dense(c):.2f}x")
+        figures += [f"{c.errors[name]:.1e}" for name in ("error", "worst_row_error")]
+        if energy:
+            figures.append(f"{1000 * c.joules / point.tokens:.3g}")
+        rows.append([c.name, *figures])
+    if energy:
+        columns.append("mJ/token")
+    ui.table(
+        f"{point.tokens} tokens, {firing(point.about)}; {point.outcome.timed_by}", columns, rows
+    )
+    remarks(point)
+
+
+def remarks(point: Any) -> None:
+    """What stands below a table: what was left out, which ways were gone, the union."""
+    for name, reason in point.outcome.skipped.items():
+        ui.note(f"{name} was left out: {reason}")
+    if said := point.about["without_kernels"]:
+        ui.note(said)
+    if took := point.about.get("auto_took"):
+        ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
+    ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
+
+
+def firing(about: dict[str, Any]) -> str:
+    """The density in words."""
+    if "layers" in about:
+        first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
+        return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
+    return f"density {about['density']:.2%}, {about['slots']} slots"
+
+
+def _union(union: dict[str, Any]) -> str:
+    return (
+        f"fired neurons over {union['tokens']} consecutive tokens: {union['fired']:.1%} "
+        f"(independent: {union['expected']:.1%})"
+    )

@@ -1,0 +1,248 @@
+"""The screen: tables and results to stdout, errors and progress to stderr. No torch."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from twellctl.errors import TwellError, printable
+from twellctl.screens.activity import Activity
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+activity = Activity(stderr)
+
+
+def be_quiet() -> None:
+    """From now on stderr has errors only: no notes, no progress."""
+    stderr.quiet = True
+
+
+def doing(text: str) -> None:
+    """What the command does from now on, until it says something on stdout or does another."""
+    activity.now(printable(text))
+
+
+def say(text: str) -> None:
+    """One line of result."""
+    activity.over()
+    stdout.print(printable(text), markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """One line beside the result, on stderr."""
+    stderr.print(printable(text), markup=False, soft_wrap=True)
+
+
+def fail(text: str) -> None:
+    """The one line of an error, also with --quiet."""
+    activity.over()
+    stderr.quiet = False
+    note(f"error: {text}")
+
+
+def duration(seconds: float) -> str:
+    """As people say it: "45 s", "3 min 20 s", "1 h 03 min", "10 d 2 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def read_stdin() -> str:
+    """All of stdin, less the newline at its end. `TwellError` if it is no text."""
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise TwellError(f"stdin is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def stream(pieces: Iterable[str]) -> None:
+    """Text as it comes, to stdout, nothing added but a newline at the end."""
+    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        sys.stdout.reconfigure(errors="replace")
+    some = False
+    try:
+        for piece in pieces:
+            activity.over()
+            some = True
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        if some:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def generated(figures: Any) -> None:
+    """What a generation has done (a `Figures`), on stderr; nothing if nothing came."""
+    if not figures.tokens:
+        return
+    parts = [f"{figures.prompt_tokens} + {figures.tokens} tokens"]
+    parts.append(f"the first after {figures.first_seconds:.2f} s")
+    if figures.tokens_per_second is not None:
+        parts.append(f"then {figures.tokens_per_second:.1f} tokens/s")
+    if figures.density is not None:
+        parts.append(f"{figures.density:.2%} of the neurons fired")
+    if figures.cut:
+        parts.append("cut at --max-tokens")
+    note(", ".join(parts))
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(
+        title=escape(printable(title)), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*map(printable, row))
+    activity.over()
+    stdout.print(made)
+
+
+def finetuned(result: Any) -> None:
+    """What a fine-tuning run ended with (a `FineTuned`)."""
+    wanted = result.target_density
+    if wanted is not None and result.density > 1.1 * wanted:
+        note(
+            f"the target of {wanted:.2%} density was not met in this budget: train longer, or be "
+            "content with less"
+        )
+    if wanted is not None and result.density < 0.9 * wanted:
+        note(
+            f"sparser than the {wanted:.2%} asked for, which costs loss: the price had not settled "
+            "when the run ended; train longer"
+        )
+    losses = {
+        "teacher": result.teacher_cross_entropy,
+        "before": result.first_cross_entropy,
+        "after": result.cross_entropy,
+    }
+    held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
+    where = "held-out text" if result.cross_entropy is not None else "the last step"
+    density = f"density {result.density:.2%} after {result.num_tokens} tokens"
+    say(f"{result.out}: {density}, measured on {where}")
+    say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
+    if held_out:
+        say(f"held-out cross-entropy: {held_out}")
+    say(f"next: twellctl profile {result.out} --data FILE")
+
+
+def dry_run(result: Any, changes: str) -> None:
+    """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
+    say(f"{result.num_steps} steps, {result.num_tokens} tokens, {result.num_trained} parameters")
+    say(
+        f"about {duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
+        "evaluations and checkpoints not counted"
+    )
+    peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
+    say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}")
+    if result.speedup is not None:
+        say(f"an FFN of this shape at the target: {result.speedup:.2f} times as fast as dense")
+    if changes:
+        raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
+
+
+def profiled(result: Any, saved_as: Any = None) -> None:
+    """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
+    rows = []
+    for number, layer in enumerate(result.layers):
+        nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
+        tiles = (layer.dead, layer.slots, f"{layer.overflow:.3%}")
+        rows.append([str(cell) for cell in (number, *nnz, f"{layer.density:.2%}", *tiles)])
+    title = f"{result.model}: neurons that fire, of {result.intermediate_size}"
+    columns = "layer mean p50 p99 max density dead slots overflow"
+    table(title, columns.split(), rows)
+    say(
+        f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
+        f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
+    )
+    say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
+    _densities("position", [(_positions(part), part) for part in result.by_position])
+    if len(result.by_kind) > 1:
+        _densities("kind of text", [(part.kind, part) for part in result.by_kind])
+    if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
+        note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
+    if saved_as is not None:
+        say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+    else:
+        say("next: the same with --json FILE, which twellctl export takes")
+
+
+def _positions(part: Any) -> str:
+    return str(part.first) if part.first == part.last else f"{part.first}-{part.last}"
+
+
+def _densities(what: str, parts: list[tuple[str, Any]]) -> None:
+    """Named `PartDensity`s, a line each: means over the layers."""
+    rows = [
+        [escape(name), str(part.tokens), "-" if part.density is None else f"{part.density:.2%}"]
+        for name, part in parts
+    ]
+    table(f"density by {what}", [what, "tokens", "density"], rows)
+
+
+def exported(result: Any) -> None:
+    """What an `Exported` folder holds, and how it loads."""
+    low, high = min(result.slots), max(result.slots)
+    slots = f"{low} to {high}" if low < high else f"{low}"
+    how = "from the profile" if result.profiled else "no profile given"
+    say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
+    say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
+    say("and dense in vLLM with --model-impl transformers --trust-remote-code")
+    say(f"next: twellctl generate {result.out} PROMPT")
+    note(
+        "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
+        "this one wrongly; vLLM's own classes and SGLang refuse ReLU"
+    )
+
+
+def diagnosed(result: Any) -> None:
+    """The findings of a `Diagnosis`, each with what to do about it."""
+    for finding in (*result.machine, *result.folder):
+        say(f"{finding.state:5}{finding.name:12}{finding.what}")
+        if finding.advice:
+            say(f"{'':17}-> {finding.advice}")
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield `show(done, total)`: a bar on stderr while the block runs, nothing off a terminal."""
+    from rich.progress import Progress
+
+    activity.over()
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def quickstarted(result: Any) -> None:
+    """What changed in the whole job (a `QuickStarted`)."""
+    rows = [
+        ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.00%", str(result.out / "silu")],
+        ["ReLU, converted", f"{result.relu_loss:.3f}", "-", str(result.out / "relu")],
+        [
+            "ReLU, fine-tuned and exported",
+            f"{result.sparse_loss:.3f}",
+            f"{result.density:.2%}",
+            str(result.export),
+        ],
+    ]
+    say(f"the export writes: {result.text!r}")
+    say(
+        "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
+    )
+    table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
+    say(f"next: twellctl generate {result.export} 'def '")

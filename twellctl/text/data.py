@@ -1,0 +1,240 @@
+"""Text in, blocks of tokens out.
+
+Texts come from jsonl, txt and parquet files or folders of them. They are joined into one stream
+with an end-of-text id before each, and the stream is cut into blocks: no padding, every token
+counts.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from twellctl.errors import TwellError, bounded, reason, shown
+from twellctl.files.strict_json import parse_json
+from twellctl.text.tokens import check_ids, end_of_text
+
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+
+
+class Blocks(Dataset):
+    """Blocks `[num_blocks, seq_len]` of a stream, or those `picked` by number; nothing is copied.
+
+    Item i is `{"input_ids": int64 [seq_len]}`.
+    """
+
+    def __init__(self, blocks: np.ndarray, picked: np.ndarray | None = None):
+        self.blocks = blocks
+        self.picked = np.arange(len(blocks)) if picked is None else picked
+
+    def __len__(self) -> int:
+        return len(self.picked)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: blocks[0] for name, blocks in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """A batch, `{"input_ids": int64 [len(indices), seq_len]}`, by numpy alone, in one piece.
+
+        The GPU waits for it between two steps, and torch would wake its threads to put it together.
+        """
+        picked = np.asarray(self.blocks)[self.picked[indices]]
+        return {"input_ids": torch.from_numpy(picked.astype(np.int64))}
+
+
+def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
+    """The texts of files and folders, in the order given, folders in the order of their names.
+
+    A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with
+    `messages` goes through the chat template of `tokenizer`. `TwellError` names file and line of
+    what is wrong.
+    """
+    for path in text_files(paths):
+        some = False
+        for text in _READERS[path.suffix](path, text_column, tokenizer):
+            if text:
+                some = True
+                yield text
+        if not some:
+            raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
+
+
+def token_stream(
+    texts: Iterable[str], tokenizer: Any, vocabulary: int | None = None
+) -> Iterator[np.ndarray]:
+    """int32 arrays of tokens, some texts at a time, an end-of-text id before each text.
+
+    Ids that a model of `vocabulary` tokens does not have are refused.
+    """
+    first, texts = end_of_text(tokenizer), iter(texts)
+    while some := list(islice(texts, 256)):
+        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = np.concatenate([np.array([first, *ids], dtype=np.int32) for ids in encoded])
+        check_ids(int(tokens.max()), vocabulary)
+        yield tokens
+
+
+def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
+    """Write a stream to `path` as raw int32, whole or not at all; it ends after `limit` tokens."""
+    part, count = path.with_suffix(".part"), 0
+    with part.open("wb") as file:
+        for tokens in stream:
+            file.write(tokens.tobytes())
+            count += len(tokens)
+            if limit is not None and count >= limit:
+                break
+    part.rename(path)
+
+
+def read_blocks(path: Path, seq_len: int) -> np.ndarray:
+    """The blocks `[num_blocks, seq_len]` of a token file, mapped, not loaded."""
+    tokens = np.memmap(path, dtype=np.int32, mode="r")
+    count = len(tokens) // seq_len
+    return tokens[: count * seq_len].reshape(count, seq_len)
+
+
+def spread_windows(stream: Iterable[np.ndarray], count: int, seq_len: int) -> torch.Tensor:
+    """`[count, seq_len]` token ids at even strides through all the text; fewer if it is short."""
+    ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *stream]))
+    if len(ids) < seq_len:
+        raise TwellError(
+            f"the text holds {len(ids)} tokens, less than one window of {seq_len}: "
+            "give more text, or a smaller --seq-len"
+        )
+    starts = torch.linspace(0, len(ids) - seq_len, count).long().unique()
+    return ids[starts[:, None] + torch.arange(seq_len)].long()
+
+
+def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) blocks by number: up to eight runs of neighbours, evenly spread."""
+    wanted = round(num_blocks * fraction)
+    if fraction > 0 and not wanted:
+        wanted = min(1, num_blocks - 1)
+    held = np.zeros(num_blocks, dtype=bool)
+    stripes = min(8, wanted)
+    for stripe in range(stripes):
+        length = wanted * (stripe + 1) // stripes - wanted * stripe // stripes
+        start = num_blocks * (2 * stripe + 1) // (2 * stripes) - length // 2
+        held[start : start + length] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def text_files(paths: list[str]) -> list[Path]:
+    """The files that `paths`, files and folders, stand for; one that is no text is refused."""
+    files: list[Path] = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
+            if not found:
+                raise TwellError(f"{path} holds no {', '.join(SUFFIXES)} file")
+            files += found
+        elif not path.exists():
+            raise TwellError(f"{path} does not exist: give a text file or a folder of them")
+        elif path.suffix not in SUFFIXES:
+            raise TwellError(f"{path} is none of {', '.join(SUFFIXES)}: rename or convert it")
+        elif not path.is_file():
+            raise TwellError(f"{path} is no regular file: write its text to one, it is read twice")
+        else:
+            files.append(path)
+    return files
+
+
+def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+    yield _decoded(_bytes(path), str(path))
+
+
+def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = parse_json(_decoded(line, where), finite=False)
+                except ValueError as error:
+                    raise TwellError(
+                        f"{where} is not valid JSON ({reason(error)}): correct or leave out this "
+                        "line"
+                    ) from error
+                yield _row_text(row, text_column, tokenizer, where)
+    except OSError as error:
+        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_parquet(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        wanted = [name for name in (text_column, "messages") if name in names]
+        if not wanted:
+            raise TwellError(
+                f"{path} has no column {shown(text_column)}, only {_some(names)}: see --text-column"
+            )
+        for batch in file.iter_batches(batch_size=1024, columns=wanted[:1]):
+            for number, row in enumerate(batch.to_pylist()):
+                yield _row_text(row, text_column, tokenizer, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise TwellError(f"{path} is no readable parquet file: {reason(error)}") from error
+
+
+_READERS = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
+    if isinstance(row, dict) and isinstance(row.get(text_column), str):
+        return row[text_column]
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return _chat_text(row["messages"], tokenizer, where)
+    found = _some(row) if isinstance(row, dict) else type(row).__name__
+    raise TwellError(
+        f"{where} has no text in {shown(text_column)}, only {found}: see --text-column"
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of `names`, which others chose."""
+    return bounded(", ".join(islice(names, 20)), 200)
+
+
+def _chat_text(messages: list, tokenizer: Any, where: str) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise TwellError(f"{where} holds messages, but the tokenizer has no chat template")
+    if not all(isinstance(message, dict) for message in messages):
+        raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:
+        raise TwellError(
+            f"{where}: the chat template refuses these messages ({reason(error)}): correct or "
+            "leave out this row"
+        ) from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TwellError(
+            f"{where} is not valid UTF-8 (byte {error.start}): convert it with 'iconv -t utf-8'"
+        ) from error

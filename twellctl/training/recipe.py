@@ -1,0 +1,363 @@
+"""The settings of a fine-tuning run: one table of flags, recipe keys, help, defaults and checks.
+
+A recipe is a flat YAML file whose keys are the flags of `twellctl finetune`. A flag wins over the
+recipe, the recipe over the default. All that is wrong is said at once.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twellctl.errors import TwellError, UsageError, bounded, reason, shown
+from twellctl.files.strict_json import read_file
+from twellctl.here.resources import resource_dir
+
+RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+    group: str = "",
+) -> Any:
+    """A field of `Recipe`: its default, its help text and what it may be.
+
+    `group` begins a group of options, which the fields below belong to as well.
+    """
+    checks = {"at_least": at_least, "above": above, "below": below, "at_most": at_most}
+    metadata = {"help": help, "choices": choices, "checks": checks, "group": group}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `twellctl finetune` is told, besides MODEL and OUT."""
+
+    data: list[str] = setting(
+        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.", group="Text"
+    )
+    text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
+    seq_len: int | None = setting(
+        None,
+        "Tokens of a block; texts are packed into blocks. [default: 1024, or the context if "
+        "shorter]",
+        at_least=8,
+    )
+    eval_data: list[str] = setting([], "Held-out text, in place of --eval-fraction. Repeatable.")
+    eval_fraction: float = setting(
+        0.01, "Share of the texts held out of training.", at_least=0, below=1
+    )
+    eval_steps: int = setting(200, "Steps between evaluations; 0 for only at the end.", at_least=0)
+    eval_blocks: int = setting(64, "Blocks of held-out text an evaluation reads.", at_least=1)
+
+    l1: float = setting(
+        2e-5,
+        "Coefficient of the penalty: what a neuron that fires costs, in nats, as a mean over "
+        "layers and tokens; of --penalty l1, what the sum over neurons of |relu(gate) * up| costs. "
+        "With --l1-schedule target it is only where the controller starts.",
+        at_least=0,
+        group="Sparsity and teacher",
+    )
+    l1_schedule: str = setting(
+        "target",
+        "target: raise the coefficient until --target-sparsity is met. constant: keep --l1.",
+        choices=("target", "constant"),
+    )
+    penalty: str | None = setting(
+        None,
+        "count: a price on every neuron that fires. l1: the paper's, on |relu(gate) * up|. "
+        "[default: count; l1 if --l1-schedule is constant]",
+        choices=("count", "l1"),
+    )
+    l1_normalizer: str = setting(
+        "sum",
+        "sum over neurons, as the paper's code does; or their mean, as its printed formula says "
+        "(it divides by N too: the same --l1 then weighs N times less).",
+        choices=("sum", "mean"),
+    )
+    target_sparsity: float = setting(
+        0.95, "Share of neurons that shall be zero for a token (target schedule).", above=0, below=1
+    )
+    teacher: str = setting(
+        "auto",
+        "Model to distil from, or none. auto: a freshly converted model learns from itself run "
+        "with its source activation, a fine-tuned one from its source on the hub.",
+    )
+    teacher_weight: float = setting(
+        1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
+    )
+    state_weight: float = setting(
+        1.0,
+        "Weight of the distance between what each layer gives and what the teacher's gives, where "
+        "the two have the same shape.",
+        at_least=0,
+    )
+    soften: float = setting(
+        0.15,
+        "Share of the run over which the SiLU of a freshly converted model hardens into a "
+        "ReLU (penalty count).",
+        at_least=0,
+        at_most=1,
+    )
+
+    epochs: float = setting(
+        1.0,
+        "Passes over the data, unless steps or tokens are given.",
+        above=0,
+        group="Length, batch and rate",
+    )
+    max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
+    max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
+    batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
+    micro_batch_size: int = setting(
+        4, "Blocks one process holds at once; the rest is gradient accumulation.", at_least=1
+    )
+    optimizer: str = setting(
+        "muon",
+        "muon: Muon for the matrices of the layers, AdamW at half the rate for the rest. adamw: "
+        "AdamW for all, faster on a CPU where a step has few tokens (a run says so).",
+        choices=("muon", "adamw"),
+    )
+    learning_rate: float | None = setting(
+        None,
+        "Peak learning rate. [default: 0.5 / the model's hidden size: 1e-3 at 512, where it was "
+        "measured, 1.2e-4 at 4096]",
+        above=0,
+    )
+    lr_scheduler: str = setting(
+        "linear", "What follows the warm-up.", choices=("cosine", "linear", "constant")
+    )
+    warmup_steps: float = setting(0.02, "Warm-up steps; below 1, a share of the run.", at_least=0)
+    weight_decay: float = setting(0.0, "Weight decay.", at_least=0)
+    adam_beta2: float = setting(0.95, "AdamW's beta2.", above=0, below=1)
+    max_grad_norm: float = setting(1.0, "Gradient norm above which gradients are clipped.", above=0)
+    seed: int = setting(
+        0, "Seed of the order of blocks and of everything drawn.", at_least=0, at_most=2**32 - 1
+    )
+
+    param_dtype: str = setting(
+        "float32",
+        "float32 weights (under bf16 autocast on a GPU), or bfloat16 for less memory.",
+        choices=("float32", "bfloat16"),
+        group="Memory and speed",
+    )
+    lora_rank: int = setting(
+        0, "Rank of LoRA on attention, the FFN trained in full; 0: full fine-tuning.", at_least=0
+    )
+    lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
+    gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
+    compile: bool | None = setting(
+        None,
+        "Compile the layers (of --gradient-checkpointing the FFNs): half a minute at the start, "
+        "then faster. [default: on a GPU, without LoRA, in one process]",
+    )
+
+    save_steps: int = setting(
+        500, "Steps between checkpoints; 0 for none.", at_least=0, group="Checkpoints and logs"
+    )
+    logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
+    report_to: str = setting(
+        "none", "Where else figures go: tensorboard, wandb... if installed, all, or none."
+    )
+
+
+def run_folder(out: Path) -> Path:
+    """Where the run that will become `out` keeps its checkpoints."""
+    return out.with_name(out.name + ".run")
+
+
+def flag_name(field_name: str) -> str:
+    """`target_sparsity` as flag and recipe key: "target-sparsity"."""
+    return field_name.replace("_", "-")
+
+
+def resolve_recipe(
+    recipe: Recipe | str | Path | None = None, flags: dict[str, Any] | None = None
+) -> Recipe:
+    """Flags (field name: value) over a recipe (a file, or a shipped one's name) over defaults.
+
+    All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
+    """
+    by_key = {flag_name(field.name): field for field in dataclasses.fields(Recipe)}
+    given = {flag_name(name): value for name, value in (flags or {}).items()}
+    values, wrong = _coerced({} if recipe is None else _read(recipe), by_key)
+    flag_values, wrong_flags = _coerced(given, by_key)
+    for one, other in (("max_steps", "max_tokens"), ("max_tokens", "max_steps")):
+        if flag_values.get(one) is not None:
+            values.pop(other, None)
+    values |= flag_values
+    if wrong:
+        flags_too = f"; and of the flags: {'; '.join(wrong_flags)}" if wrong_flags else ""
+        raise TwellError(f"recipe {recipe}: {'; '.join(wrong)}{flags_too}")
+    if wrong_flags := wrong_flags or _contradictions(values):
+        if not given:
+            raise TwellError(f"recipe {recipe}: {'; '.join(wrong_flags)}")
+        raise UsageError("; ".join(wrong_flags))
+    return Recipe(**values)
+
+
+def file_of(recipe: Recipe | str | Path | None) -> Path | None:
+    """The file that `resolve_recipe` reads, if it is one of the user's."""
+    if not isinstance(recipe, str | Path) or str(recipe) in recipe_names():
+        return None
+    return Path(recipe)
+
+
+def recipe_to_resume(out: Path, resume: bool) -> Path | None:
+    """What the run that will become `out` began with, if it is to be resumed and there is one."""
+    saved = run_folder(out) / RECIPE_FILE
+    return saved if resume and saved.is_file() else None
+
+
+def public_recipe(recipe: Recipe) -> Recipe:
+    """`recipe` without the paths of this machine, as it goes out with a model."""
+    is_local = recipe.teacher not in ("auto", "none") and Path(recipe.teacher).exists()
+    hidden = {"teacher": "auto"} if is_local else {}
+    return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
+
+
+def save_recipe(recipe: Recipe, path: Path, did: str = "") -> None:
+    """Write all settings that `recipe` has, defaults included.
+
+    `did`, a line of what the run did, comes first, as a comment.
+    """
+    import yaml
+
+    given = {k: v for k, v in dataclasses.asdict(recipe).items() if v not in (None, [])}
+    settings = yaml.safe_dump({flag_name(k): v for k, v in given.items()}, sort_keys=False)
+    path.write_text((f"# {did}\n" if did else "") + settings, encoding="utf-8")
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with twellctl."""
+    return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
+
+
+def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
+    if isinstance(recipe, Recipe):
+        return {flag_name(name): value for name, value in dataclasses.asdict(recipe).items()}
+    if not isinstance(recipe, str | Path):
+        raise UsageError(
+            f"recipe must be a file, a shipped recipe's name or a Recipe, got {shown(recipe)}: "
+            "single settings are keywords"
+        )
+    import yaml
+
+    from twellctl.training.recipe_file import parse_settings
+
+    path = Path(recipe)
+    if str(recipe) in recipe_names():
+        path = resource_dir("recipes") / f"{recipe}.yaml"
+    if not os.path.exists(path):
+        known = ", ".join(recipe_names())
+        raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}")
+    try:
+        content, twice = parse_settings(read_file(path).decode("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TwellError(f"recipe {recipe} is not valid YAML: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {shown(content)}")
+    if twice:
+        raise TwellError(f"recipe {recipe} gives {', '.join(twice)} more than once: keep one")
+    return content
+
+
+def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[str, Any], list[str]]:
+    values, wrong = {}, []
+    for key, value in given.items():
+        field = by_key.get(key)
+        if field is None:
+            near = difflib.get_close_matches(str(key), by_key, n=1)
+            wrong.append(
+                f"unknown key {bounded(str(key), 80)}"
+                + (f", did you mean {near[0]}?" if near else "")
+            )
+            continue
+        try:
+            values[field.name] = _coerce(value, field)
+        except ValueError as error:
+            wrong.append(f"{key} {error}, got {shown(value)}")
+    return values, wrong
+
+
+def _coerce(value: Any, field: dataclasses.Field) -> Any:
+    kind, optional = field.type, False
+    if isinstance(kind, types.UnionType):
+        kind, optional = typing.get_args(kind)[0], True
+    if value is None and optional:
+        return None
+    if kind == list[str]:
+        items = [value] if isinstance(value, str | Path) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str | Path) for i in items):
+            raise ValueError("must be one path or a list of paths")
+        return [str(item) for item in items]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if kind is str:
+        return _checked_choice(value, field.metadata["choices"])
+    return _checked_number(value, kind, field.metadata["checks"])
+
+
+def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    if choices and value not in choices:
+        raise ValueError(f"must be {' or '.join(choices)}")
+    return value
+
+
+def _checked_number(value: Any, kind: type, checks: dict[str, float | None]) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    try:
+        number = float(value)  # YAML 1.1 reads 2e-5 as text
+    except (TypeError, ValueError):
+        raise ValueError("must be a number") from None
+    except OverflowError:
+        raise ValueError("must be finite") from None
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
+    if kind is int and number != int(number):
+        raise ValueError("must be a whole number")
+    if (bound := checks["at_least"]) is not None and number < bound:
+        raise ValueError(f"must be >= {bound}")
+    if (bound := checks["above"]) is not None and number <= bound:
+        raise ValueError(f"must be > {bound}")
+    if (bound := checks["at_most"]) is not None and number > bound:
+        raise ValueError(f"must be <= {bound}")
+    if (bound := checks["below"]) is not None and number >= bound:
+        raise ValueError(f"must be < {bound}")
+    return value if isinstance(value, kind) else kind(number)
+
+
+def _contradictions(values: dict[str, Any]) -> list[str]:
+    wrong = []
+    recipe = Recipe(**values)
+    if recipe.max_steps is not None and recipe.max_tokens is not None:
+        wrong.append("max-steps and max-tokens exclude each other: give one")
+    if recipe.l1_schedule == "target" and not recipe.l1:
+        wrong.append("l1 must be > 0 to be raised, got 0: give more, or l1-schedule constant")
+    if recipe.lora_ffn and not recipe.lora_rank:
+        wrong.append("lora-ffn needs a lora-rank above 0")
+    if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):
+        wrong.append(
+            f"batch-size must be a multiple of micro-batch-size, "
+            f"got {recipe.batch_size} and {recipe.micro_batch_size}"
+        )
+    return wrong

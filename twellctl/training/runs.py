@@ -1,0 +1,186 @@
+"""The folder `OUT.run` of a fine-tuning run: its recipe, its tokens and its checkpoints."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.files.outputs import staged
+from twellctl.files.strict_json import read_json, to_json
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.text.data import (
+    Blocks,
+    hold_out,
+    read_blocks,
+    read_texts,
+    text_files,
+    token_stream,
+    write_tokens,
+)
+from twellctl.training.recipe import RECIPE_FILE, Recipe, flag_name, resolve_recipe, save_recipe
+
+STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
+MODEL_FILE = "model.txt"
+# what a resumed run may change, because it changes nothing of the result
+FREE = (
+    "save_steps",
+    "logging_steps",
+    "report_to",
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "compile",
+)
+
+
+def prepare_run(
+    run: Path,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """The run folder with all that training reads: as it was left, or else a new, whole one."""
+    if resume:
+        _check_resumable(run, recipe, checkpoint.origin)
+        return
+    _check_new(run, overwrite)
+    with staged(run, overwrite=overwrite, ours=_is_run) as stage:
+        save_recipe(recipe, stage / RECIPE_FILE)
+        (stage / MODEL_FILE).write_text(checkpoint.origin, encoding="utf-8")
+        _write_run_tokens(stage, recipe, tokenizer, checkpoint.config.get("vocab_size"))
+        run_blocks(stage, recipe)
+
+
+def run_inputs(
+    model: str | Path | Checkpoint, recipe: Recipe, recipe_file: str | Path | None
+) -> list[Path]:
+    """All that a run reads."""
+    model = model.path if isinstance(model, Checkpoint) else model
+    given = [model, *recipe.data, *recipe.eval_data]
+    given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
+    given += [] if recipe_file is None else [recipe_file]
+    return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
+
+
+def discard_unstarted(run: Path) -> None:
+    """Remove a run folder that holds no checkpoint."""
+    if last_checkpoint(run) is None:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
+    saved = run / RECIPE_FILE
+    if not saved.is_file():
+        raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
+    before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
+    changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
+    if changed:
+        raise UsageError(
+            f"--resume continues with the recipe of {run}, but these are others: "
+            f"{', '.join(changed)}; leave them out"
+        )
+    began = (run / MODEL_FILE).read_text(encoding="utf-8")
+    if began != model:
+        raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
+    for folder in run.glob("checkpoint-*"):
+        if not (folder / STATE_FILE).is_file():  # its writing was cut short, or its removal
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_run(run: Path) -> bool:
+    return (run / RECIPE_FILE).is_file()
+
+
+def _check_new(run: Path, overwrite: bool) -> None:
+    if run.exists() and not _is_run(run):
+        raise TwellError(f"{run} is no run of ours (no {RECIPE_FILE} in it): choose another OUT")
+    if run.exists() and not overwrite:
+        step = last_checkpoint(run)
+        what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
+        raise TwellError(f"{run} holds {what}: go on with --resume, or start anew with --overwrite")
+
+
+def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int | None) -> None:
+    """Tokenise what the run needs: all text for epochs, else enough for its steps."""
+    wanted = recipe.max_tokens
+    if recipe.max_steps is not None:
+        wanted = recipe.max_steps * recipe.batch_size * recipe.seq_len
+    if wanted is not None:
+        held_out = 0 if recipe.eval_data else recipe.eval_fraction
+        wanted = (
+            int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
+        )
+    for name, paths, limit in (
+        ("eval.bin", recipe.eval_data, None),
+        ("tokens.bin", recipe.data, wanted),
+    ):
+        if paths:
+            texts = read_texts(paths, recipe.text_column, tokenizer)
+            write_tokens(token_stream(texts, tokenizer, vocabulary), run / name, limit)
+
+
+def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
+    """(training, held-out) blocks of a run folder; training ones in whole batches."""
+    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
+    train, held_out = hold_out(len(blocks), 0 if recipe.eval_data else recipe.eval_fraction)
+    if len(train) < recipe.batch_size:
+        raise TwellError(
+            f"the text makes {len(train)} blocks of {recipe.seq_len} tokens, fewer than one batch "
+            f"of {recipe.batch_size}: give more text, or lower --seq-len or --batch-size"
+        )
+    train = train[: len(train) // recipe.batch_size * recipe.batch_size]
+    others = blocks
+    if recipe.eval_data:
+        others = read_blocks(run / "eval.bin", recipe.seq_len)
+        held_out = np.arange(len(others))
+        if not len(others):
+            raise TwellError(
+                f"the text of --eval-data makes no block of {recipe.seq_len} tokens: give more"
+            )
+    count = min(len(held_out), recipe.eval_blocks)
+    if not count:
+        return Blocks(blocks, train), None
+    picked = held_out[np.arange(count) * len(held_out) // count]
+    return Blocks(blocks, train), Blocks(others, picked)
+
+
+def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write what else a run needs into a checkpoint: from now on it counts."""
+    part = checkpoint / f"{STATE_FILE}.part"
+    part.write_text(to_json(state), encoding="utf-8")
+    part.rename(checkpoint / STATE_FILE)
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder."""
+    return next(reversed(_complete_checkpoints(run)), None)
+
+
+def _complete_checkpoints(run: Path) -> list[Path]:
+    """Oldest first."""
+    found = (path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}"))
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def drop_old_checkpoints(run: Path, best: str | None) -> None:
+    """Leave two complete checkpoints: the newest, and `best` or else the one before it.
+
+    The others stop to count before they go, so that one which is half gone is never resumed.
+    """
+    complete = _complete_checkpoints(run)
+    others = [path for path in complete[:-1] if best is None or path.name == Path(best).name]
+    kept = {*complete[-1:], *(others or complete[:-1])[-1:]}
+    for folder in complete:
+        if folder not in kept:
+            (folder / STATE_FILE).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
+    """What `mark_complete` wrote."""
+    return read_json(checkpoint / STATE_FILE, "remove that checkpoint, and --resume from another")
