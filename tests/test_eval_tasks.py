@@ -139,6 +139,15 @@ def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tok
         choices.answer(stock, tokenizer, 64, Task("t", (Question("a", (text[:900], "b"), 0),)))
 
 
+def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
+    task = Task("t", (Question("a", ("b", "c"), 0),))
+    monkeypatch.setattr(
+        stock.lm_head, "weight", torch.nn.Parameter(stock.lm_head.weight * math.nan)
+    )
+    with pytest.raises(TwellError, match="t: the model computes NaN"):
+        choices.answer(stock, tokenizer, 256, task)
+
+
 def test_the_screen_says_what_was_cut_and_what_is_guessed(cli, relu_llama, tmp_path):
     rows = [{"query": stdlib_texts(1)[0][:3000], "choices": ["a", "b"], "gold": n} for n in (0, 1)]
     written(tmp_path / "tasks" / "long.jsonl", rows)

@@ -58,7 +58,7 @@ def evaluate(
     subjects = [_Subject.opened(name) for name in (model, reference) if name is not None]
     local = read_tasks([task for task in tasks if is_local(task)], limit)
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None
-    _refuse_other_tokenizer(subjects, data, text_column)
+    _check_tokenizers(subjects, data, text_column)
     names = [task for task in tasks if not is_local(task)]
     foreign = harness.load_tasks(names, doing) if names else {}
     for subject in subjects:
@@ -152,9 +152,7 @@ def _windows(
     return grouped_windows(data, text_column, own.tokenizer, windows, seq_len, vocabulary)
 
 
-def _refuse_other_tokenizer(
-    subjects: Sequence[_Subject], data: list[str], text_column: str
-) -> None:
+def _check_tokenizers(subjects: Sequence[_Subject], data: list[str], text_column: str) -> None:
     own, *others = subjects
     for other in others:
         paths = [path for _, path in map(kind_and_path, data)]

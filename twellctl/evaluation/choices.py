@@ -4,6 +4,7 @@ Each choice is read behind its question, and the answer is the one whose tokens 
 the sum of their log-probabilities, or by that sum divided by the characters of the choice.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,7 +53,10 @@ def answer(
             "out its question"
         )
     check_ids(max(max(one.tokens) for one in asked), model.config.vocab_size)
-    found = iter(log_likelihoods(model, asked, progress))
+    likelihoods = log_likelihoods(model, asked, progress)
+    if any(map(math.isnan, likelihoods)):
+        raise TwellError(f"{task.name}: the model computes NaN: go back to one that was sound")
+    found = iter(likelihoods)
     cut = iter([one.cut for one in asked])
     acc, acc_norm, num_cut = [], [], 0
     for question in task.questions:
