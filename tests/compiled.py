@@ -15,13 +15,9 @@ import pytest
 
 from twellctl.bundle.twell_cubin import sections
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, nvrtc_paths
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
-SOURCES = {
-    path.name: path.read_bytes()
-    for path in sorted(resource_dir("kernels").iterdir())
-    if path.suffix in (".cu", ".cuh")
-}
+SOURCES = kernel_files()
 # of .nv.info: attributes that have their size with them; launch bounds, and blocks of a cluster
 _SIZED, _MAX_THREADS, _CLUSTER = 4, 0x05, 0x3D
 
@@ -41,7 +37,8 @@ def nvrtc(major: int) -> Nvrtc:
 @functools.cache
 def compiled(name: str, arch: str, major: int = 13) -> Cubin:
     """The cubin of a source; skips the test without that NVRTC."""
-    library, made = nvrtc(major), Path(os.environ["TWELL_TEST_BUILDS"]) / f"{name}-{arch}-{major}"
+    library = nvrtc(major)
+    made = Path(os.environ["TWELL_TEST_BUILDS"]) / f"{Path(name).stem}-{arch}-{major}"
     with made.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
         file.seek(0)

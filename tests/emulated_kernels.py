@@ -8,17 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from emulated_step import EMULATOR, without_assembly
-
-from twellctl.here.resources import resource_dir
+from emulated_step import EMULATOR, copy_kernels
 
 SOURCES = {
-    "grad_lists.cu": ("list_neurons", "list_tokens"),
-    "grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
-    "grad_biases.cu": ("grad_biases",),
-    "down.cu": ("down",),
+    "train/grad_lists.cu": ("list_neurons", "list_tokens"),
+    "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
+    "train/grad_biases.cu": ("grad_biases",),
+    "ffn/down.cu": ("down",),
 }
-HEADERS = ("twell.cuh", "octets.cuh", "grad_lists.cuh", "twell_lists.cuh", "round_masks.cuh")
 
 
 class EmulatedKernels:
@@ -26,11 +23,12 @@ class EmulatedKernels:
 
     def __init__(self, folder: Path):
         self._functions = {}
-        for name in (*HEADERS, "warp.cuh", *SOURCES):
-            text = without_assembly((resource_dir("kernels") / name).read_text())
+        copy_kernels(folder)
+        for path in (*folder.rglob("*.cuh"), *(folder / name for name in SOURCES)):
+            text = path.read_text()
             memory = "reinterpret_cast<uint4*>(emulator::thread->block->memory())"
             text = re.sub(r"extern __shared__ uint4 (\w+)\[\];", rf"uint4* \1 = {memory};", text)
-            (folder / name).write_text(text.replace('extern "C" __global__', "static"))
+            path.write_text(text.replace('extern "C" __global__', "static"))
         for name, entries in SOURCES.items():
             library = self._build(folder, name, entries)
             self._functions |= {entry: library[f"emulate_{entry}"] for entry in entries}

@@ -1,4 +1,4 @@
-"""`step_rows` (kernels/step_rows.cuh) on a CPU: emulator and judge of emulated_step.py."""
+"""`step_rows` (kernels/decode/step_rows.cuh) on a CPU: emulator and judge of emulated_step.py."""
 
 import copy
 import ctypes
@@ -6,24 +6,13 @@ import functools
 from pathlib import Path
 
 import torch
-from emulated_step import EPS, VOCABULARY, Done, Model, built, cached, pointer, without_assembly
-
-from twellctl.here.resources import resource_dir
-
-HEADERS = (
-    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),
-    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_shared.cuh"),
-    *("step_rows_block.cuh", "step_rows_products.cuh", "step_rows_attend.cuh"),
-    *("step_rows_ffn.cuh", "step_rows.cuh"),
-)
+from emulated_step import EPS, VOCABULARY, Done, Model, built, cached, copy_kernels, pointer
 
 
 @functools.cache
 def library(folder: Path, D: int) -> ctypes.CDLL:
     """`step_rows` for heads of `D`, built in `folder`."""
-    for name in HEADERS:
-        text = (resource_dir("kernels") / name).read_text()
-        (folder / name).write_text(without_assembly(text))
+    copy_kernels(folder)
     return built(folder, "step_rows.cpp", [f"-DSTEP_DIM={D}"], folder / f"step_rows_{D}.so")
 
 

@@ -1,4 +1,4 @@
-"""`step` (kernels/step.cuh) on a CPU: its sources, compiled by g++ over emulator/, and a judge.
+"""`step` (kernels/decode/step.cuh) on a CPU: its sources, by g++ over emulator/, and a judge.
 
 The emulator runs all threads of all blocks, with copies and barriers, in random order. What kernels
 do by inline assembly stands in emulator/instructions.h a second time; all else is the source.
@@ -13,40 +13,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 EMULATOR = Path(__file__).parent / "emulator"
 PAGE, EPS, VOCABULARY = 64, 1e-5, 512
-HEADERS = (
-    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh"),
-    *("attend_job.cuh", "attend_softmax.cuh", "step_memory.cuh", "step_shared.cuh"),
-    *("step_block.cuh", "step_products.cuh", "step_attend.cuh", "step_ffn.cuh", "step.cuh"),
-)
 
 
-def without_assembly(text: str) -> str:
-    """CUDA source without its functions that are inline assembly."""
-    kept: list[str] = []
-    lines = iter(text.splitlines())
-    for line in lines:
-        function = [line]
-        if line.startswith("__device__"):
-            while not (function[-1] == "}" or (len(function) == 1 and line.endswith("}"))):
-                function.append(next(lines))
-        if any("asm" in part for part in function) and line.startswith("__device__"):
-            while kept and kept[-1].startswith("template <"):
-                kept.pop()
-            continue
-        kept += function
-    return "\n".join(kept) + "\n"
+def copy_kernels(folder: Path) -> None:
+    """The kernels' sources into `folder`, nothing in ptx/: the emulator has its instructions."""
+    for name, text in kernel_files().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if name.startswith("ptx/") else text)
 
 
 @functools.cache
 def library(folder: Path, K: int, D: int, sparse: bool) -> ctypes.CDLL:
     """`step` of these sizes, built in `folder`."""
-    for name in HEADERS:
-        text = (resource_dir("kernels") / name).read_text()
-        (folder / name).write_text(without_assembly(text))
+    copy_kernels(folder)
     made = folder / f"step_{K}_{D}_{sparse}.so"
     defines = [f"-DTWELL_STEP_K={K}", f"-DSTEP_DIM={D}", f"-DSTEP_SPARSE={str(sparse).lower()}"]
     return built(folder, "step.cpp", defines, made)

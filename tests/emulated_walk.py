@@ -1,4 +1,4 @@
-"""`few_walk` (kernels/few_walk.cuh) on a CPU, over the emulator of emulated_step.py; a judge."""
+"""`few_walk` (kernels/ffn/few_walk.cuh) on a CPU, over emulated_step.py's emulator; a judge."""
 
 import ctypes
 import functools
@@ -7,25 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from emulated_step import EMULATOR, without_assembly
+from emulated_step import EMULATOR, copy_kernels
 from torch import Tensor
 
 from twellctl.bundle.twell_few_walk import FewWalkPlan
 from twellctl.bundle.twell_format import fires
-from twellctl.here.resources import resource_dir
-
-HEADERS = (
-    *("twell.cuh", "eights.cuh", "dependent.cuh", "hopper.cuh", "warp.cuh"),
-    "few_walk.cuh",
-)
 
 
 @functools.cache
 def library(folder: Path, size: int, all_: bool) -> ctypes.CDLL:
     """`few_walk` of clusters of `size` blocks, built in `folder`."""
-    for name in HEADERS:
-        text = (resource_dir("kernels") / name).read_text()
-        (folder / name).write_text(without_assembly(text))
+    copy_kernels(folder)
     made = folder / f"few_walk_{size}_{all_}.so"
     defines = [f"-DWALK_SIZE={size}", f"-DWALK_ALL={str(all_).lower()}"]
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines, "-I", str(folder)]

@@ -120,7 +120,7 @@ def _alternating(half: np.ndarray) -> np.ndarray:
 
 
 def masks_of(lists: Lists) -> np.ndarray:
-    """uint32 [(groups, panels), ceil(group_rounds / 8), 32], see kernels/round_masks.cuh.
+    """uint32 [(groups, panels), ceil(group_rounds / 8), 32], see kernels/tile/round_masks.cuh.
 
     Bits of rounds that there are not are at random.
     """

@@ -1,7 +1,7 @@
 """The lists that `plan` makes of a packed gate, in plain NumPy: cases, expected lists, checks.
 
-Written from the head of kernels/plan.cu and not from its code. Pairs are (token, column, value);
-everything here is exact.
+Written from the head of kernels/ffn/plan.cu and not from its code. Pairs are (token, column,
+value); everything here is exact.
 """
 
 import itertools

@@ -102,7 +102,7 @@ def test_norms_are_launched_as_their_source_says():
 
 
 def test_every_plan_has_its_entry():
-    text = (resource_dir("kernels") / "attend.cu").read_text()
+    text = (resource_dir("kernels") / "decode" / "attend.cu").read_text()
     made = set(re.findall(r"^ATTEND\((\d+), (\d+), \d\)$", text, re.MULTILINE))
     assert made == {(str(D), str(heads)) for D in HEAD_DIMS for heads in HEADS_A_BLOCK}
     assert {f"attend_{D}_{heads}" for D, heads in made} <= set(ENTRY_FILES)

@@ -1,5 +1,5 @@
-"""The kernel of a step of several rows (kernels/step_rows.cuh), emulated on the CPU: right, and no
-thread waits forever, whatever the order in which threads and copies go."""
+"""The kernel of a step of several rows (kernels/decode/step_rows.cuh), emulated on the CPU: right,
+and no thread waits forever, whatever the order in which threads and copies go."""
 
 import platform
 import shutil

@@ -1,5 +1,5 @@
-"""The kernel of a whole step (kernels/step.cuh), emulated on the CPU: right, and no thread waits
-forever, whatever the order in which threads and copies go."""
+"""The kernel of a whole step (kernels/decode/step.cuh), emulated on the CPU: right, and no thread
+waits forever, whatever the order in which threads and copies go."""
 
 import platform
 import shutil

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from twellctl.bundle.twell_few_walk import few_walk_kernels
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_nvrtc import Nvrtc, find_nvrtc
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 A100 = Limits(108, 166912, 40 << 20, (8, 0))
@@ -37,11 +38,7 @@ DEVICES = {"H200": H200, "A100": A100, "L4": L4}
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64]
 LENGTHS = [64, 128, 576, 2048, 4096, 14336, 65536]
 NEURONS = [8, 16, 24, 520, 5632, 14336, 65536]
-HEADERS = {
-    path.name: path.read_bytes()
-    for path in resource_dir("kernels").iterdir()
-    if path.suffix == ".cuh"
-}
+SOURCES = kernel_files()
 
 
 def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, **more):
@@ -146,9 +143,8 @@ def test_every_entry_is_planned_and_has_its_source():
         for K in LENGTHS
         for launch in launches_of(plan_few(M, N, K, limits))
     }
-    files = {"few_linear.cu", "few_gated.cu", "few_hidden.cu", "few_down.cu"}
-    entries = {entry for entry, file in ENTRY_FILES.items() if file in files}
-    assert planned == {*entries, "few_down"}
+    files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
+    assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
     tokens = range(1, FEW_TOKENS + 1)
     ffn = {name for M in tokens for name in few_kernels(M, A100)}
     gated = {name for M in tokens for name in few_gated_kernels(M)}
@@ -225,7 +221,7 @@ def probe(file: str, claims: list[str], arguments: str) -> bytes:
     What a kernel asks for stands where it traps. Its entries, which come last in the file, are left
     out, and with them the time that they take to compile.
     """
-    text = (resource_dir("kernels") / file).read_text()
+    text = SOURCES[file].decode()
     (needed,) = re.findall(r"if \(dynamic_smem_bytes\(\) < ([^;]*)\)\s*__trap\(\);", text)
     head = text[: text.index("}  // namespace\n")]
     tokens = "constexpr int kTokens = 8 * SIZES::kOctets;" if "SIZES" in arguments else ""
@@ -240,16 +236,16 @@ def compile_probe(text: bytes, arch: str) -> None:
         name: re.sub(
             rb"__device__ static (?!constexpr|__)", b"__device__ static constexpr ", content
         )
-        for name, content in HEADERS.items()
+        for name, content in SOURCES.items()
     }
     nvrtc().compile("probe.cu", headers | {"probe.cu": text}, arch)
 
 
 PROBES = {
-    "few_linear.cu": "class SIZES",
-    "few_gated.cu": "class SIZES",
-    "few_hidden.cu": "class SIZES",
-    "few_down.cu": "int OCTETS, int TILES, int LISTED",
+    "ffn/few_linear.cu": "class SIZES",
+    "decode/few_gated.cu": "class SIZES",
+    "ffn/few_hidden.cu": "class SIZES",
+    "ffn/few_down.cu": "int OCTETS, int TILES, int LISTED",
 }
 
 
@@ -274,7 +270,7 @@ def claims_of(file: str, limits: Limits) -> list[str]:
             for N in NEURONS:
                 plan = plan_few(M, N, K, limits)
                 for launch in launches_of(plan):
-                    if launch.name.startswith(file[:-3]):
+                    if launch.name.startswith(Path(file).stem):
                         given = template_of(launch, plan, limits)
                         claim = f"needed<{given}>({M}, {N}, {K}) == {launch.smem_bytes}"
                         claims[claim] = None
@@ -300,7 +296,7 @@ def test_shared_memory_is_what_the_kernels_ask_for(file, limits, arch):
 
 def test_the_compiler_would_object():
     """To a byte too little."""
-    claims = claims_of("few_linear.cu", H200)
+    claims = claims_of("ffn/few_linear.cu", H200)
     wrong = re.sub(r"== (\d+)$", lambda found: f"== {int(found[1]) - 1}", claims[7])
     with pytest.raises(Exception, match=r"does not compile probe.cu .*static assertion failed"):
-        compile_probe(probe("few_linear.cu", [wrong], "class SIZES"), "sm_90a")
+        compile_probe(probe("ffn/few_linear.cu", [wrong], "class SIZES"), "sm_90a")

@@ -24,7 +24,7 @@ from twellctl.bundle.twell_few_walk import (
 from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]
@@ -122,7 +122,7 @@ def test_it_is_loaded_where_it_may_be_launched():
             entries = few_walk_kernels(M, limits)
             assert set(entries) <= set(few_kernels(M, limits))
             assert bool(entries) == takes_few_walk(M, 8, 64, limits)
-    wanted = {entry for entry, file in ENTRY_FILES.items() if file == "few_walk.cu"}
+    wanted = {entry for entry, file in ENTRY_FILES.items() if file == "ffn/few_walk.cu"}
     assert wanted == set(few_walk_kernels(64, H200))
     linear = {f"few_linear_{octets}" for octets in (1, 2, 4)}
     assert wanted | linear <= set(few_ffn_kernels(H200))
@@ -140,17 +140,13 @@ def test_shared_memory_is_what_the_kernel_asks_for():
             plan = twell_few_walk._plan(N, K, size)
             sizes = f"{{{N}, {K}, {plan.cap}, {plan.ways}, {plan.warps}, {plan.columns}}}"
             claims.append(f"(Sizes{sizes}.bytes({size}) == {plan.smem_bytes})")
-    headers = {
-        path.name: path.read_bytes()
-        for path in resource_dir("kernels").iterdir()
-        if path.suffix == ".cuh"
-    }
-    head = headers["few_walk.cuh"].decode()
+    sources = kernel_files()
+    head = sources["ffn/few_walk.cuh"].decode()
     assert head.count("__device__ unsigned") == 3  # made constants, for the compiler to judge
     head = head.replace("__device__ unsigned", "__device__ constexpr unsigned")
     asserted = "\n".join(f"static_assert({claim});" for claim in claims)
     text = f"{head}\nnamespace few_walk {{\n{asserted}\n}}"
-    library.compile("probe.cu", headers | {"probe.cu": text.encode()}, "sm_90a")
+    library.compile("probe.cu", sources | {"probe.cu": text.encode()}, "sm_90a")
 
 
 # ---- the kernel ----

@@ -17,10 +17,10 @@ from twellctl.bundle.twell_walk import WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {"gate_pack.cu", "heavy.cu", "walk.cu", "few_walk.cu"}
-HOPPER_ONLY |= {"step_2048.cu", "step_4096.cu", "step_rows_2048.cu"}
+HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_walk")}
+HOPPER_ONLY |= {f"decode/{name}.cu" for name in ("step_2048", "step_4096", "step_rows_2048")}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
-ENTRIES |= {*WALK_KERNELS, "few_down", "choose"}
+ENTRIES |= {*WALK_KERNELS}
 COMPILED = [
     (name, arch)
     for name in SOURCES
@@ -46,7 +46,7 @@ def test_compiles_without_spills(name, arch, major):
     assert few == {entry: twell_few._static(entry) for entry in few}
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
     entries = set(static)
-    entries |= {"plan_cluster"} if name == "plan.cu" and arch == "sm_80" else set()  # Hopper's
+    entries |= {"plan_cluster"} if name == "ffn/plan.cu" and arch == "sm_80" else set()  # Hopper's
     wanted = {entry for entry in ENTRIES if entry_file(entry) == name}
     assert wanted == entries
 
@@ -61,7 +61,7 @@ def static_in_log(log: str) -> dict[str, int]:
 
 
 def test_what_is_no_cubin_is_refused():
-    code = compiled("norm.cu", "sm_80").code
+    code = compiled("decode/norm.cu", "sm_80").code
     for wrong in (b"", b"PTX", code[:100], code[: len(code) // 2], b"\x7fELF" + code[4:5]):
         with pytest.raises(KernelError, match=r"^what the compiler made is no cubin \("):
             static_shared(wrong)

@@ -109,26 +109,26 @@ def test_the_checkout_finds_its_data():
     assert {"modeling_twell.py", "twell_format.py", "twell_kernels/README.md"} <= names
     code = {path.name for path in (ROOT / "twellctl" / "bundle").glob("*.py")}
     assert {name for name in names if "/" not in name} == code - {"__init__.py"}
-    assert set(kernel_files()) == set(map(name_of, sources("kernels", (".cu", ".cuh"))))
+    assert set(kernel_files()) == set(map(inside, sources("kernels", (".cu", ".cuh"))))
 
 
-def name_of(path: str) -> str:
-    return path.rpartition("/")[2]
+def inside(path: str) -> str:
+    """A path below the first folder of `path`."""
+    return path.partition("/")[2]
 
 
 def carried() -> dict[str, bytes]:
-    """What an export has in twell_kernels/."""
-    files = bundle_files()
-    return {name_of(name): files[name] for name in files if name.startswith("twell_kernels/")}
+    """What an export has in twell_kernels/, by its path there."""
+    files, folder = bundle_files(), "twell_kernels/"
+    return {name.removeprefix(folder): files[name] for name in files if name.startswith(folder)}
 
 
 def test_an_export_carries_no_kernel_of_the_decode_engine_and_no_lab_book():
-    left = set(map(name_of, sources("kernels", DATA["kernels"]))) - set(carried())
-    decoding = r"(attend\w*|choose|few_gated|norm|step\w*|ticket)\.cuh?"
-    lab = {"MEASURED.md", "LAB.md"}
-    assert lab | {"attend.cu", "step.cuh"} <= left
-    assert all(re.fullmatch(decoding, name) for name in left - lab)
-    assert not [name for name in carried() if re.fullmatch(decoding, name)]
+    left = set(map(inside, sources("kernels", DATA["kernels"]))) - set(carried())
+    assert {"MEASURED.md", "LAB.md", "decode/attend.cu", "decode/step.cuh"} <= left
+    kernels = {name for name in left if name.startswith(("ffn/", "train/", "decode/"))}
+    assert all(name.startswith("decode/") for name in kernels)
+    assert not [name for name in carried() if name.startswith("decode/")]
 
 
 def test_the_kernels_of_an_export_compile():
@@ -143,16 +143,16 @@ def test_the_kernels_of_an_export_compile():
 
 
 def test_an_export_carries_the_source_of_each_kernel_that_its_code_names():
-    entries = {*ENTRY_FILES} | {name.removesuffix(".cu") for name in kernel_files()}
     named = set()
     for file in (ROOT / "twellctl" / "bundle").glob("*.py"):
         if file.name != "twell_launch.py":  # its table has the decode engine's, too
             nodes = ast.walk(ast.parse(file.read_text()))
-            named |= {node.value for node in nodes if isinstance(node, ast.Constant)} & entries
+            named |= {node.value for node in nodes if isinstance(node, ast.Constant)}
+    named &= {*ENTRY_FILES}
     assert {"gate_pack", "plan_cluster", "tally", "grad_x", "walk_gate"} <= named
     carried_sources = {name for name in carried() if name.endswith(".cu")}
     assert {entry_file(entry) for entry in ALL_KERNELS} == carried_sources
-    of_the_engine = {"few_gated.cu"}  # planned beside few_linear, launched by the decode engine
+    of_the_engine = {"decode/few_gated.cu"}  # few_linear's plan has them too
     assert {entry_file(entry) for entry in named} - of_the_engine <= carried_sources
 
 

@@ -86,7 +86,7 @@ def test_the_launch(sparse):
     name, grid, block, args, smem_bytes = kernels.call
     assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse), (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
-    text = (resource_dir("kernels") / "step.cuh").read_text().replace("\\\n", "\n")
+    text = (resource_dir("kernels") / "decode" / "step.cuh").read_text().replace("\\\n", "\n")
     (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
     assert [kind_of(argument) for argument in args] == [
         "pointer" if "*" in parameter else parameter.split()[0]
@@ -135,7 +135,9 @@ def test_the_launch_of_rows():
         name, grid, block, args, smem_bytes = kernels.call
         assert (name, grid, block) == ("step_rows_2048_64", (132,), 384)
         assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
-        text = (resource_dir("kernels") / "step_rows.cuh").read_text().replace("\\\n", "\n")
+        text = (
+            (resource_dir("kernels") / "decode" / "step_rows.cuh").read_text().replace("\\\n", "\n")
+        )
         (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
         assert [kind_of(argument) for argument in args] == [
             "pointer" if "*" in parameter else parameter.split()[0]
@@ -160,7 +162,7 @@ def test_the_table_of_layers():
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3][0].tolist()
-    text = (resource_dir("kernels") / "step_shared.cuh").read_text()
+    text = (resource_dir("kernels") / "decode" / "step_shared.cuh").read_text()
     (declared,) = re.findall(r"struct Layer \{(.*?)\};", text, re.DOTALL)
     names = re.findall(r"\*(\w+)", declared)
     of_layer = {

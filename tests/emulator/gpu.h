@@ -59,8 +59,8 @@ struct Block {
     std::vector<uint4> shared;
     Warp warps[kMostWarps];
     std::map<unsigned, Mbarrier> mbarriers;
-    int arrived[2] = {};
-    unsigned turn[2] = {};
+    int arrived[16] = {};
+    unsigned turn[16] = {};
     char* memory() { return reinterpret_cast<char*>(shared.data()); }
     size_t bytes() { return shared.size() * sizeof(uint4); }
 };
@@ -247,6 +247,10 @@ inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return emulator::bits<float>(value); }
 inline float __int_as_float(int value) { return emulator::bits<float>(value); }
 template <class T>
+inline T __shfl_up_sync(unsigned, T value, int distance) {
+    return emulator::from_lane(value, std::max(emulator::lane() - distance, 0));
+}
+template <class T>
 inline T __ldg(const T* from) {
     return *from;
 }
@@ -269,7 +273,7 @@ inline T read_as(const void* from) {
     return value;
 }
 
-// As twell.cuh has them.
+// As kernels/ptx has them.
 inline unsigned bf16_rounded(float value) {
     const unsigned all = __float_as_uint(value);
     return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
@@ -290,5 +294,17 @@ inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
 inline int atomicAdd(int* to, int value) { return (*to += value) - value; }
 inline size_t __cvta_generic_to_shared(const void* pointer) {
     return static_cast<const char*>(pointer) - emulator::thread->block->memory();
+}
+inline unsigned smem_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
+template <class T>
+inline T opaque(T value) {
+    return value;
+}
+inline unsigned greater_or_nan_pair(unsigned a, unsigned b) {
+    const auto half = [&](int shift) {
+        const float low = __uint_as_float(a >> shift << 16), high = __uint_as_float(b >> shift << 16);
+        return low <= high ? 0u : 0xffffu << shift;
+    };
+    return half(0) | half(16);
 }
 using std::max, std::min;

@@ -1,19 +1,14 @@
-// What kernels do by inline assembly: the functions of twell.cuh, eights.cuh, dependent.cuh,
-// hopper.cuh and step_memory.cuh that are an instruction, for a CPU.
+// What the functions of kernels/ptx do, for a CPU: those that `step` and few_walk use.
 #pragma once
 
 #include "gpu.h"
 
-// ---- twell.cuh
+// ---- arithmetic, memory, tensor cores
 
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
 inline uint4 load_shared(unsigned from) { return read_as<uint4>(own_shared(from, 16)); }
 inline uint2 load_shared_pair(unsigned from) { return read_as<uint2>(own_shared(from, 8)); }
 inline void prefetch_into_l2(const void* from) { read_as<char>(from); }
-template <class T>
-inline T* opaque(T* pointer) {
-    return pointer;
-}
 inline void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                          unsigned b0, unsigned b1) {
     const uint64_t own[6] = {a0, a1, a2, a3, b0, b1};
@@ -31,7 +26,7 @@ inline void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2
         }
 }
 
-// ---- eights.cuh, dependent.cuh
+// ---- loads, roots
 
 inline void load_streamed_if(bool wanted, const void* from, uint4& v) {
     if (wanted) v = read_as<uint4>(from);
@@ -40,7 +35,7 @@ inline float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
 inline float reciprocal(float value) { return 1.f / value; }
 inline float power_of_two(float exponent) { return std::exp2(exponent); }
 
-// ---- hopper.cuh
+// ---- barriers
 
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
     const int num = arrivals;
@@ -64,21 +59,22 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
     while (!is_over(barrier, parity)) emulator::give_way();
 }
 
-// ---- step_memory.cuh
+// ---- words, copies
 
-inline uint4 load_words(const unsigned* from) {
+inline uint4 load_relaxed(const unsigned* from) {
     emulator::give_way();
     return read_as<uint4>(from);
 }
-inline uint4 load_floats(const uint4* from) {
+inline void load_relaxed_longs(const void* from, unsigned long long& low, unsigned long long& high) {
     emulator::give_way();
-    return *from;
+    std::memcpy(&low, from, 8), std::memcpy(&high, static_cast<const char*>(from) + 8, 8);
 }
-inline void store_word(unsigned* to, unsigned word) { *to = word; }
-inline void store_two_words(unsigned* to, unsigned low, unsigned high) { to[0] = low, to[1] = high; }
-inline void store_words(unsigned* to, const uint4& v) { std::memcpy(to, &v, 16); }
-inline void store_floats(uint4* to, float low, float high, unsigned tag) {
-    *to = {__float_as_uint(low), tag, __float_as_uint(high), tag};
+inline void store_relaxed_word(unsigned* to, unsigned word) { *to = word; }
+inline void store_relaxed_pair(unsigned* to, unsigned low, unsigned high) { to[0] = low, to[1] = high; }
+inline void store_relaxed(unsigned* to, const uint4& v) { std::memcpy(to, &v, 16); }
+inline void store_relaxed_longs(void* to, unsigned long long low, unsigned long long high) {
+    const unsigned long long both[2] = {low, high};
+    std::memcpy(to, both, 16);
 }
 inline void fence_gpu() {}
 inline void barrier_arrive(unsigned barrier) { arrive(barrier, 0); }
@@ -89,7 +85,9 @@ inline void copy_bulk(unsigned to, const void* from, unsigned num_bytes, unsigne
     own_shared(to, 16);
     emulator::copies.push_back({emulator::thread->block, to, from, num_bytes, barrier});
 }
-inline void sync_consumers() { emulator::wait_for_block(1, 256); }
+inline void sync_some(int which, int num_threads) {
+    emulator::wait_for_block(which, num_threads);
+}
 template <class Combine>
 inline unsigned two_by_two(unsigned a, unsigned b, const Combine& combine) {
     const auto half = [&](int i) {
@@ -103,5 +101,3 @@ inline unsigned multiply_pairs(unsigned a, unsigned b) {
 inline unsigned add_pairs(unsigned a, unsigned b) {
     return two_by_two(a, b, [](float x, float y) { return x + y; });
 }
-inline int made_anew(int value) { return value; }
-inline float made_here(float value) { return value; }

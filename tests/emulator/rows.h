@@ -1,4 +1,4 @@
-// What `step_rows` (kernels/step_rows.cuh) does by inline assembly beside what `step` does, for a CPU.
+// What `step_rows` does by kernels/ptx beside what `step` does, for a CPU.
 #pragma once
 
 #include "instructions.h"
@@ -14,10 +14,10 @@ inline void load_shared_if(bool wanted, unsigned from, uint4& v) {
     if (wanted) v = read_as<uint4>(own_shared(from, 16));
 }
 
-inline void load_words_if(bool wanted, const unsigned* from, uint4& v) {
-    if (wanted) v = load_words(from);
+inline void load_relaxed_if(bool wanted, const unsigned* from, uint4& v) {
+    if (wanted) v = load_relaxed(from);
 }
-inline void load_word_if(bool wanted, const unsigned* from, unsigned& v) {
+inline void load_relaxed_word_if(bool wanted, const unsigned* from, unsigned& v) {
     emulator::give_way();
     if (wanted) v = *from;
 }

@@ -1,6 +1,6 @@
-// step (kernels/step.cuh), emulated: TWELL_STEP_K, STEP_DIM and STEP_SPARSE come from outside.
+// step (kernels/decode/step.cuh), emulated: TWELL_STEP_K, STEP_DIM and STEP_SPARSE come from outside.
 #include "instructions.h"
-#include "step.cuh"
+#include "decode/step.cuh"
 
 extern "C" unsigned step_bytes() { return Block::kBytes; }
 

@@ -1,6 +1,6 @@
-// step_rows (kernels/step_rows.cuh), emulated: STEP_DIM comes from outside.
+// step_rows (kernels/decode/step_rows.cuh), emulated: STEP_DIM comes from outside.
 #include "rows.h"
-#include "step_rows.cuh"
+#include "decode/step_rows.cuh"
 
 extern "C" int step_rows(int num_blocks, unsigned seed, const Layer* layers, int num_layers, int N,
                          int V, int H, int Hkv, const int* tokens, const int* positions,

@@ -38,20 +38,11 @@ inline unsigned atomicOr(unsigned* to, unsigned bits) {
     *to |= bits;
     return before;
 }
-inline int __shfl_up_sync(unsigned, int value, int distance) {
-    const int lane = emulator::lane();
-    return emulator::from_lane(value, lane >= distance ? lane - distance : lane);
-}
 
-// ---- twell.cuh
+// ---- arithmetic, memory, tensor cores
 
 inline unsigned dynamic_smem_bytes() { return emulator::thread->block->bytes(); }
-inline unsigned kept_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
 inline unsigned scale_and_add(unsigned a, unsigned b, unsigned c) { return a * b + c; }
-template <class T>
-inline T* opaque(T* pointer) {
-    return pointer;
-}
 template <class T>
 inline T* offset_by(T* pointer, unsigned index, unsigned bytes) {
     const auto at = reinterpret_cast<uintptr_t>(pointer) + static_cast<uint64_t>(index) * bytes;
@@ -65,16 +56,16 @@ inline void copy_async(unsigned to, const void* from) { std::memcpy(own_shared(t
 inline void commit_copies() {}
 template <int PENDING>
 inline void wait_for_copies() {}
-inline void load_if(bool wanted, const unsigned* from, unsigned& word) {
+inline void load_constant_word_if(bool wanted, const unsigned* from, unsigned& word) {
     if (wanted) word = *from;
 }
-inline unsigned load_or_leave(bool wanted, const unsigned* from) {
+inline unsigned load_constant_or_leave(bool wanted, const unsigned* from) {
     return wanted ? *from : 0xdeadbeef;
 }
-inline void load_pair_if(bool wanted, const float* from, float& a, float& b) {
+inline void load_floats_if(bool wanted, const float* from, float& a, float& b) {
     if (wanted) a = from[0], b = from[1];
 }
-inline void load_four_if(bool wanted, const float* from, float (&v)[4]) {
+inline void load_floats_if(bool wanted, const float* from, float (&v)[4]) {
     if (wanted) std::copy(from, from + 4, v);
 }
 inline void store_pair(void* to, unsigned low, unsigned high) {
@@ -83,24 +74,27 @@ inline void store_pair(void* to, unsigned low, unsigned high) {
     std::memcpy(to, both, 8);
 }
 
-// ---- octets.cuh, grad_sums.cu
+// ---- sums of rows
 
-inline unsigned load_codes(unsigned from) { return read_as<unsigned>(own_shared(from, 4)); }
-template <bool TWO>
-inline void load_octets(unsigned (&octets)[4], unsigned row) {
+inline unsigned load_shared_word(unsigned from) { return read_as<unsigned>(own_shared(from, 4)); }
+inline void load_transposed(unsigned (&m)[4], unsigned row, int num) {
     const uint64_t own = row;
     auto all = emulator::exchange(&own, 1);
     const int g = emulator::lane() / 4, t = emulator::lane() % 4;
-    for (int i = 0; i < (TWO ? 4 : 2); ++i) {
-        octets[i] = 0;
+    for (int i = 0; i < num; ++i) {
+        m[i] = 0;
         for (int j = 0; j < 2; ++j) {
             const char* from = own_shared(all[8 * i + 2 * t + j][0], 16);
-            octets[i] |= read_as<unsigned short>(from + 2 * g) << 16 * j;
+            m[i] |= read_as<unsigned short>(from + 2 * g) << 16 * j;
         }
     }
 }
-inline void add_octets(float (&sums)[4], unsigned low, unsigned high, unsigned octet0,
-                       unsigned octet1) {
+inline void load_matrices_transposed(unsigned (&m)[4], unsigned row) { load_transposed(m, row, 4); }
+inline void load_two_matrices_transposed(unsigned (&m)[4], unsigned row) {
+    load_transposed(m, row, 2);
+}
+inline void multiply_add_upper(float (&sums)[4], unsigned low, unsigned high, unsigned octet0,
+                               unsigned octet1) {
     const uint64_t own[4] = {low, high, octet0, octet1};
     auto all = emulator::exchange(own, 4);
     const auto product = [](uint64_t a, uint64_t b) {

@@ -28,18 +28,14 @@ from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DEVICE = "cuda"
-FILES = {
-    path.name: path.read_bytes()
-    for path in resource_dir("kernels").iterdir()
-    if path.suffix in (".cu", ".cuh")
-}
+FILES = kernel_files()
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64]
 
 

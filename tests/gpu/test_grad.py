@@ -1,7 +1,5 @@
 """The kernels of the backward pass by themselves, over lists made by NumPy, in float64."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,13 @@ from list_builder import Lists, build_lists, from_bf16, to_bf16
 from list_reference import Shape
 
 from twellctl.bundle.twell_launch import kernels_for, register_sources
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
-KERNELS = Path(__file__).parents[2] / "kernels"
 # kind of gate, shape, K, tiles of tokens in a panel: ragged, one token, several panels, empty, full
 CASES = [
     ("usual", Shape(70, 264, 64, 64, 32, 264), 128, 1),
@@ -35,8 +33,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernels():
-    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
-    return kernels_for(register_sources(files), 0)
+    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

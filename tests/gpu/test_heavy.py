@@ -1,7 +1,5 @@
 """The kernel `heavy_down` by itself: hidden W_down^T with W_down by rows of neurons, exactly."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,12 +12,12 @@ from twellctl.bundle.twell_plan import (
     PRODUCT_BLOCK,
     product_grid,
 )
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-KERNELS = Path(__file__).parents[2] / "kernels"
 # M, N, K: one box and less, ragged in each, whole tiles, more tiles than a wave
 SIZES = [
     (1, 8, 64),
@@ -36,8 +34,7 @@ SIZES = [
 def kernels():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
-    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
-    return kernels_for(register_sources(files), 0)
+    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def run_down(

@@ -1,7 +1,5 @@
 """The lists between the packed gate and the sparse products, from the kernels `pack` and `plan`."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,19 +7,18 @@ from list_reference import TILE, Shape, cases, check_lists, heavy_rows, make_cas
 
 from twellctl.bundle.twell_format import keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-KERNELS = Path(__file__).parents[2] / "kernels"
 FEW_SEEDS = range(3)
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
-    return kernels_for(register_sources(files), 0)
+    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

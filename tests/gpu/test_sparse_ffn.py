@@ -22,7 +22,7 @@ from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import launch_gate_pack
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,11 +30,7 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
-FILES = {
-    path.name: path.read_bytes()
-    for path in resource_dir("kernels").iterdir()
-    if path.suffix in (".cu", ".cuh")
-}
+FILES = kernel_files()
 
 
 @pytest.fixture(scope="module")

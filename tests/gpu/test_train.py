@@ -12,7 +12,7 @@ from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,11 +21,7 @@ pytestmark = [
         reason="no Hopper GPU",
     ),
 ]
-FILES = {
-    path.name: path.read_bytes()
-    for path in resource_dir("kernels").iterdir()
-    if path.suffix in (".cu", ".cuh")
-}
+FILES = kernel_files()
 NAMES = ("y", "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PENALTY = 1e-2
 

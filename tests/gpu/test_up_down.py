@@ -1,7 +1,5 @@
 """The kernels `up`, `hidden` and `down` by themselves, over lists made by NumPy, in float64."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,13 @@ from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
-KERNELS = Path(__file__).parents[2] / "kernels"
 DOWN_STAGES = 32768
 NAN, INF = 0x7FC0, 0x7F80
 # kind of gate, shape, K: ragged tiles and groups, one token, several panels, empty, full, spills
@@ -37,8 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernels():
-    files = {path.name: path.read_bytes() for path in KERNELS.glob("*.cu*")}
-    return kernels_for(register_sources(files), 0)
+    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

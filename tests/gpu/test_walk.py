@@ -9,7 +9,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for, register_so
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn, walk_packed_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import resource_dir
+from twellctl.here.resources import kernel_files
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,12 +27,7 @@ def kernels():
     """The kernels, where they can be compiled and launched."""
     if said := what_is_missing():
         pytest.skip(said)
-    files = {
-        path.name: path.read_bytes()
-        for path in resource_dir("kernels").iterdir()
-        if path.suffix in (".cu", ".cuh")
-    }
-    return kernels_for(register_sources(files), 0)
+    return kernels_for(register_sources(kernel_files()), 0)
 
 
 @pytest.fixture(params=["gate", "packed"])

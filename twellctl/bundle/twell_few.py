@@ -6,7 +6,7 @@
     few_linear:  one product
 
 Nothing is read back by the host, so a CUDA graph can hold it all. What the kernels do stands in
-kernels/few.cuh and in their heads; their sizes are repeated here and nowhere else.
+kernels/tile/few_product.cuh and in their heads; their sizes are repeated here and nowhere else.
 """
 
 from dataclasses import dataclass

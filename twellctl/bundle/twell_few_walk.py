@@ -4,7 +4,7 @@
 
 Its time goes by pairs (token, neuron that fired), where that of few_hidden and few_down goes by the
 union of what fires; any density is exact, few_walk has no limits to run into. What it does stands
-in kernels/few_walk.cuh; its sizes are repeated here and nowhere else.
+in kernels/ffn/few_walk.cuh; its sizes are repeated here and nowhere else.
 """
 
 from collections.abc import Callable

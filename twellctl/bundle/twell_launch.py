@@ -1,8 +1,8 @@
 """Kernels of an export, loaded by CuPy, launched on torch's tensors and torch's current stream.
 
-A source is known by its file name, a kernel by its entry: entry `pack` lies in pack.cu. Modules are
-loaded once for each (sources, device), at first use; nothing else here outlives a call, so threads,
-models and devices do not meet.
+A source is known by its path in kernels/, a kernel by its entry: entry `pack` lies in ffn/pack.cu.
+Modules are loaded once for each (sources, device), at first use; nothing else here outlives a call,
+so threads, models and devices do not meet.
 """
 
 import ctypes
@@ -22,43 +22,43 @@ from .twell_cubin import static_shared
 from .twell_driver import clusters_at_once, start
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
 
-# entries that do not lie in a file of their own name
-ENTRY_FILES = {
-    "gate_pack_short": "gate_pack.cu",
-    "plan_cluster": "plan.cu",
-    "walk_gate": "walk.cu",
-    "heavy_gather": "heavy.cu",
-    "heavy_hidden": "heavy.cu",
-    "heavy_down": "heavy.cu",
-    "hidden_kept": "hidden.cu",
-    "add_parts": "grad_pairs.cu",
-    "order_heavy": "grad_heavy.cu",
-    "list_neurons": "grad_lists.cu",
-    "list_tokens": "grad_lists.cu",
-    "grad_gate_up": "grad_sums.cu",
-    "grad_down": "grad_sums.cu",
-    "grad_x": "grad_sums.cu",
-    **{
-        f"step_{K}_{D}{form}": f"step_{K}.cu"
-        for K in (2048, 4096)
-        for D in (64, 128)
-        for form in ("", "_dense")
-    },
-    **{f"step_rows_2048_{D}": "step_rows_2048.cu" for D in (64, 128)},
-    "rms_norm": "norm.cu",
-    "embed_norm": "norm.cu",
-    **{f"attend_{D}_{heads}": "attend.cu" for D in (64, 96, 128) for heads in (1, 2, 4)},
-    **{
-        f"{name}_{octets}": f"{name}.cu"
-        for name in ("few_linear", "few_gated", "few_hidden")
-        for octets in ("1", "1_long", "2", "2_long", "4", "8")
-    },
-    **{f"few_linear_{name}": "few_linear.cu" for name in ("1_short", "1_ahead", "2_ahead")},
-    **{f"few_down_wide_{octets}": "few_down.cu" for octets in (1, 2, 4, 8)},
-    **{
-        f"few_walk_{size}{form}": "few_walk.cu" for size in (2, 3, 4, 6, 8) for form in ("", "_all")
-    },
+_OCTETS = ("1", "1_long", "2", "2_long", "4", "8")
+SOURCES = {  # the entries of each source, by its path in kernels/
+    "ffn/gate_pack.cu": ("gate_pack", "gate_pack_short"),
+    "ffn/pack.cu": ("pack",),
+    "ffn/plan.cu": ("plan", "plan_cluster"),
+    "ffn/up.cu": ("up",),
+    "ffn/hidden.cu": ("hidden", "hidden_kept"),
+    "ffn/down.cu": ("down",),
+    "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
+    "ffn/walk.cu": ("walk", "walk_gate"),
+    "ffn/few_linear.cu": tuple(
+        f"few_linear_{n}" for n in (*_OCTETS, "1_short", "1_ahead", "2_ahead")
+    ),
+    "ffn/few_hidden.cu": tuple(f"few_hidden_{octets}" for octets in _OCTETS),
+    "ffn/few_down.cu": ("few_down", *(f"few_down_wide_{octets}" for octets in (1, 2, 4, 8))),
+    "ffn/few_walk.cu": tuple(
+        f"few_walk_{n}{all_}" for n in (2, 3, 4, 6, 8) for all_ in ("", "_all")
+    ),
+    "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
+    "train/grad_lists.cu": ("list_neurons", "list_tokens"),
+    "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
+    "train/grad_biases.cu": ("grad_biases",),
+    "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
+    "train/tally.cu": ("tally",),
+    "decode/attend.cu": tuple(f"attend_{D}_{heads}" for D in (64, 96, 128) for heads in (1, 2, 4)),
+    "decode/choose.cu": ("choose",),
+    "decode/few_gated.cu": tuple(f"few_gated_{octets}" for octets in _OCTETS),
+    "decode/norm.cu": ("rms_norm", "embed_norm"),
+    "decode/step_2048.cu": tuple(
+        f"step_2048_{D}{form}" for D in (64, 128) for form in ("", "_dense")
+    ),
+    "decode/step_4096.cu": tuple(
+        f"step_4096_{D}{form}" for D in (64, 128) for form in ("", "_dense")
+    ),
+    "decode/step_rows_2048.cu": tuple(f"step_rows_2048_{D}" for D in (64, 128)),
 }
+ENTRY_FILES = {entry: source for source, entries in SOURCES.items() for entry in entries}
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and dynamic together
@@ -108,7 +108,7 @@ def device_limits(index: int) -> Limits:
 
 
 def register_sources(files: Mapping[str, bytes]) -> str:
-    """Make `files` ({"pack.cu": text, "twell.cuh": text}) known; their digest names them."""
+    """Make `files` ({"ffn/pack.cu": text, "ptx/mma.cuh": text}) known; their digest names them."""
     digest = hashlib.sha256()
     for name in sorted(files):
         for part in (name.encode(), files[name]):
@@ -177,7 +177,7 @@ class KernelSet:
         """Launch entry `name` on torch's current stream of this device.
 
         `args` are as `start` takes them. `overlap` lets the kernel start before the one in front
-        of it has ended (kernels/dependent.cuh says what it may do then); `together`: its blocks
+        of it has ended (kernels/ptx/pdl.cuh says what it may do then); `together`: its blocks
         wait for each other.
         """
         function = self._functions.get(name)

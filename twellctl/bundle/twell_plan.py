@@ -20,8 +20,8 @@ UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
 PLAN_CLUSTER = 8  # blocks that plan a tile together
 PACK_BLOCK = GATHER_BLOCK = 256
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
-GATE_PACK_SMEM = 4 * 49152 + 1024  # product.cuh: kPipelineBytes
-HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # product.cuh: kPipelineBytes + kPatchBytes
+GATE_PACK_SMEM = 4 * 49152 + 1024  # tile/hopper_product.cuh: kPipelineBytes
+HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # tile/hopper_product.cuh: kPipelineBytes + kPatchBytes
 DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
 PARTS_BLOCK, PARTS_BLOCKS = 256, 16  # that go through the pairs of a tile
 INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
@@ -278,7 +278,7 @@ def heavy_window(M: int, N: int, K: int, *, training: bool = False) -> int:
 
 
 def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:
-    """Blocks of a persistent product (product.cuh): pairs, at most one block an SM."""
+    """Blocks of a persistent product (tile/hopper_product.cuh): pairs, at most one block an SM."""
     return 2 * max(1, min(num_sms // 2, _product_tiles(rows, columns, groups)))
 
 

@@ -2,9 +2,9 @@
 row over paged keys and values, with rotary, and RMSNorm.
 
 B rows, K hidden size, H heads of q, Hkv heads of k and v, D their size. All bf16, contiguous, on
-one device. What is computed, and how it is rounded, stands in kernels/attend.cu and norm.cu; how a
-launch is laid out, here. Nothing depends on values on the device: a CUDA graph can hold it all. The
-kernels may start before the one in front of them has ended, as kernels/dependent.cuh says.
+one device. What is computed, and how it is rounded, stands in kernels/decode/attend.cu and norm.cu;
+how a launch is laid out, here. Nothing depends on values on the device: a CUDA graph can hold it
+all. The kernels may start before the one in front of them has ended, as kernels/ptx/pdl.cuh says.
 """
 
 from collections.abc import Iterable

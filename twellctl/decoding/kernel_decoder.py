@@ -1,7 +1,7 @@
 """A decoder over our own kernels, for Llama and its kin in bf16 on an NVIDIA GPU.
 
 A step is a chain of launches, each of which may start before the one in front has ended
-(kernels/dependent.cuh): the embedding, with the first norm; of each layer
+(kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
 
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> the FFN for few tokens (twell_few.py), onto x

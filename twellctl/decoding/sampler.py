@@ -63,7 +63,7 @@ def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
 def choose(logits: Tensor, fields: Tensor, drawn: bool) -> Tensor:
     """The next token of each row, int64 `[B]`; logits `[B, V]`, fields int32 `[len(Field), B]`.
 
-    kernels/choose.cu does the same. Not `drawn`: all rows are greedy.
+    kernels/decode/choose.cu does the same. Not `drawn`: all rows are greedy.
     """
     best = logits.argmax(-1)
     if not drawn:

@@ -1,6 +1,6 @@
 """The end of a step on its device: a token for each row, told, and made the row's next input.
 
-On a GPU whose kernels are at hand one of them (kernels/choose.cu) does that, else torch.
+On a GPU whose kernels are at hand one of them (kernels/decode/choose.cu) does that, else torch.
 """
 
 import math
@@ -14,7 +14,9 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.sampler import Field, Variant, choose, cut, log_probabilities
 
-NO_TOKEN = -1  # told in the place of a token whose logit is NaN; kernels/choose.cu does the same
+NO_TOKEN = (
+    -1
+)  # told in the place of a token whose logit is NaN; kernels/decode/choose.cu does the same
 _BLOCK, _LOGITS = 256, 1024  # threads; logits that they take at a time
 _BLOCKS_AT_ONCE = 1024  # more would wait for each other
 

@@ -1,5 +1,5 @@
-"""A step in one kernel, all layers and the head, of one token (kernels/step.cuh) or of several, a
-row each (kernels/step_rows.cuh), for the models and GPUs that they take.
+"""A step in one kernel, all layers and the head, of one token (kernels/decode/step.cuh) or of
+several, a row each (kernels/decode/step_rows.cuh), for the models and GPUs that they take.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from twellctl.bundle.twell_plan import ceil_div
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
 
-# of kernels/step_block.cuh
+# of kernels/decode/step_block.cuh
 _THREADS = 288
 _QUAD = 4  # rows, the least that a block has
 _MOST_ROWS = 128  # of the gate, of a block
 _OWN_QUADS = {2048: 4, 4096: 8}  # of x, of a block, at most; by hidden size
 _HEAD_DIMS = (64, 128)
 
-# of kernels/step_rows_block.cuh
+# of kernels/decode/step_rows_block.cuh
 _ROWS, _ROWS_K, _ROWS_THREADS = 16, 2048, 384
 _OCTETS = 6  # of gates, of a block, at most
 _OWNERS, _PARTS, _SOURCES = 128, 16, 9
@@ -171,7 +171,7 @@ class WholeStep:
 
 
 def _words_of(layer: DecoderLayer) -> list[int]:
-    """kernels/step_shared.cuh: Layer."""
+    """kernels/decode/step_shared.cuh: Layer."""
     ffn, attend = layer.ffn, layer.attend
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
         raise ValueError("the kernel of a whole step takes weights by rows of neurons")

@@ -13,9 +13,10 @@ def resource_dir(name: str) -> Path:
 
 
 def kernel_files() -> dict[str, bytes]:
-    """{name: text} of all kernels and their headers."""
-    files = sorted(resource_dir("kernels").iterdir())
-    return {path.name: path.read_bytes() for path in files if path.suffix in (".cu", ".cuh")}
+    """{path in kernels/: text} of all kernels and their headers."""
+    folder = resource_dir("kernels")
+    files = (path for path in sorted(folder.rglob("*")) if path.suffix in (".cu", ".cuh"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def bundle_files() -> dict[str, bytes]:

@@ -1,0 +1,139 @@
+// choose: the end of a step. Of each row the next token, which becomes the row's next input; and
+// what the host is told of it.
+//
+//   logits  float32 [B, V]
+//   fields  int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
+//   fired   int32 [L, B], or null: how many neurons fired in each layer
+//   record  int32 [2, B, .], lines `record_stride` and halves `slot_stride` apart: the token, then
+//           what fired. May be the host's memory. By turns the first half and the second. In the
+//           place of the token -1 where the best is NaN: the row goes on, but tells of no token.
+//
+// A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
+// noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
+// of sampler.py: it hangs on seed, position and token alone.
+//
+// A block has a part of a row, each thread four logits at a time. The row's best so far lies in
+// `best`, as a number: the value's order, and the token turned round. The last block to arrive
+// finds the row's, and sets all for the next step: what is chosen does not depend on time.
+//
+// Launch: 256 threads, grid (any, B). V a multiple of 4. best uint64 [B] and tickets uint32 [B] are
+// zero before the first launch; every launch leaves zeros.
+#include "ptx/global.cuh"
+#include "ptx/handover.cuh"
+#include "ptx/pdl.cuh"
+
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+enum Field { kToken, kPosition, kLimit, kTemperature, kTopP, kTopK, kSeedLow, kSeedHigh, kSlot };
+
+// Of the noise: sampler.py's _mixed and _ODD.
+constexpr unsigned kOdd = 0x9e3779b9;
+
+__device__ __forceinline__ unsigned mixed(unsigned bits, unsigned more = 0) {
+    bits = (bits ^ bits >> 16) * 0x7feb352d ^ more;
+    bits = (bits ^ bits >> 15) * 0x846ca68b;
+    return bits ^ bits >> 16;
+}
+
+// What draws from a row. A row that is greedy has none.
+struct Noise {
+    float temperature;
+    unsigned first, second;
+
+    __device__ __forceinline__ float drawn(float logit, unsigned token) const {
+        const unsigned bits = mixed(token * kOdd + first, second) & 0x7fffffff;
+        // 0x1p-31: between 0 and 1, fine near 0
+        const float exponential =
+            -log1pf(-(static_cast<float>(static_cast<int>(bits)) + 0.5f) * 0x1p-31f);
+        return logit / temperature - logf(exponential);
+    }
+};
+
+// Larger for larger values; the largest of all for NaN, one for both zeros.
+__device__ __forceinline__ unsigned order_of(float value) {
+    if (value != value) return ~0u;
+    const unsigned bits = __float_as_uint(value + 0.f);
+    return bits ^ (bits >> 31 ? ~0u : 0x80000000u);
+}
+
+// A value's order and its token; none is {0, ~0}.
+struct Best {
+    unsigned order, token;
+
+    __device__ __forceinline__ void take(float value, unsigned other) {
+        const unsigned of_other = order_of(value);
+        if (of_other > order || (of_other == order && other < token))
+            order = of_other, token = other;
+    }
+
+    // Of the warp: in each lane.
+    __device__ __forceinline__ Best of_warp() const {
+        const unsigned largest = __reduce_max_sync(~0u, order);
+        return {largest, __reduce_min_sync(~0u, order == largest ? token : ~0u)};
+    }
+};
+
+// The best of the block's part of a row: in each thread of the first warp.
+__device__ __forceinline__ Best best_of_block(const float* logits, int V, const Noise& noise) {
+    __shared__ Best of_warps[kWarps];
+    Best best = {0, ~0u};
+    int at = 4 * (blockIdx.x * kThreads + threadIdx.x);
+    const int step = 4 * gridDim.x * kThreads;
+    uint4 next = make_uint4(0, 0, 0, 0);
+    if (at < V) next = load_written(logits + at);
+#pragma unroll 1
+    for (; at < V; at += step) {
+        const float four[4] = {__uint_as_float(next.x), __uint_as_float(next.y),
+                               __uint_as_float(next.z), __uint_as_float(next.w)};
+        if (at + step < V) next = load_written(logits + at + step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            best.take(noise.temperature > 0.f ? noise.drawn(four[i], at + i) : four[i], at + i);
+    }
+    best = best.of_warp();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
+    __syncthreads();
+    return of_warps[threadIdx.x % kWarps].of_warp();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    choose(const float* logits, int V, int* fields, int fields_stride, const int* fired, int L,
+           int* record, int record_stride, int slot_stride, unsigned long long* best,
+           unsigned* tickets) {
+    __shared__ unsigned said;
+    const int row = blockIdx.y;
+    const auto field = [&](Field which) -> int& { return fields[which * fields_stride + row]; };
+
+    // nothing of the row is written while a step is under way, but at its end
+    const int position = field(kPosition), limit = field(kLimit), slot = field(kSlot);
+    const unsigned low = field(kSeedLow), high = field(kSeedHigh);
+    const unsigned first = mixed(low ^ mixed(position + kOdd));
+    const Noise noise = {__int_as_float(field(kTemperature)), first,
+                         mixed(high ^ mixed(first + kOdd))};
+    wait_for_previous();
+    const Best own = best_of_block(logits + static_cast<long long>(row) * V, V, noise);
+    if (threadIdx.x == 0) {
+        const unsigned long long number = own.order;
+        atomicMax(best + row, number << 32 | ~own.token);
+        said = take_ticket(tickets + row, gridDim.x);
+    }
+    __syncthreads();
+    if (said != gridDim.x - 1) return;
+
+    // the row's, in its last block
+    int* told = record + static_cast<long long>(row) * record_stride +
+                static_cast<long long>(slot) * slot_stride;
+    if (threadIdx.x == 0) {
+        const unsigned long long number = atomicExch(best + row, 0ull);
+        const int token = ~static_cast<unsigned>(number);
+        told[0] = number >> 32 == ~0u ? -1 : token;
+        field(kToken) = token;
+        field(kPosition) = min(position + 1, limit);
+        field(kSlot) = 1 - slot;
+    }
+    for (int layer = threadIdx.x; layer < L; layer += kThreads)
+        told[1 + layer] = __ldcg(fired + layer * gridDim.y + row);
+}

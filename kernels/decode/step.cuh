@@ -1,0 +1,220 @@
+// step: a whole step of one token, all layers and the head, in one kernel; a block a multiprocessor
+// (Hopper). For models of hidden size K = TWELL_STEP_K whose heads of q are K columns together.
+//
+//   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
+//               biases and the norms of q and k may be null, windows are the same in all layers
+//   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
+//   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16
+//   words       uint32, zero before the first launch; step_block.cuh says what lies where
+//   epoch       uint32 [1], zero before the first launch: how often words were used
+//   counts      int32 [num_layers]: neurons that fired
+//   logits      float32 [V]
+//
+// One token needs 60 MB of weights a layer, and each multiplies one number: time goes by how fast
+// they stream in. So a ninth warp asks for them all the time, matrix after matrix and layer after
+// layer, into a ring of 144 KB (`produce`), while the eight others wait for each other's results:
+//
+//     x -> norm -> q, k, v ->  attend  -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
+//       all            a head's        all             all        own                all        own
+//
+// with below each arrow whose results a block waits for: of all blocks, or of those that have a head,
+// or its own. The block that finds that a neuron fires brings its rows of up and down at once, and
+// tells what they add to y; of all blocks' parts a block adds up the columns it has. These five
+// handings over are words with tags (step_words.cuh): there is no barrier over the GPU, and no
+// fence.
+//
+// What decides (README.md tells the times):
+// - Weights on their way are few, kAhead units a block: as many as keep the memory busy. What is
+//   asked for beyond stands before all else that is asked for later, words too.
+// - Not a word of local memory. Beside that much shared memory L1 has 28 KB for 288 threads' stacks.
+// - Weights go from the ring to the tensor cores as they lie, four units at a time, the first four
+//   before x is there.
+// - Code is shared by the three products of a layer, and short.
+//
+// Rounding is as in the kernels for few tokens; sums have one order: the same bits each time.
+//
+// All blocks must run at the same time: no more than there are multiprocessors, and nothing else on
+// the GPU that waits for this to end.
+//
+// Launch: step_K_DIM or step_K_DIM_dense, one block a multiprocessor, at least H and K / 4 / kOwnQuads
+// of them; at most kMostRows rows of gate a block; 288 threads; Block::kBytes of dynamic shared memory.
+#pragma once
+
+#include "decode/step_ffn.cuh"
+#include "ptx/barriers.cuh"
+#include "ptx/global.cuh"
+#include "ptx/handover.cuh"
+#include "ptx/shared.cuh"
+#include "tile/bf16.cuh"
+
+namespace {
+
+template <int DIM, bool SPARSE>
+struct Step : Neurons {
+    using Neurons::Neurons;
+
+    // The next layer's pointers, into shared memory.
+    __device__ __forceinline__ void keep_layer(int l) const {
+        const auto* from = reinterpret_cast<const unsigned long long*>(args.layers);
+        if (thread() < kLayerWords && l < args.num_layers)
+            at<unsigned long long>(kLayers)[l % kLayersKept * kLayerWords + thread()] =
+                __ldg(from + l * kLayerWords + thread());
+    }
+
+    // The embedding, the residual, what positions are turned by.
+    __device__ __forceinline__ void begin(const Share& own, int position) const {
+        const unsigned short* row = args.embeddings + static_cast<long long>(args.tokens[0]) * K;
+        for (int i = thread(); i < K / 8; i += kConsumers)  // where sums will be
+            load_streamed_if(true, row + 8 * i, at<uint4>(kSums)[i]);
+        if (thread() < kQuad * own.num)
+            at<float>(kOwn)[thread()] = bf16_value(row[kQuad * own.first + thread()]);
+        if (thread() < DIM / 4) {
+            const int which = thread() / (DIM / 8), eight = thread() % (DIM / 8);
+            load_streamed_if(
+                true, (which ? args.sin : args.cos) + static_cast<long long>(position) * DIM + 8 * eight,
+                at<uint4>(kTurn + which * 2 * kMostDim)[eight]);
+        }
+        if (block() == 0) {  // nobody counts before all have been told of layer 0
+            for (int l = thread(); l < args.num_layers; l += kConsumers) args.counts[l] = 0;
+            fence_gpu();
+        }
+    }
+
+    // What becomes of the sums of a product's rows, a thread a row: logits, q, k and v, or x.
+    __device__ __forceinline__ void use_sum(const Layer& layer, int l, int phase, int row,
+                                            unsigned tag) const {
+        float sum = sum_of_warps(sums() + thread() * kWarps);
+        if (l == args.num_layers) {
+            args.logits[row] = sum;
+            return;
+        }
+        const unsigned short* bias = phase ? layer.out_bias : layer.qkv_bias;
+        if (bias) sum += bf16_value(bias[row]);
+        if (phase) {
+            float& x = at<float>(kOwn)[thread()];
+            sum = x = rounded(rounded(sum) + x);
+        }
+        store_relaxed_word((phase ? row_words(2) : qkv_words()) + row, tagged(bf16_bits(sum), tag));
+    }
+
+    __device__ __forceinline__ void consume() {
+        const int L = args.num_layers;
+        const Share own(division(1), block());
+        const int position = args.positions[0];
+        const unsigned epoch = __ldcg(args.epoch);
+        uint4 norm[kEights];
+        Columns x;
+        load_row(args.layers->input_norm, norm);
+        keep_layer(0);
+        begin(own, position);
+        sync_consumers();
+        const bool attends = plan_attend<DIM>(position, layer(0).window);
+        int turned = block();
+#pragma unroll 1
+        for (int l = 0;; ++l, turned = turn(turned)) {
+            const unsigned tag = (epoch + l + 1) & 0xffff;
+            keep_layer(l + 1);
+            if (l < L && attends) fetch_cached<DIM>(layer(l));
+            // 0: q, k and v, or the head; 1: o; 2: gate
+#pragma unroll 1
+            for (int phase = 0; phase < 3; ++phase) {
+                const Share share(division(l == L ? 3 : phase),
+                                  phase == 1 || l == L ? block() : turned);
+                const int num_units = share.num * kQuadUnits;
+                Unit taken[kTake] = {};  // or it would be kept from phase to phase
+                // the first units are taken before x is there
+#pragma unroll 1
+                for (int i = -kTake; i < num_units; i += kTake) {
+                    float parts[kTake] = {};
+                    if (i >= 0)
+#pragma unroll
+                        for (int j = 0; j < kTake; ++j) parts[j] = part_of_sum(taken[j], x);
+                    if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
+                    if (i < 0) {
+                        await_x(x, norm, l, phase, tag);
+                        continue;
+                    }
+                    const int row = i * kUnitRows % kMostRows, num = min(kTake, num_units - i);
+                    store_sums(parts, num, sums() + row * kWarps);
+                    if (row + kTake * kUnitRows < kMostRows && i + kTake < num_units) continue;
+                    if (SPARSE || phase < 2) sync_consumers();
+                    if (phase == 2) break;
+                    if (thread() < row + num * kUnitRows)
+                        use_sum(layer(l), l, phase,
+                                kQuad * share.first + i * kUnitRows - row + thread(), tag);
+                    sums_at ^= 1;
+                }
+                if (l == L) {
+                    if (block() == 0 && thread() == 0) *args.epoch = epoch + L;
+                    return;
+                }
+                if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
+                if (phase < 2) continue;
+                if (SPARSE)
+                    ffn(layer(l), share, x, tag, args.counts + l);
+                else
+                    ffn_dense(layer(l), share, x, tag, args.counts + l);
+                add_parts(layer(l), own, tag);
+            }
+        }
+    }
+
+    // The phase's x, normalised but for o; and the weights of the next norm are asked for.
+    __device__ __forceinline__ void await_x(Columns& x, uint4 (&norm)[kEights], int l, int phase,
+                                            unsigned tag) {
+        const unsigned* from = row_words(phase);
+        const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;
+        uint4 eights[kEights];
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+            eights[i] = l + phase > 0 ? await_eight(from + 8 * eight_of(i), wanted)
+                                      : at<uint4>(kSums)[eight_of(i)];
+        __syncwarp();
+        if (phase != 1) normalise_row(eights, norm);
+        if (phase == 1) load_row(layer(l).ffn_norm, norm);
+        if (phase == 2)
+            load_row(l + 1 < args.num_layers ? layer(l + 1).input_norm : args.last_norm, norm);
+        deal(eights, x);
+    }
+
+    __device__ __forceinline__ void run() {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < kUnits; ++i) {
+                barrier_init(full(i), 1);
+                barrier_init(empty(i), kWarps);
+            }
+            for (int i = 0; i < kGroups; ++i) barrier_init(row_full(i), 1);
+            barrier_init_fence();
+        }
+        if (threadIdx.x < 4) {
+            const int which = threadIdx.x, num_blocks = gridDim.x;
+            const int quads = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
+                              : which == 1 ? K / kQuad
+                              : which == 2 ? args.N / kQuad
+                                           : args.V / kQuad;
+            at<Division>(kDivisions)[which] = {quads / num_blocks, quads % num_blocks};
+        }
+        __syncthreads();
+        if (threadIdx.x < kConsumers)
+            consume();
+        else if (threadIdx.x == kConsumers)
+            produce<SPARSE>();
+    }
+};
+
+}  // namespace
+
+#define TWELL_STEP(name, DIM, SPARSE)                                                            \
+    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                       \
+        const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,    \
+        const int* positions, const int* tables, const unsigned short* embeddings,               \
+        const unsigned short* last_norm, const unsigned short* head, const unsigned short* cos,  \
+        const unsigned short* sin, float eps, float scale, unsigned* words, unsigned* epoch,     \
+        int* counts, float* logits) {                                                            \
+        extern __shared__ __align__(1024) char memory[];                                         \
+        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                      \
+        const Args args = {layers,     num_layers, N,    V,   H,   Hkv, tokens, positions,       \
+                           tables,     embeddings, last_norm, head, cos, sin, eps, scale,        \
+                           words,      epoch,      counts,    logits};                           \
+        Step<DIM, SPARSE>(args, memory).run();                                                   \
+    }

@@ -1,0 +1,213 @@
+// A block of `step`: what it is given, its shared memory, whose rows it has. See step.cuh, which
+// says what TWELL_STEP_K is.
+#pragma once
+
+#include "decode/step_shared.cuh"
+#include "ptx/arithmetic.cuh"
+#include "ptx/compiler.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+#include "tile/eights.cuh"
+#include "tile/warp.cuh"
+
+namespace {
+
+constexpr int K = TWELL_STEP_K;
+static_assert(K == 2048 || K == 4096, "who has which columns is written for these");
+
+constexpr int kWarps = 8, kConsumers = 32 * kWarps;  // the ninth warp asks for weights
+constexpr int kQuad = 4;                      // rows of a weight, the least that a block has
+constexpr int kUnitBytes = 16384;             // what is asked for, waited for and taken at once
+constexpr int kUnitRows = kUnitBytes / (2 * K);
+constexpr int kQuadUnits = kQuad / kUnitRows;
+constexpr int kUnits = K == 2048 ? 9 : 8;     // of the ring
+constexpr int kAhead = 2;     // units on their way at a time; more, and all else would queue behind
+constexpr int kTake = 4;                      // units that a warp has in registers
+constexpr int kMostRows = 128;                // whose sums are put together at once
+constexpr int kGroup = 4;                     // neurons that fired, at a time
+constexpr int kGroups = K == 2048 ? 2 : 1;    // of those on their way
+constexpr int kNeuronBytes = 2 * 2 * K;       // up and down
+constexpr int kEights = K / 8 / kConsumers;   // of a row of K, of a thread
+constexpr int kOwnQuads = K / 512;            // of x, of a block, at most
+constexpr int kMostDim = 128;                 // of a head
+constexpr int kApart = 37;                    // see Block::turn
+
+struct Args {
+    const Layer* layers;
+    int num_layers, N, V, H, Hkv;
+    const int *tokens, *positions, *tables;
+    const unsigned short *embeddings, *last_norm, *head, *cos, *sin;
+    float eps, scale;
+    unsigned *words, *epoch;
+    int* counts;
+    float* logits;
+};
+
+// So many quads of rows to each block, and one more to the first `more`.
+struct Division {
+    int each, more;
+};
+
+struct Share {
+    int first, num;  // quads
+
+    __device__ __forceinline__ Share(const Division& of, int block)
+        : first(block * of.each + min(block, of.more)), num(of.each + (block < of.more)) {}
+};
+
+// What a warp has of the block's head: the same for all layers.
+struct alignas(16) Attend {
+    int head, kv, num_parts, part;
+    Range range;
+    int first, step, has_new, stores_new;  // batches of positions
+    long long first_place, new_place;      // in the cache, of the first batch and of the new token
+};
+
+// Two columns of the b of an mma: a lane's part.
+struct Column {
+    unsigned b0, b1;
+};
+using Columns = Column[4];
+using Unit = uint4[4];  // a lane's part of a unit
+
+__device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
+    return bits << 16 | (tag & 0xffff);
+}
+
+// 8 bf16, as they were before they had tags.
+__device__ __forceinline__ uint4 await_eight(const unsigned* from, unsigned tag) {
+    unsigned tries = 0;
+    uint4 a, b;
+#pragma unroll 1
+    while (true) {
+        a = load_relaxed(from), b = load_relaxed(from + 4);
+        const unsigned wrong = (a.x ^ tag) | (a.y ^ tag) | (a.z ^ tag) | (a.w ^ tag) |
+                               (b.x ^ tag) | (b.y ^ tag) | (b.z ^ tag) | (b.w ^ tag);
+        if (!(wrong & 0xffff)) break;
+        lose_patience(tries);
+    }
+    return make_uint4(permute_bytes(a.x, a.y, 0x7632), permute_bytes(a.z, a.w, 0x7632),
+                      permute_bytes(b.x, b.y, 0x7632), permute_bytes(b.z, b.w, 0x7632));
+}
+
+__device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) {
+    unsigned tries = 0;
+#pragma unroll 1
+    while (true) {
+        const uint4 v = load_floats(from);
+        if (v.y == tag && v.w == tag)
+            return make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
+        lose_patience(tries);
+    }
+}
+
+struct Block {
+    // shared memory, bytes from its first one
+    static constexpr int kRing = 0;
+    static constexpr int kRows = kRing + kUnits * kUnitBytes;            // of neurons that fired
+    static constexpr int kSums = kRows + kGroups * kGroup * kNeuronBytes;  // [2][row][warp]
+    static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
+    static constexpr int kNorms = kDealt + 2 * K;                        // [2][warp]
+    static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
+    static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
+    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
+    static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
+    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
+    static constexpr int kBarriers = kDivisions + 4 * sizeof(Division);
+    // in turns: what attention has, and what the FFN has
+    static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + kGroups) + 15) / 16 * 16;
+    static constexpr int kUps = kAttend;                                 // [2][neuron][warp]
+    static constexpr int kColumns = kUps + 2 * kGroup * kWarps * 4;      // of y, [warp][32]
+    static constexpr int kList = kColumns + kWarps * 32 * 4;
+    static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
+    static constexpr int kListEnd = kList + kMostRows * 8;
+    static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
+    static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
+    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0, "read by 16 bytes");
+
+    const Args& args;
+    int thread_idx, block_idx;
+    unsigned memory;  // its address
+    char* generic;
+    int slot;         // of the ring, whose unit comes next
+    unsigned parity;
+    int sums_at, norms_at;
+    int row_group;
+
+    __device__ __forceinline__ Block(const Args& given, void* dynamic)
+        : args(given), thread_idx(threadIdx.x), block_idx(blockIdx.x),
+          memory(smem_address(dynamic)), generic(static_cast<char*>(dynamic)), slot(0), parity(0),
+          sums_at(0), norms_at(0), row_group(0) {}
+
+    __device__ __forceinline__ int thread() const { return opaque(thread_idx); }
+    __device__ __forceinline__ int block() const { return opaque(block_idx); }
+
+    template <class T>
+    __device__ __forceinline__ T* at(int byte) const {
+        return reinterpret_cast<T*>(generic + byte);
+    }
+
+    __device__ __forceinline__ unsigned full(int i) const { return memory + kBarriers + 8 * i; }
+    __device__ __forceinline__ unsigned empty(int i) const { return full(kUnits + i); }
+    __device__ __forceinline__ unsigned row_full(int i) const { return full(2 * kUnits + i); }
+    __device__ __forceinline__ const Division& division(int which) const {
+        return at<Division>(kDivisions)[which];
+    }
+    __device__ __forceinline__ const Layer& layer(int l) const {
+        return at<Layer>(kLayers)[l % kLayersKept];
+    }
+    __device__ __forceinline__ float* sums() const {
+        return at<float>(kSums) + sums_at * (kMostRows * kWarps);
+    }
+
+    // ---- words: x, what heads attend to, x between; q, k and v; parts of y; parts of heads
+
+    __device__ __forceinline__ unsigned* row_words(int phase) const {
+        return args.words + phase * K;
+    }
+    __device__ __forceinline__ unsigned* qkv_words() const { return args.words + 3 * K; }
+    __device__ __forceinline__ unsigned* y_parts() const { return args.words + 6 * K; }
+    __device__ __forceinline__ uint4* head_parts() const {
+        return reinterpret_cast<uint4*>(y_parts() + gridDim.x * K);
+    }
+
+    // Which block's share of q, k and v and of the FFN a block has in the next layer: not always
+    // the larger one.
+    __device__ __forceinline__ static int turn(int turned) {
+        turned += kApart;
+        return turned >= static_cast<int>(gridDim.x) ? turned - static_cast<int>(gridDim.x)
+                                                     : turned;
+    }
+
+    // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies.
+    __device__ __forceinline__ int eight_of(int i) const {
+        return thread() / 32 * (K / 64) + i * 32 + thread() % 32;
+    }
+
+    __device__ __forceinline__ void load_row(const unsigned short* row,
+                                             uint4 (&eights)[kEights]) const {
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+            load_streamed_if(true, row + 8 * eight_of(i), eights[i]);
+    }
+
+    __device__ __forceinline__ void normalise_row(uint4 (&eights)[kEights],
+                                                  const uint4 (&weights)[kEights]) {
+        float values[kEights][8], sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+            unpack(eights[i], values[i]);
+            sum += sum_of_squares(values[i]);
+        }
+        sum = sum_over_lanes(sum);
+        float* all = at<float>(kNorms) + norms_at * kWarps;
+        norms_at ^= 1;
+        if (thread() % 32 == 0) all[thread() / 32] = sum;
+        sync_consumers();
+        const float root = reciprocal_root(sum_of_warps(all) * (1.f / K) + args.eps);
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) eights[i] = scaled(values[i], root, weights[i]);
+    }
+};
+
+}  // namespace

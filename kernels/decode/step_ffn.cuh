@@ -1,0 +1,249 @@
+// The FFN of `step` (step.cuh), behind the gates' sums: up and down of the block's neurons that
+// fired, or of all in the dense form; its part of y, and the sum of all blocks' parts.
+//
+// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag.
+#pragma once
+
+#include "decode/step_attend.cuh"
+#include "ptx/barriers.cuh"
+#include "ptx/global.cuh"
+#include "ptx/handover.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "tile/bf16.cuh"
+#include "tile/eights.cuh"
+#include "tile/fires.cuh"
+#include "tile/warp.cuh"
+
+namespace {
+
+struct Neurons : Attention {
+    using Attention::Attention;
+
+    // Up and down of a group of the list's neurons, by the first warp.
+    __device__ __forceinline__ void bring_group(const Layer& layer, const float2* list, int first,
+                                                int num, int group) const {
+        const int lane = thread() % 32, here = min(kGroup, num - first), in = group % kGroups;
+        const unsigned to = memory + kRows + (in * kGroup + lane) * kNeuronBytes;
+        if (lane == 0 && here > 0) barrier_expect_bytes(row_full(in), here * kNeuronBytes);
+        __syncwarp();
+        if (lane < here) {
+            const long long from = static_cast<long long>(__float_as_int(list[first + lane].x)) * K;
+            const unsigned long long policy = passing_by();
+            copy_bulk(to, layer.up + from, 2 * K, row_full(in), policy);
+            copy_bulk(to + 2 * K, layer.down + from, 2 * K, row_full(in), policy);
+        }
+    }
+
+    // Those of the block's neurons that fired, {neuron, gate}; how many. Each warp makes the list
+    // for itself, and all make the same one.
+    __device__ __forceinline__ int make_list(const Layer& layer, const Share& share,
+                                             float2* list) const {
+        const int lane = thread() % 32;
+        int num = 0;
+#pragma unroll 1
+        for (int first = 0; first < kQuad * share.num; first += 32) {
+            const int row = first + lane, neuron = kQuad * share.first + row;
+            float gate = 0.f;
+            bool fired = false;
+            if (row < kQuad * share.num) {
+                float sum = sum_of_warps(sums() + row * kWarps);
+                if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
+                gate = rounded(sum);
+                fired = fires(gate);
+            }
+            const unsigned all = __ballot_sync(~0u, fired);
+            if (fired)
+                list[num + num_set_below(all, lane)] =
+                    make_float2(__int_as_float(neuron), gate);
+            num += __popc(all);
+        }
+        __syncwarp();
+        return num;
+    }
+
+    __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, const Columns& x,
+                                        unsigned tag, int* count) {
+        float2* list = at<float2>(kList);
+        const int num = make_list(layer, share, list);
+        sums_at ^= 1;
+        if (thread() < 32) {
+            bring_group(layer, list, 0, num, row_group);
+            if (kGroups > 1 && num > kGroup) bring_group(layer, list, kGroup, num, row_group + 1);
+        }
+        if (thread() == 32 && num) atomicAdd(count, num);
+        float y[kEights][8] = {};
+#pragma unroll 1
+        for (int first = 0; first < num; first += kGroup, ++row_group) {
+            const int in = row_group % kGroups;
+            const int rows = kRows + in * kGroup * kNeuronBytes;
+            barrier_wait(row_full(in), row_group / kGroups & 1);
+            float parts[kQuadUnits];
+#pragma unroll
+            for (int j = 0; j < kQuadUnits; ++j) {
+                Unit unit;
+                load_unit(unit, memory + rows + j * kUnitRows * kNeuronBytes +
+                                    place_in_unit(kNeuronBytes));
+                parts[j] = part_of_sum(unit, x);
+            }
+            float* ups = at<float>(kUps) + (row_group & 1) * (kGroup * kWarps);
+            store_sums(parts, kQuadUnits, ups);
+            sync_consumers();
+            const unsigned downs = memory + rows + 2 * K + 16 * eight_of(0);
+#pragma unroll
+            for (int j = 0; j < kGroup; ++j) {
+                if (first + j >= num) break;
+                const float2 neuron = list[first + j];
+                float up = sum_of_warps(ups + j * kWarps);
+                if (layer.up_bias) up += bf16_value(layer.up_bias[__float_as_int(neuron.x)]);
+                add_row(y, downs + j * kNeuronBytes, rounded(neuron.y * rounded(up)));
+            }
+            if (first + kGroups * kGroup < num) {
+                sync_consumers();  // all have read what lay there
+                if (thread() < 32)
+                    bring_group(layer, list, first + kGroups * kGroup, num, row_group + kGroups);
+            }
+        }
+        give_part(y, tag);
+    }
+
+    // Of up's product, which is made here; the gates' sums lie in the other half of the room.
+    __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share,
+                                              const Columns& x, unsigned tag, int* count) {
+        sums_at ^= 1;
+        const int num_units = share.num * kQuadUnits;
+#pragma unroll 1
+        for (int i = 0; i < num_units; i += kTake) {
+            const int num = min(kTake, num_units - i);
+            Unit taken[kTake];
+            float parts[kTake];
+            take(taken, num);
+#pragma unroll
+            for (int j = 0; j < kTake; ++j) parts[j] = part_of_sum(taken[j], x);
+            store_sums(parts, num, sums() + i * kUnitRows * kWarps);
+        }
+        sync_consumers();
+        float* hidden = at<float>(kList);
+        const int row = thread(), neuron = kQuad * share.first + row;
+        if (row < kQuad * share.num) {
+            float up = sum_of_warps(sums() + row * kWarps);
+            sums_at ^= 1;
+            float gate = sum_of_warps(sums() + row * kWarps);
+            sums_at ^= 1;
+            if (layer.gate_bias) gate += bf16_value(layer.gate_bias[neuron]);
+            if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
+            gate = rounded(gate);
+            if (fires(gate)) atomicAdd(count, 1);
+            hidden[row] = fires(gate) ? rounded(gate * rounded(up)) : 0.f;
+        }
+        sums_at ^= 1;
+        sync_consumers();
+        float y[kEights][8] = {};
+#pragma unroll 1
+        for (int i = 0; i < num_units; ++i) {
+            barrier_wait(full(slot), parity);
+            const unsigned from = memory + kRing + slot * kUnitBytes + 16 * eight_of(0);
+#pragma unroll
+            for (int j = 0; j < kUnitRows; ++j)
+                add_row(y, from + j * 2 * K, hidden[i * kUnitRows + j]);
+            __syncwarp();
+            if (thread() % 32 == 0) barrier_arrive(empty(slot));
+            if (++slot == kUnits) slot = 0, parity ^= 1;
+        }
+        give_part(y, tag);
+    }
+
+    // y += h times a row of down, whose first eight of the thread lies at `from`.
+    __device__ __forceinline__ static void add_row(float (&y)[kEights][8], unsigned from, float h) {
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+            float w[8];
+            unpack(load_shared(from + 512 * i), w);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) y[i][c] += h * w[c];
+        }
+    }
+
+    __device__ __forceinline__ void give_part(const float (&y)[kEights][8], unsigned tag) const {
+        unsigned* to = y_parts() + block() * K;
+        // rounded, by half of what is cut off
+        const auto word = [&](float value) {
+            return (__float_as_uint(value * (1.f + 0x1p-17f)) & ~0xffu) | (tag & 0xff);
+        };
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+#pragma unroll
+            for (int c = 0; c < 8; c += 4)
+                store_relaxed(to + 8 * eight_of(i) + c,
+                            make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
+                                       word(y[i][c + 3])));
+    }
+
+    // All blocks' parts of this block's columns of y, in the order of blocks: onto x, to all.
+    __device__ __forceinline__ void add_parts(const Layer& layer, const Share& own, unsigned tag) {
+        constexpr int kSources = kConsumers / kOwnQuads, kLoadsAtOnce = 3;
+        const int quad = thread() % kOwnQuads, first = thread() / kOwnQuads;
+        const int num_blocks = gridDim.x;
+        float sums[4] = {};
+        if (quad < own.num) {
+            const unsigned* from = y_parts() + first * K + kQuad * (own.first + quad);
+#pragma unroll 1
+            for (int i = first; i < num_blocks;
+                 i += kLoadsAtOnce * kSources, from += kLoadsAtOnce * kSources * K) {
+                uint4 v[kLoadsAtOnce];
+                await_parts(v, from, kSources * K, (num_blocks - i + kSources - 1) / kSources, tag);
+#pragma unroll
+                for (int j = 0; j < kLoadsAtOnce; ++j) {
+                    if (i + j * kSources >= num_blocks) break;
+                    sums[0] += __uint_as_float(v[j].x & ~0xffu);
+                    sums[1] += __uint_as_float(v[j].y & ~0xffu);
+                    sums[2] += __uint_as_float(v[j].z & ~0xffu);
+                    sums[3] += __uint_as_float(v[j].w & ~0xffu);
+                }
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int apart = kOwnQuads; apart < 32; apart *= 2)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], apart);
+        float* all = at<float>(kColumns);
+        if (thread() % 32 < kOwnQuads)
+            *reinterpret_cast<float4*>(all + thread() / 32 * 32 + kQuad * quad) =
+                make_float4(sums[0], sums[1], sums[2], sums[3]);
+        sync_consumers();
+        if (thread() < kQuad * own.num) {
+            const int c = thread(), column = kQuad * own.first + c;
+            float sum = 0.f;
+#pragma unroll
+            for (int warp = 0; warp < kWarps; ++warp) sum += all[warp * 32 + c];
+            if (layer.down_bias) sum += bf16_value(layer.down_bias[column]);
+            float& x = at<float>(kOwn)[c];
+            x = rounded(rounded(sum) + x);
+            store_relaxed_word(row_words(0) + column, tagged(bf16_bits(x), tag));
+        }
+    }
+
+    // The first `num` of those words, all asked for at once.
+    template <int NUM>
+    __device__ __forceinline__ static void await_parts(uint4 (&v)[NUM], const unsigned* from,
+                                                       int apart, int num, unsigned tag) {
+        unsigned tries = 0;
+#pragma unroll 1
+        while (true) {
+            unsigned wrong = 0;
+#pragma unroll
+            for (int j = 0; j < NUM; ++j) {
+                v[j] = make_uint4(tag, tag, tag, tag);
+                if (j < num) v[j] = load_relaxed(from + j * apart);
+            }
+#pragma unroll
+            for (int j = 0; j < NUM; ++j)
+                wrong |= (v[j].x ^ tag) | (v[j].y ^ tag) | (v[j].z ^ tag) | (v[j].w ^ tag);
+            if (!(wrong & 0xff)) return;
+            lose_patience(tries);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,213 @@
+// few_hidden: the sparse hidden state of 1 to 64 tokens (tile/few_product.cuh). The gate product is made whole;
+// of what fires, and of nothing else, up follows at once, in the block that found it:
+//
+//     gate = x W_gate^T + b_gate        fires where above 0, or NaN
+//     hidden[n, token] = gate * up where it fires, else 0     for each neuron n that fires for any
+//
+// hidden bf16 [N, 8 OCTETS]: rows of neurons that fired for no token are not written, nor what lies
+// behind token M. fired, 16 bits for each row block of 16 neurons: those of the written rows.
+// counts int32 [M], or null: raised by how many neurons fired for each token.
+//
+// A block goes through its neurons by up to 128: their gates, then up of those that fired, gathered
+// by their list. Rows of W_down that will be wanted are on their way into L2 meanwhile.
+//
+// Launch: as few_linear; dynamic shared memory as there and 160 + 260 * 8 OCTETS bytes more.
+#include "ptx/compiler.cuh"
+#include "ptx/global.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/shared.cuh"
+#include "tile/bf16.cuh"
+#include "tile/eights.cuh"
+#include "tile/few_product.cuh"
+#include "tile/fires.cuh"
+#include "tile/warp.cuh"
+
+namespace {
+
+constexpr int kNeurons = 128;  // that a block has at hand
+constexpr int kRowBlocks = kNeurons / few::kRows;
+constexpr int kLine = 64;      // elements that a prefetch brings
+constexpr int kWarpRows = 16;  // fired neurons, at most, of which a warp takes one at a time
+
+// Of the neurons at hand: who fired, and the gates.
+template <int TOKENS>
+struct alignas(16) AtHand {
+    unsigned fired[kRowBlocks];  // 16 bits each
+    unsigned char list[kNeurons];
+    int counts[TOKENS];
+    unsigned short gates[kNeurons * TOKENS];  // 0 where nothing fired
+
+    // The list of all that fired; how many.
+    __device__ __forceinline__ int make_list() {
+        int before = 0, num = 0;
+        const int own = threadIdx.x / few::kRows, bit = threadIdx.x % few::kRows;
+#pragma unroll
+        for (int i = 0; i < kRowBlocks; ++i) {
+            if (i < own) before += __popc(fired[i]);
+            num += __popc(fired[i]);
+        }
+        if (threadIdx.x < kNeurons && fired[own] >> bit & 1)
+            list[before + num_set_below(fired[own], bit)] = static_cast<unsigned char>(threadIdx.x);
+        return num;
+    }
+};
+
+// Rows of a weight that will be wanted soon.
+__device__ __forceinline__ void fetch_into_l2(const unsigned short* weight,
+                                              const unsigned char* list, int num, int K) {
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < num; i += few::kWarps)
+#pragma unroll 1
+        for (int at = threadIdx.x % 32 * kLine; at < K; at += 32 * kLine)
+            prefetch_into_l2(weight + static_cast<long long>(list[i]) * K + at);
+}
+
+// x . row of one token, by a warp: eight loads of each under way at once.
+__device__ __forceinline__ float dot_of_warp(const unsigned short* x, const unsigned short* row,
+                                             int K) {
+    float sum = 0;
+#pragma unroll 1
+    for (int first = threadIdx.x % 32 * 8; first < K; first += 8 * 256) {
+        uint4 weights[8] = {}, values[8] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            load_streamed_if(first + 256 * i < K, row + first + 256 * i, weights[i]);
+            if (first + 256 * i < K) values[i] = load_written(x + first + 256 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float a[8], b[8];
+            unpack(weights[i], a);
+            unpack(values[i], b);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
+        }
+    }
+    return sum_over_lanes(sum);
+}
+
+template <class SIZES>
+__device__ __forceinline__ void hidden_state(
+    const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
+    const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up,
+    int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {
+    constexpr int kTokens = few::kOctet * SIZES::kOctets;
+    extern __shared__ uint4 memory[];
+    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K))
+        __trap();
+    AtHand<kTokens>& hand =
+        *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
+    const few::Share share((N + few::kRows - 1) / few::kRows);
+    if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
+    const unsigned address = opaque(smem_address(memory));
+    const unsigned x_address = address + SIZES::kBytes + sizeof(AtHand<kTokens>);
+
+#pragma unroll 1
+    for (int begin = share.begin; begin < share.end; begin += kRowBlocks) {
+        const int first_neuron = begin * few::kRows;
+        const long long start = static_cast<long long>(first_neuron) * K;
+        const int num_blocks = min(kRowBlocks, share.end - begin);
+        if (threadIdx.x < kRowBlocks) hand.fired[threadIdx.x] = 0;
+        if (threadIdx.x < kNeurons) hand.list[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+
+        // the gates of all; then, by the same code, up of those that fired
+        few::ListedRows rows = {w_gate + start,
+                                min(num_blocks * few::kRows, N - first_neuron),
+                                smem_address(hand.list)};
+#pragma unroll 1
+        for (int is_up = 0; is_up < 2; ++is_up) {
+            const unsigned short* bias = is_up ? b_up : b_gate;
+            // of one token, and few neurons, a warp takes a row: that saves two exchanges
+            if (SIZES::kOctets == 1 && is_up && M == 1 && rows.num <= kWarpRows) {
+                fetch_into_l2(w_down + start, hand.list, rows.num, K);
+                for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
+                    const int n = hand.list[i];
+                    float up = dot_of_warp(x, rows.weight + static_cast<long long>(n) * K, K);
+                    if (bias) up += bf16_value(bias[first_neuron + n]);
+                    if (threadIdx.x % 32 == 0)
+                        hidden[static_cast<long long>(first_neuron + n) * kTokens] =
+                            static_cast<unsigned short>(bf16_bits(
+                                bf16_value(hand.gates[n * kTokens]) * rounded(up)));
+                }
+                break;
+            }
+            few::Product<SIZES, few::ListedRows> product(address, x_address, x, M, K, rows);
+            product.begin();
+            if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
+            if (!is_up && begin == share.begin) {
+                wait_for_previous();
+                let_next_start();
+                product.begin_x();
+            }
+            product.run([&](int first, int num) {
+                product.for_each(num, [&](int block, int row, int token) {
+                    const int place = (first + block) * few::kRows + row;
+                    const bool is_there = place < rows.num && token < M;
+                    const int n = is_up && is_there ? hand.list[place] : place;
+                    float sum = is_there ? product.sum(block, row, token) : 0.f;
+                    if (bias && is_there) sum += bf16_value(bias[first_neuron + n]);
+                    unsigned bits = is_there ? bf16_bits(sum) : 0;
+                    unsigned short& gate = hand.gates[n * kTokens + token];
+                    if (is_up) {
+                        if (!is_there) return;
+                        bits = gate ? bf16_bits(bf16_value(gate) * bf16_value(bits)) : 0;
+                        hidden[static_cast<long long>(first_neuron + n) * kTokens + token] =
+                            static_cast<unsigned short>(bits);
+                        return;
+                    }
+                    if (!fires(bf16_value(bits))) bits = 0;
+                    gate = static_cast<unsigned short>(bits);
+                    if (bits && counts) atomicAdd(&hand.counts[token], 1);
+                    const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
+                    const unsigned all = __ballot_sync(half_warp, bits != 0) & half_warp;
+                    if (row == 0 && all)
+                        atomicOr(&hand.fired[first + block], all >> (threadIdx.x & 16));
+                });
+            });
+            if (is_up) break;
+            rows.weight = w_up + start, rows.num = hand.make_list();
+            if (threadIdx.x < num_blocks)
+                fired[begin + threadIdx.x] = static_cast<unsigned short>(hand.fired[threadIdx.x]);
+            __syncthreads();
+        }
+        __syncthreads();
+    }
+    const int num_blocks = (N + few::kRows - 1) / few::kRows;
+    if (blockIdx.x == 0 && num_blocks + threadIdx.x < (num_blocks + 1) / 2 * 2)
+        fired[num_blocks + threadIdx.x] = 0;
+    if (counts && static_cast<int>(threadIdx.x) < M) {
+        const int own = hand.counts[threadIdx.x];
+        if (own) atomicAdd(counts + threadIdx.x, own);
+    }
+}
+
+}  // namespace
+
+#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                  \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) few_hidden_##name(           \
+        const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,      \
+        const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up, \
+        int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {      \
+        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(               \
+            x, w_gate, w_up, w_down, b_gate, b_up, M, N, K, hidden, fired, counts);             \
+    }
+
+#if TWELL_SHARED_KB >= 163
+TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)
+TWELL_FEW_HIDDEN(2, 2, true, 1, 3, 4, 2)
+TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 5, 2)
+TWELL_FEW_HIDDEN(2_long, 2, false, 1, 3, 4, 2)
+#else
+TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(2, 2, true, 1, 1, 2, 2)
+TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(2_long, 2, false, 1, 1, 2, 2)
+#endif
+#if TWELL_SHARED_KB >= 227
+TWELL_FEW_HIDDEN(4, 4, false, 1, 3, 3, 2)
+TWELL_FEW_HIDDEN(8, 8, false, 3, 1, 2, 1)
+#else
+TWELL_FEW_HIDDEN(4, 4, false, 1, 1, 1, 2)
+TWELL_FEW_HIDDEN(8, 8, false, 1, 1, 1, 1)
+#endif

@@ -1,2 +1,0 @@
-// There are no clusters here.
-#pragma once
