@@ -13,7 +13,7 @@ from twellctl.training.recipe import Recipe, flag_name
 
 COMMANDS = (
     "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",
-    "bench ffn", "bench model", "bench decode", "bench train",
+    "eval", "bench ffn", "bench model", "bench decode", "bench train",
 )  # fmt: skip
 
 

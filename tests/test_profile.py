@@ -100,7 +100,7 @@ def test_parts_are_those_counted_by_hand(
     make_model, tmp_path, tokenizer, kinds_of_text, family, monkeypatch
 ):
     monkeypatch.setattr(
-        sys.modules["twellctl.profile"], "BATCH_TOKENS", 7 * 48
+        sys.modules["twellctl.evaluation.windows"], "BATCH_TOKENS", 7 * 48
     )  # 20 windows: 7, 7, 6
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
     code, more_code = kinds_of_text["code"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import __version__
-from twellctl.cli import bench, interrupts
+from twellctl.cli import bench, interrupts, measure
 from twellctl.cli.command import CONTEXT, ReaderLeft, command, show_help
 from twellctl.cli.recipe_flags import takes_recipe
 from twellctl.errors import TwellError, UsageError
@@ -143,75 +143,7 @@ def finetune(
         ui.finetuned(result)
 
 
-@command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)
-def profile(
-    model: LocalModel,
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of "
-            "text, by the file's name or NAME; equal names are one kind.",
-        ),
-    ],
-    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
-    windows: Annotated[int, typer.Option(help="Windows, at even strides through the text.")] = 128,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the profile as a page, one file for any browser."),
-    ] = None,
-    speed: Annotated[
-        bool | None,
-        typer.Option(
-            "--speed/--no-speed",
-            help="Time each layer's FFN, over TwELL and in the fastest dense form, on what it "
-            "read. [default: with --html, on an NVIDIA GPU]",
-        ),
-    ] = None,
-) -> None:
-    """Count which neurons fire.
-
-    By token and layer; dead ones too, the slots a packed gate needs, and the loss. Then by position
-    in the window, and by kind of text if --data names several; --json holds these by layer too.
-    """
-    from twellctl.firing.profiled import check_profile_path, profile_json, save_profile
-    from twellctl.report.write import check_page_path, write_profile_page
-
-    to_stdout = json == Path("-")
-    if json is not None and not to_stdout:
-        check_profile_path(json)
-    if html is not None:
-        check_page_path(html, json)
-    ui.doing(f"reading the text and {model}")
-    from twellctl.profile import profile as run
-
-    with ui.progress("windows") as progress:
-        done = run(
-            model,
-            data,
-            text_column=text_column,
-            windows=windows,
-            seq_len=seq_len,
-            speed=html is not None if speed is None else speed,
-            progress=progress,
-        )
-    if to_stdout:
-        print(profile_json(done), end="")
-    else:
-        if json is not None:
-            save_profile(done, json)
-        ui.profiled(done, saved_as=json)
-    if html is not None:
-        write_profile_page(done, html)
-        ui.note(f"the page: {html}")
+command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
 
 
 @command(app, "export sparse exported --profile profile.json", group=MAKE)
@@ -250,6 +182,9 @@ def export(
     )
 
 
+command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
+    measure.evaluate
+)
 app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 
 

@@ -85,19 +85,26 @@ class GroupedWindows:
 
 
 def grouped_windows(
-    data: Sequence[str], text_column: str, tokenizer: Any, windows: int, seq_len: int
+    data: Sequence[str],
+    text_column: str,
+    tokenizer: Any,
+    windows: int,
+    seq_len: int,
+    vocabulary: int | None = None,
 ) -> GroupedWindows:
     """The windows of `spread_windows` over all of `data`, in the order given.
 
     Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. A window
-    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read.
+    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read, and
+    for ids that a model of `vocabulary` tokens does not have.
     """
-    named = [_kind_and_path(entry) for entry in data]
+    named = [kind_and_path(entry) for entry in data]
     text_files([path for _, path in named])  # all are there, before the first is read
     kinds = list(dict.fromkeys(kind for kind, _ in named))
     ids, numbers = [], []
     for kind, path in named:
-        for tokens in token_stream(read_texts([path], text_column, tokenizer), tokenizer):
+        texts = read_texts([path], text_column, tokenizer)
+        for tokens in token_stream(texts, tokenizer, vocabulary):
             ids.append(tokens)
             numbers.append(np.full_like(tokens, kinds.index(kind)))
     buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
@@ -115,7 +122,7 @@ def _bucket(position: int) -> int:
     return position.bit_length()
 
 
-def _kind_and_path(entry: str) -> tuple[str, str]:
+def kind_and_path(entry: str) -> tuple[str, str]:
     """NAME and FILE of NAME=FILE; a path alone is named by its stem, a folder by its name."""
     named = re.fullmatch(r"([^/=]+)=(.+)", entry)
     if named and not Path(entry).exists():

@@ -1,14 +1,12 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
-import os
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from twellctl.errors import TwellError, reason, shown
-from twellctl.files.outputs import write_file
+from twellctl.files.outputs import check_json_path, write_file
 from twellctl.files.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
@@ -178,26 +176,7 @@ def profile_json(profile: Profile) -> str:
 
 def check_profile_path(path: Path) -> None:
     """Refuse, before any work, a file that could not be written, or that is something else."""
-    check_file(path, "the JSON file", "profile", _is_profile)
-
-
-def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
-    """Refuse a `path` where `what` could not be written, or that exists and is no `kind`."""
-    if path.is_dir():
-        raise TwellError(f"{path} is a folder: name {what} to write")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise TwellError(
-            f"{path} cannot be written: {path.parent} is not a folder you may write to"
-        )
-    if path.exists() and not is_kind(path):
-        raise TwellError(f"{path} exists and is no {kind}: choose another name")
-
-
-def _is_profile(path: Path) -> bool:
-    try:
-        return "schema_version" in read_json(path)
-    except TwellError:
-        return False
+    check_json_path(path, "schema_version", "profile")
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, UsageError, reason
-from twellctl.files.outputs import write_file
-from twellctl.firing.profiled import Profile, check_file
+from twellctl.files.outputs import check_file, write_file
+from twellctl.firing.profiled import Profile
 from twellctl.models.carried import METRICS_FILE
 from twellctl.report.of_profile import profile_page
 from twellctl.report.of_run import RUN_PAGE, read_rows, run_page
