@@ -164,3 +164,13 @@ def real_model() -> Path:
     if not folder:
         pytest.skip("TWELL_TEST_MODEL names no model folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory):
+    """A driver of a Chromium; tests that want it are skipped where there is none."""
+    from browser import start_chromium
+
+    driver = start_chromium(tmp_path_factory.mktemp("chromium"))
+    yield driver
+    driver.quit()

@@ -1,35 +1,11 @@
-"""The page at / as the tests see it, in a real Chromium without a screen."""
+"""The page at / as the tests see it."""
 
-import shutil
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
+from browser import complaints, seen_on
 from serving_client import Scripted
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-
 TEXT = "The gate decides which neurons fire, and only those are read."
-
-
-def start_chromium(profile: Path):
-    """A driver of it, made for tests; the test is skipped where there is none."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not browser or not driver:
-        pytest.skip("needs Chromium and ChromeDriver (Debian: chromium, chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={profile}")
-    options.add_argument("--window-size=1280,800")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
 
 class Page:
@@ -71,22 +47,11 @@ class Page:
     def run(self, script: str, *arguments):
         return self.driver.execute_script(script, *arguments)
 
-    @contextmanager
     def seen_on(self, width: int, height: int, scheme: str = "light"):
-        """As on a screen of that size, by someone who likes it light or dark."""
-        do = self.driver.execute_cdp_cmd
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        try:
-            do("Emulation.setDeviceMetricsOverride", size)
-            do("Emulation.setEmulatedMedia", {"features": features})
-            yield
-        finally:
-            do("Emulation.clearDeviceMetricsOverride", {})
-            do("Emulation.setEmulatedMedia", {"features": []})
+        return seen_on(self.driver, width, height, scheme)
 
     def complaints(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
+        return complaints(self.driver)
 
 
 def speaking(tokenizer, text=TEXT, **settings) -> Scripted:

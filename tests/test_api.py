@@ -1,4 +1,4 @@
-"""The pipeline as functions: four names of the package, whatever was imported before."""
+"""The pipeline as functions: names of the package, whatever was imported before."""
 
 import inspect
 import subprocess
@@ -13,7 +13,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
-NAMES = ("convert", "finetune", "profile", "export")
+NAMES = ("convert", "finetune", "profile", "export", "evaluate")
 QUIET = Progress(silent=True)
 
 
@@ -31,11 +31,11 @@ QUIET = Progress(silent=True)
 def test_they_are_functions_in_every_order(before):
     code = (
         f"import inspect, sys\n{before}\n"
-        "from twellctl import convert, finetune, profile, export\n"
+        "from twellctl import convert, finetune, profile, export, evaluate\n"
         "import twellctl, twellctl.convert as again\n"
         "from twellctl.convert import convert as inner, Converted\n"
         "assert convert is inner is again is twellctl.convert\n"
-        "for f in (convert, finetune, profile, export):\n"
+        "for f in (convert, finetune, profile, export, evaluate):\n"
         "    assert inspect.isfunction(f), f\n"
         "    assert getattr(twellctl, f.__name__) is f\n"
     )

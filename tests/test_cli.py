@@ -14,7 +14,7 @@ from twellctl.training.recipe import Recipe
 
 COMMANDS = (
     "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",
-    "bench ffn", "bench model", "bench decode", "bench train",
+    "eval", "bench ffn", "bench model", "bench decode", "bench train",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import profiles
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
+from twellctl.screens import ui
 from twellctl.text.data import read_texts, token_stream
 
 
@@ -98,7 +100,7 @@ def test_parts_are_those_counted_by_hand(
     make_model, tmp_path, tokenizer, kinds_of_text, family, monkeypatch
 ):
     monkeypatch.setattr(
-        sys.modules["twellctl.profile"], "BATCH_TOKENS", 7 * 48
+        sys.modules["twellctl.evaluation.windows"], "BATCH_TOKENS", 7 * 48
     )  # 20 windows: 7, 7, 6
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
     code, more_code = kinds_of_text["code"]
@@ -288,6 +290,22 @@ def test_command_shows_a_table(relu_llama, text_file, tmp_path):
     assert read_profile(saved).windows == 3
     refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
     assert "is not a folder you may write to" in str(refused.exception)
+
+
+def test_speeds_are_said(capsys):
+    found = profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))
+    ui.profiled(found)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "over TwELL all FFNs are 1.37 times as fast as dense ones, by layer 0.80 to 1.90" in said
+    assert f"neurons that fire and speed-up, by layer: {found.speed_correlation:.3f}" in said
+
+
+def test_a_profile_with_speed_comes_back_equal(tmp_path):
+    found = profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))
+    save_profile(found, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == found
+    content = json.loads((tmp_path / "profile.json").read_text())
+    assert content["speed_correlation"] == found.speed_correlation < -0.99
 
 
 def test_command_shows_the_kinds_of_text(relu_llama, kinds_of_text):

@@ -1,7 +1,7 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
-Its pipeline as functions: `from twellctl import convert, finetune, profile, export`. Each does what
-the command of its name does, and is imported when it is first used.
+Its pipeline as functions: `from twellctl import convert, finetune, profile, export, evaluate`. Each
+does what the command of its name does (`evaluate`: eval), and is imported when it is first used.
 """
 
 import importlib
@@ -10,10 +10,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["convert", "export", "finetune", "profile"]
+__all__ = ["convert", "evaluate", "export", "finetune", "profile"]
 
 if TYPE_CHECKING:
     from twellctl.convert import convert
+    from twellctl.evaluate import evaluate
     from twellctl.export import export
     from twellctl.finetune import finetune
     from twellctl.profile import profile

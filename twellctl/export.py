@@ -16,7 +16,7 @@ from twellctl.files.outputs import staged
 from twellctl.files.strict_json import to_json
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
-from twellctl.models.card import write_card
+from twellctl.models.card import read_evaluation, write_card
 from twellctl.models.carried import copy_side_files, copy_weights, own_file, write_config
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
@@ -45,17 +45,19 @@ def export(
     out: str | Path,
     *,
     profile: str | Path | Profile | None = None,
+    evaluation: str | Path | None = None,
     shard_size: str | int | None = None,
     overwrite: bool = False,
 ) -> Exported:
     """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
 
-    Slots are those of `profile`, else the model's own. `shard_size` ("2GB", or
-    bytes) cuts the weights anew. Raises `TwellError`.
+    Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
+    --json' file, go into the model card. `shard_size` ("2GB", or bytes) cuts the weights anew.
+    Raises `TwellError`.
     """
     out = Path(out)
     shard_bytes = None if shard_size is None else parse_size(shard_size)
-    inputs = [Path(path) for path in (model, profile) if isinstance(path, str | Path)]
+    inputs = [Path(path) for path in (model, profile, evaluation) if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
         checkpoint.require_relu()
@@ -64,6 +66,7 @@ def export(
         if measured is not None:
             label = "the profile" if measured is profile else profile
             twell = _completed(checkpoint, measured, label)
+        judged = evaluation and read_evaluation(Path(evaluation), fingerprint(checkpoint))
         entries = _write_bundle_and_entries(checkpoint, stage)
         if shard_bytes is None:
             copy_weights(checkpoint, stage)
@@ -71,7 +74,7 @@ def export(
             write_shards(checkpoint, stage, shard_bytes)
         copy_side_files(checkpoint, stage)
         write_config(stage, checkpoint.config | entries | {"twell": twell})
-        write_card(stage, out.name, checkpoint.path, measured)
+        write_card(stage, out.name, checkpoint.path, measured, judged or None)
     return Exported(
         out,
         entries["auto_map"]["AutoModelForCausalLM"].split(".")[-1],

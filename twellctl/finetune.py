@@ -4,7 +4,6 @@ While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and
 OUT appears when the run is complete.
 """
 
-import collections
 import contextlib
 import dataclasses
 import shutil
@@ -24,16 +23,18 @@ from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
-from twellctl.models.carried import REPORT_FILE, copy_side_files, write_config
+from twellctl.models.carried import METRICS_FILE, REPORT_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import (
+    as_stored,
     load_tokenizer,
     quiet_compiler,
     quiet_transformers,
 )
+from twellctl.report.write import write_run_page
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
-from twellctl.training.history import METRICS_FILE, History
+from twellctl.training.history import History
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
@@ -44,6 +45,7 @@ from twellctl.training.recipe import (
     resolve_recipe,
     run_folder,
     save_recipe,
+    settings,
 )
 from twellctl.training.runs import (
     checkpoint_state,
@@ -58,7 +60,6 @@ from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _finetune(
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
             result = _train(trainer, out, run, recipe, progress)
             progress.doing(f"writing {out}")
-            _save(trainer, checkpoint, recipe, run, result, claim)
+            _save(trainer, checkpoint, recipe, run, result, claim, progress)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -263,6 +264,7 @@ def _save(
     run: Path,
     result: FineTuned,
     claim: Claim | None,
+    progress: Progress,
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
     trainer.head.remove()
@@ -275,7 +277,7 @@ def _save(
         state = model.state_dict()
     trainer.penalty.fold(model, state)
     trainer.penalty.remove()
-    state = _as_stored(state, checkpoint)
+    state = as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
@@ -291,8 +293,10 @@ def _save(
             write_config(stage, config)
             did = _what_it_did(trainer, recipe, result)
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
-            report = dataclasses.asdict(result) | {"out": result.out.name}
+            told = settings(public_recipe(recipe))
+            report = dataclasses.asdict(result) | {"out": result.out.name, "recipe": told}
             (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
+            write_run_page(stage, report, progress.note)
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
@@ -309,15 +313,3 @@ def _what_it_did(trainer: SparseTrainer, recipe: Recipe, result: FineTuned) -> s
         f"began at {recipe.l1:g}, was at most {most:.3g} (step {step}) and ended at {result.l1:.3g}"
     )
     return f"{ended}; the goal was {result.target_density:.2%}; l1 {way}"
-
-
-def _as_stored(state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """`state` in the source's dtypes, less what is another name of a tensor there (a tied head)."""
-    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
-    usual = collections.Counter(stored.values()).most_common(1)[0][0]
-    there = {state[name].data_ptr() for name in stored if name in state}
-    return {
-        name: tensor.to(dtype=stored.get(name, usual))
-        for name, tensor in state.items()
-        if name in stored or tensor.data_ptr() not in there
-    }

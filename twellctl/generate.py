@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.text.tokens import Detokenizer, encode_chat, encode_text
+from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,12 +174,7 @@ def _encoded(
             raise TwellError(f"{checkpoint.name}: {error}; try --no-chat") from error
     if not tokens:
         raise UsageError("the prompt holds no token: give some text")
-    vocabulary = checkpoint.config.get("vocab_size")
-    if vocabulary is not None and max(tokens) >= vocabulary:
-        raise TwellError(
-            f"the tokenizer makes id {max(tokens)}, but the model has {vocabulary} tokens: "
-            "copy the tokenizer files of its original beside the weights"
-        )
+    check_ids(max(tokens), checkpoint.config.get("vocab_size"))
     return tokens
 
 

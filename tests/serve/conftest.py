@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from page_driver import Page, start_chromium
+from page_driver import Page
 from serving_client import running
 
 from twellctl.models.checkpoint import open_checkpoint
@@ -38,13 +38,6 @@ def reference(relu_llama):
         return done[0, len(prompt) :].tolist()
 
     return generate
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory):
-    driver = start_chromium(tmp_path_factory.mktemp("chromium"))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture

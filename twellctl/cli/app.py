@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl import __version__
-from twellctl.cli import bench
+from twellctl.cli import bench, measure
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
@@ -140,56 +140,7 @@ def finetune(
         ui.finetuned(result)
 
 
-@command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)
-def profile(
-    model: LocalModel,
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of "
-            "text, by the file's name or NAME; equal names are one kind.",
-        ),
-    ],
-    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
-    windows: Annotated[int, typer.Option(help="Windows, at even strides through the text.")] = 128,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
-    ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
-    ] = None,
-) -> None:
-    """Count which neurons fire.
-
-    By token and layer; dead ones too, and the slots a packed gate needs. Then by position in the
-    window, and by kind of text if --data names several; --json holds these by layer too.
-    """
-    from twellctl.firing.profiled import check_profile_path, profile_json, save_profile
-
-    to_stdout = json == Path("-")
-    if json is not None and not to_stdout:
-        check_profile_path(json)
-    ui.doing(f"reading the text and {model}")
-    from twellctl.profile import profile as run
-
-    with ui.progress("windows") as progress:
-        done = run(
-            model,
-            data,
-            text_column=text_column,
-            windows=windows,
-            seq_len=seq_len,
-            progress=progress,
-        )
-    if to_stdout:
-        print(profile_json(done), end="")
-        return
-    if json is not None:
-        save_profile(done, json)
-    ui.profiled(done, saved_as=json)
+command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
 
 
 @command(app, "export sparse exported --profile profile.json", group=MAKE)
@@ -197,7 +148,12 @@ def export(
     model: LocalModel,
     out: Out,
     profile: Annotated[
-        Path | None, typer.Option(help="Slots of this 'profile --json' file.")
+        Path | None,
+        typer.Option(help="Slots of this 'profile --json' file; its figures for the model card."),
+    ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
     ] = None,
     shard_size: Annotated[
         str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")
@@ -211,9 +167,21 @@ def export(
     ui.doing(f"checking the weights of {model} and copying them")
     from twellctl.export import export as run
 
-    ui.exported(run(model, out, profile=profile, shard_size=shard_size, overwrite=overwrite))
+    ui.exported(
+        run(
+            model,
+            out,
+            profile=profile,
+            evaluation=evaluation,
+            shard_size=shard_size,
+            overwrite=overwrite,
+        )
+    )
 
 
+command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
+    measure.evaluate
+)
 app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 
 

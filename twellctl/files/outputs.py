@@ -15,6 +15,7 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 from twellctl.files.exchange import exchange
+from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
 
 
@@ -74,6 +75,33 @@ def write_file(path: Path, text: str) -> None:
     with workspace_beside(path) as workspace:
         (workspace / "new").write_text(text, encoding="utf-8")
         (workspace / "new").replace(path)
+
+
+def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Refuse, before any work, a `path` that could not be written, or is something else.
+
+    What is there may be replaced if `is_kind(path)`: another one of that `kind`.
+    """
+    if path.is_dir():
+        raise TwellError(f"{path} is a folder: name {what} to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise TwellError(
+            f"{path} cannot be written: {path.parent} is not a folder you may write to"
+        )
+    if path.exists() and not is_kind(path):
+        raise TwellError(f"{path} exists and is no {kind}: choose another name")
+
+
+def check_json_path(path: Path, key: str, kind: str) -> None:
+    """`check_file` of a JSON file, known by being an object with `key`."""
+    check_file(path, "the JSON file", kind, lambda path: _has_key(path, key))
+
+
+def _has_key(path: Path, key: str) -> bool:
+    try:
+        return key in read_json(path)
+    except TwellError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, gated_ffns
-from twellctl.firing.profiled import LayerProfile
+from twellctl.firing.profiled import SHARES, LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
 SLOTS_STEP = 8
@@ -62,8 +62,11 @@ class LayerCount:
         self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
         self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
 
-    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> None:
-        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`."""
+    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`.
+
+        Returns how many neurons fired in each row, int64 `[M]`.
+        """
         fired = active != 0
         nnz = fired.sum(-1)
         self.by_neuron += fired.sum(0)
@@ -75,6 +78,7 @@ class LayerCount:
         # whatever the slots, a row that is not finite goes to the backup
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
+        return nnz
 
     @property
     def not_finite(self) -> int:
@@ -86,19 +90,37 @@ class LayerCount:
         nnz, num_rows = self.nnz.cpu(), int(self.nnz.sum())
         mean = int((nnz * torch.arange(len(nnz))).sum()) / num_rows
         reached = nnz.cumsum(0).double()
+        by_neuron = self.by_neuron.cpu()
         overflow = (num_rows - self.fullest.cpu().cumsum(0)).double() / num_rows  # by slots
         fit = (overflow[SLOTS_STEP::SLOTS_STEP] <= MAX_OVERFLOW).nonzero().flatten()
         slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
+        p10, p50, p90, p99 = (int((reached < p * num_rows).sum()) for p in (0.1, 0.5, 0.9, 0.99))
         return LayerProfile(
             nnz_mean=mean,
-            nnz_p50=int((reached < 0.50 * num_rows).sum()),
-            nnz_p99=int((reached < 0.99 * num_rows).sum()),
+            nnz_p10=p10,
+            nnz_p50=p50,
+            nnz_p90=p90,
+            nnz_p99=p99,
             nnz_max=int(nnz.nonzero().max()),
             density=mean / self.intermediate_size,
-            dead=int((self.by_neuron == 0).sum()),
+            dead=int((by_neuron == 0).sum()),
             slots=slots,
             overflow=float(overflow[slots]),
+            tokens_by_share=by_share(torch.arange(len(nnz)), self.intermediate_size, nnz),
+            neurons_by_share=by_share(by_neuron, num_rows),
         )
+
+
+def by_share(counts: Tensor, whole: int, weights: Tensor | None = None) -> tuple[int, ...]:
+    """How many of `counts` `[n]`, each a share of `whole`, lie in each bin of `SHARES`.
+
+    `weights` `[n]` says how many times each of them is counted.
+    """
+    ends = torch.tensor(SHARES, dtype=torch.float64, device=counts.device)
+    bins = torch.bucketize(counts.double() / whole, ends)
+    weights = torch.ones_like(counts) if weights is None else weights
+    found = torch.zeros(len(SHARES), dtype=torch.int64, device=counts.device)
+    return tuple(found.index_add_(0, bins, weights.to(torch.int64)).tolist())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from twellctl.firing.counts import LayerCount
+from twellctl.firing.losses import Losses
 from twellctl.firing.profiled import KindDensity, PositionDensity
 from twellctl.text.data import read_texts, spread_windows, text_files, token_stream
 
@@ -36,52 +37,74 @@ class GroupedWindows:
     def _num_buckets(self) -> int:
         return _bucket(self.ids.shape[1] - 1) + 1
 
-    def by_position(self, counts: Sequence[LayerCount]) -> tuple[PositionDensity, ...]:
-        """The density of each bucket of positions; `counts` have added all windows."""
-        fired, tokens = (sums.sum(-2) for sums in self._sums(counts))
+    def by_position(
+        self, counts: Sequence[LayerCount], losses: Losses | None = None
+    ) -> tuple[PositionDensity, ...]:
+        """The density and loss of each bucket of positions; both have added all windows."""
+        fired, tokens, nats, predicted = (sums.sum(-2) for sums in self._sums(counts, losses))
         size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
         return tuple(
             PositionDensity.of(
                 fired[:, bucket].tolist(),
                 int(tokens[bucket]),
                 size,
+                loss=_mean(nats[bucket], predicted[bucket]),
                 first=1 << bucket >> 1,
                 last=min((1 << bucket) - 1, last),
             )
             for bucket in range(self._num_buckets)
         )
 
-    def by_kind(self, counts: Sequence[LayerCount]) -> tuple[KindDensity, ...]:
-        """The density of each kind of text; `counts` have added all windows."""
-        fired, tokens = (sums.sum(-1) for sums in self._sums(counts))
+    def by_kind(
+        self, counts: Sequence[LayerCount], losses: Losses | None = None
+    ) -> tuple[KindDensity, ...]:
+        """The density and loss of each kind of text; both have added all windows."""
+        fired, tokens, nats, predicted = (sums.sum(-1) for sums in self._sums(counts, losses))
         size = counts[0].intermediate_size
         return tuple(
-            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind=kind)
+            KindDensity.of(
+                fired[:, number].tolist(),
+                int(tokens[number]),
+                size,
+                loss=_mean(nats[number], predicted[number]),
+                kind=kind,
+            )
             for number, kind in enumerate(self.kinds)
         )
 
-    def _sums(self, counts: Sequence[LayerCount]) -> tuple[Tensor, Tensor]:
-        """What fired `[layers, kinds, buckets]`, and tokens `[kinds, buckets]`."""
-        fired = torch.stack([count.by_group for count in counts]).cpu()
-        tokens = self.groups.flatten().bincount(minlength=self.num_groups)
-        sizes = (len(self.kinds), self._num_buckets)
-        return fired.unflatten(-1, sizes), tokens.unflatten(-1, sizes)
+    def _sums(self, counts: Sequence[LayerCount], losses: Losses | None) -> tuple[Tensor, ...]:
+        """What fired `[layers, kinds, buckets]`; tokens, nats, predicted `[kinds, buckets]`."""
+        losses = losses or Losses.of(self.num_groups)
+        sums = (
+            torch.stack([count.by_group for count in counts]).cpu(),
+            self.groups.flatten().bincount(minlength=self.num_groups),
+            torch.tensor(losses.sums, dtype=torch.float64),
+            torch.tensor(losses.tokens),
+        )
+        return tuple(s.unflatten(-1, (len(self.kinds), self._num_buckets)) for s in sums)
 
 
 def grouped_windows(
-    data: Sequence[str], text_column: str, tokenizer: Any, windows: int, seq_len: int
+    data: Sequence[str],
+    text_column: str,
+    tokenizer: Any,
+    windows: int,
+    seq_len: int,
+    vocabulary: int | None = None,
 ) -> GroupedWindows:
     """The windows of `spread_windows` over all of `data`, in the order given.
 
     Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. A window
-    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read.
+    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read, and
+    for ids that a model of `vocabulary` tokens does not have.
     """
-    named = [_kind_and_path(entry) for entry in data]
+    named = [kind_and_path(entry) for entry in data]
     text_files([path for _, path in named])  # all are there, before the first is read
     kinds = list(dict.fromkeys(kind for kind, _ in named))
     ids, numbers = [], []
     for kind, path in named:
-        for tokens in token_stream(read_texts([path], text_column, tokenizer), tokenizer):
+        texts = read_texts([path], text_column, tokenizer)
+        for tokens in token_stream(texts, tokenizer, vocabulary):
             ids.append(tokens)
             numbers.append(np.full_like(tokens, kinds.index(kind)))
     buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
@@ -91,11 +114,15 @@ def grouped_windows(
     )
 
 
+def _mean(total: Tensor, count: Tensor) -> float | None:
+    return float(total) / int(count) if count else None
+
+
 def _bucket(position: int) -> int:
     return position.bit_length()
 
 
-def _kind_and_path(entry: str) -> tuple[str, str]:
+def kind_and_path(entry: str) -> tuple[str, str]:
     """NAME and FILE of NAME=FILE; a path alone is named by its stem, a folder by its name."""
     named = re.fullmatch(r"([^/=]+)=(.+)", entry)
     if named and not Path(entry).exists():

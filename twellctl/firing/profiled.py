@@ -1,15 +1,17 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
-import os
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from twellctl.errors import TwellError, reason, shown
-from twellctl.files.outputs import write_file
+from twellctl.files.outputs import check_json_path, write_file
 from twellctl.files.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
+# Upper ends of the bins of shares: none, up to 0.01 %, then quarters of a decade up to 100 %.
+SHARES = (0.0, *(10 ** (quarter / 4 - 4) for quarter in range(17)))
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class LayerProfile:
 
     `nnz_p99` is the smallest count that 99 % of the tokens do not exceed. `dead` neurons fired on
     no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
+    Two histograms over the bins of `SHARES`: `tokens_by_share` counts tokens by the share of the
+    neurons that fired, `neurons_by_share` neurons by the share of the tokens on which they fired.
     """
 
     nnz_mean: float
@@ -28,27 +32,36 @@ class LayerProfile:
     dead: int
     slots: int
     overflow: float
+    nnz_p10: int | None = None
+    nnz_p90: int | None = None
+    tokens_by_share: tuple[int, ...] = ()
+    neurons_by_share: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartDensity:
-    """The density of some tokens: mean of the layers, and by layer; all None for no tokens."""
+    """The density of some tokens: mean of the layers, and by layer; all None for no tokens.
+
+    `loss` is the mean cross-entropy of those of the tokens that have one before them, in nats.
+    """
 
     tokens: int
     density: float | None
     layers: tuple[float | None, ...]
+    loss: float | None = None
 
     @classmethod
     def of(cls, fired: list[int], tokens: int, intermediate_size: int, **which: Any) -> Self:
         """From the neurons that fired in each layer, summed over the tokens."""
         places = tokens * intermediate_size
         if not places:
-            return cls(tokens, None, (None,) * len(fired), **which)
+            return cls(tokens=tokens, density=None, layers=(None,) * len(fired), **which)
         layers = tuple(count / places for count in fired)
-        return cls(tokens, sum(fired) / (places * len(fired)), layers, **which)
+        density = sum(fired) / (places * len(fired))
+        return cls(tokens=tokens, density=density, layers=layers, **which)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PositionDensity(PartDensity):
     """At positions `first` to `last` of a window, counted from 0, both included."""
 
@@ -56,7 +69,7 @@ class PositionDensity(PartDensity):
     last: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KindDensity(PartDensity):
     """In text of one kind."""
 
@@ -64,8 +77,41 @@ class KindDensity(PartDensity):
 
 
 @dataclass(frozen=True)
+class LayerSpeed:
+    """Milliseconds of one layer's FFN: over TwELL, and by `dense`, its fastest dense form."""
+
+    dense: str
+    dense_ms: float
+    twell_ms: float
+
+    @property
+    def speedup(self) -> float:
+        return self.dense_ms / self.twell_ms
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Each layer's FFN, timed on `device` on `tokens` tokens that the profile read."""
+
+    device: str
+    tokens: int
+    layers: tuple[LayerSpeed, ...]
+
+    @property
+    def speedup(self) -> float:
+        """Of all layers' FFNs together."""
+        dense = sum(layer.dense_ms for layer in self.layers)
+        return dense / sum(layer.twell_ms for layer in self.layers)
+
+
+@dataclass(frozen=True)
 class Profile:
-    """A measured model. `fingerprint` is that of its weights, `data` what it was measured on."""
+    """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
+
+    `loss` is the mean cross-entropy of the next token in nats, `loss_error` its standard error over
+    the windows. `tokens_by_share` counts tokens by the share of all layers' neurons that fired.
+    `speed` is None where it was not measured; `without_speed` says why.
+    """
 
     model: str
     fingerprint: str
@@ -81,6 +127,11 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     by_position: tuple[PositionDensity, ...] = ()
     by_kind: tuple[KindDensity, ...] = ()
+    loss: float | None = None
+    loss_error: float | None = None
+    tokens_by_share: tuple[int, ...] = ()
+    speed: Speed | None = None
+    without_speed: str | None = None
 
     @property
     def nnz_mean(self) -> float:
@@ -95,9 +146,21 @@ class Profile:
         dead = sum(layer.dead for layer in self.layers)
         return dead / len(self.layers) / self.intermediate_size
 
+    @property
+    def speed_correlation(self) -> float | None:
+        """Pearson's, of the neurons that fire in a layer and its speed-up; None if undefined."""
+        if self.speed is None or len(self.layers) < 3:
+            return None
+        fired = [layer.nnz_mean for layer in self.layers]
+        speedups = [layer.speedup for layer in self.speed.layers]
+        if len(set(fired)) == 1 or len(set(speedups)) == 1:
+            return None
+        return statistics.correlation(fired, speedups)
+
     def to_json(self) -> dict:
         """The content of the file: schema version and means first, then all fields."""
-        means = {key: getattr(self, key) for key in ("nnz_mean", "density", "dead_fraction")}
+        names = ("nnz_mean", "density", "dead_fraction", "speed_correlation")
+        means = {key: getattr(self, key) for key in names}
         return {"schema_version": SCHEMA_VERSION} | means | asdict(self)
 
 
@@ -113,21 +176,7 @@ def profile_json(profile: Profile) -> str:
 
 def check_profile_path(path: Path) -> None:
     """Refuse, before any work, a file that could not be written, or that is something else."""
-    if path.is_dir():
-        raise TwellError(f"{path} is a folder: name the JSON file to write")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise TwellError(
-            f"{path} cannot be written: {path.parent} is not a folder you may write to"
-        )
-    if path.exists() and not _is_profile(path):
-        raise TwellError(f"{path} exists and is no profile: choose another name")
-
-
-def _is_profile(path: Path) -> bool:
-    try:
-        return "schema_version" in read_json(path)
-    except TwellError:
-        return False
+    check_json_path(path, "schema_version", "profile")
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -143,15 +192,18 @@ def read_profile(path: str | Path) -> Profile:
             f"{again}"
         )
     try:
-        content = {"by_position": [], "by_kind": []} | content  # the first profiles had neither
-        fields = {name: content[name] for name in Profile.__dataclass_fields__}
-        fields["layers"] = tuple(LayerProfile(**layer) for layer in fields["layers"])
-        fields["by_position"] = _parts(PositionDensity, fields["by_position"])
-        fields["by_kind"] = _parts(KindDensity, fields["by_kind"])
-        return Profile(**fields | {"data": tuple(fields["data"])})
-    except (KeyError, TypeError) as error:
+        fields = {name: content[name] for name in Profile.__dataclass_fields__ if name in content}
+        fields["layers"] = tuple(_made(LayerProfile, layer) for layer in fields["layers"])
+        for name, part in (("by_position", PositionDensity), ("by_kind", KindDensity)):
+            fields[name] = tuple(_made(part, found) for found in fields.get(name, ()))
+        if speed := fields.get("speed"):
+            layers = tuple(_made(LayerSpeed, layer) for layer in speed["layers"])
+            fields["speed"] = _made(Speed, speed | {"layers": layers})
+        return _made(Profile, fields)
+    except (AttributeError, KeyError, TypeError) as error:
         raise TwellError(f"{path} is no whole profile ({reason(error)}): {again}") from error
 
 
-def _parts(made: type[PartDensity], parts: list[dict]) -> tuple[PartDensity, ...]:
-    return tuple(made(**part | {"layers": tuple(part["layers"])}) for part in parts)
+def _made(kind: type, fields: dict[str, Any]) -> Any:
+    """An object of `kind` whose lists are tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

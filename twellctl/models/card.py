@@ -1,19 +1,26 @@
-"""The README.md of a model that twellctl wrote: what it is, how sparse, how to load it.
+"""The README.md of a model that twellctl wrote: what it is, costs and gains, and how to load it.
 
 The card of the model it was made from does not go along, since its scores are not this model's.
-Only what it says of the licence does.
+Only what it says of the licence does. Every figure says where it comes from; what was not measured
+is said to be unknown.
 """
 
 import json
-import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, reason
+from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.carried import CARD, REPORT_FILE, own_file
+from twellctl.models.card_front import Metric, front_matter
+from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import is_served_over_twell, serve_command
 
-_LICENCE_LINE = re.compile(r"(license|license_name|license_link): *([\"']?)([\w.+:/ -]{1,200})\2 *")
+EVALUATION_VERSION = 1
+LONGEST_SETTING = 80
+
 _CARD = """---
 {front}
 ---
@@ -23,6 +30,8 @@ _CARD = """---
 A language model whose gated FFNs use ReLU in place of SiLU, made by twellctl from {base}.{state}
 
 {density}
+{sections}
+## How to load it
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,6 +41,15 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
 This loads the stock {stock} of transformers, which computes all neurons.{over_twell}
+
+With twellctl installed:
+
+```
+twellctl generate    {name} "Once upon a time"
+twellctl serve-local {name}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000
+```
+
+## What not to load it in
 
 Some tools do not read `hidden_act` in config.json:
 
@@ -48,25 +66,40 @@ _CONVERTED = """
 It was converted and not fine-tuned since: fine-tune it before use."""
 
 
-def write_card(folder: Path, name: str, source: Path, profile: Profile | None = None) -> None:
+@dataclass(frozen=True)
+class Figures:
+    """What is known of a model: how its fine-tuning ended, its profile, its evaluation."""
+
+    report: dict[str, Any]
+    profile: Profile | None = None
+    evaluation: dict[str, Any] | None = None
+
+
+def write_card(
+    folder: Path,
+    name: str,
+    source: Path,
+    profile: Profile | None = None,
+    evaluation: dict[str, Any] | None = None,
+) -> None:
     """Write the card of the model in `folder`, which is called `name` and was made from `source`.
 
-    Density comes from `profile`, else from what `folder` itself holds.
+    Its figures come from `profile` and `evaluation`, else from what `folder` itself holds.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    report = _report(folder)
+    figures = Figures(_report(folder), profile, evaluation)
     base = config["twell"].get("source")
-    front = [f"base_model: {base}"] if base else []
-    front += [*_licence(source), "library_name: transformers", "pipeline_tag: text-generation"]
     stock = (config.get("architectures") or ["class"])[0]
     served = is_served_over_twell(stock, profiled="densities" in config["twell"])
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
+    fresh = not figures.report and config["twell"]["source_act"] != "relu"
     card = _CARD.format(
-        front="\n".join(front),
+        front=front_matter(name, base, source, _metrics(figures)),
         name=name,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
-        state="" if report or config["twell"]["source_act"] == "relu" else _CONVERTED,
-        density=_density(config["twell"], report, profile),
+        state=_CONVERTED if fresh else "",
+        density=_density(config["twell"], figures.report, profile),
+        sections="".join(_sections(figures)),
         stock=f"`{stock}`",
         over_twell=_OVER_TWELL.format(ours=f"`{ours}`") if ours else "",
         densely=serve_command(name, over_twell=False),
@@ -75,11 +108,40 @@ def write_card(folder: Path, name: str, source: Path, profile: Profile | None = 
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
+def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
+    """An 'eval --json' file; `TwellError` if it is none, or of other weights than `fingerprint`."""
+    again = "write it again with 'twellctl eval MODEL --json FILE'"
+    found = read_json(path, again)
+    if found.get("eval_schema_version") != EVALUATION_VERSION:
+        raise TwellError(f"{path} is no evaluation that this twellctl reads: {again}")
+    if found.get("fingerprint") != fingerprint:
+        raise TwellError(f"{path} is of another model: {again}")
+    try:
+        list(_sections(Figures({}, None, found)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TwellError(f"{path} is no whole evaluation ({reason(error)}): {again}") from error
+    return found
+
+
+def _sections(figures: Figures) -> Iterable[str]:
+    named = {
+        "Losses": _losses(figures),
+        "Tasks": _tasks(figures.evaluation),
+        "Speed": _speed(figures.profile),
+        "Recipe": _recipe(figures.report),
+    }
+    return (f"\n## {title}\n\n{text}\n" for title, text in named.items() if text)
+
+
 def _density(twell: dict, report: dict, profile: Profile | None) -> str:
     share = "of the neurons of an FFN fire for a token, on average over the layers"
     if profile is not None:
         how = f"measured by `twellctl profile` over {profile.tokens} tokens"
-        return f"{profile.density:.2%} {share}: {how}."
+        low, high = (end(layer.density for layer in profile.layers) for end in (min, max))
+        return (
+            f"{profile.density:.2%} {share}: {how}.\nLayers lie between {low:.2%} and {high:.2%}; "
+            f"{profile.dead_fraction:.2%} of the neurons fired on none of them."
+        )
     if densities := twell.get("densities"):
         return f"{sum(densities) / len(densities):.2%} {share}, as a profile measured."
     if "density" in report:
@@ -88,23 +150,126 @@ def _density(twell: dict, report: dict, profile: Profile | None) -> str:
     return "How many of its neurons fire has not been measured."
 
 
-def _report(folder: Path) -> dict:
+def _losses(figures: Figures) -> str | None:
+    """Cross-entropies of this model and of what it came from, on the same text where it is."""
+    names = {
+        "teacher_cross_entropy": "the model it learnt from",
+        "first_cross_entropy": "before fine-tuning",
+        "cross_entropy": "this model",
+    }
+    held_out = {
+        name: figures.report[key] for key, name in names.items() if _is_number(figures.report, key)
+    }
+    rows = [
+        (name, "held-out text of fine-tuning", f"{loss:.4f}") for name, loss in held_out.items()
+    ]
+    if figures.profile is not None and figures.profile.loss is not None:
+        loss = _with_error(figures.profile.loss, figures.profile.loss_error)
+        rows.append(("this model", f"{figures.profile.tokens} tokens of its profile", loss))
+    judged = (figures.evaluation or {}).get("text")
+    if judged:
+        score = judged["score"]
+        rows.append(("this model", "text of its evaluation", f"{score['cross_entropy']:.4f}"))
+        if score.get("reference_cross_entropy") is not None:
+            loss = f"{score['reference_cross_entropy']:.4f}"
+            rows.append(("the reference", "the same", loss))
+    return _table(("", "text", "nats a token"), rows)
+
+
+def _tasks(evaluation: dict[str, Any] | None) -> str | None:
+    """Accuracies with their standard errors, beside chance and the reference."""
+    tasks = (evaluation or {}).get("tasks") or []
+    rows = [
+        (
+            task["task"],
+            task["questions"],
+            f"{task['chance']:.1%}",
+            _accuracy(task["accuracy"]),
+            _accuracy(task.get("reference")),
+        )
+        for task in tasks
+    ]
+    return _table(("task", "questions", "chance", "this model", "reference"), rows)
+
+
+def _accuracy(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    mean = found["acc_norm"] or found["acc"]
+    error = "" if mean["stderr"] is None else f" ± {mean['stderr']:.1%}"
+    return f"{mean['mean']:.1%}{error}"
+
+
+def _speed(profile: Profile | None) -> str | None:
+    if profile is None:
+        return None
+    if profile.speed is None:
+        return "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
+    speedups = [layer.speedup for layer in profile.speed.layers]
+    software = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    return (
+        f"Over TwELL the FFNs of all layers are {profile.speed.speedup:.2f} times as fast as the\n"
+        f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times,\n"
+        f"at {profile.speed.tokens} tokens on one {profile.speed.device} ({software})."
+    )
+
+
+def _recipe(report: dict[str, Any]) -> str | None:
+    """What fine-tuning was told, and how much it read."""
+    told = report.get("recipe")
+    lines = [f"{key}: {value}" for key, value in told.items()] if isinstance(told, dict) else []
+    lines = [line for line in lines if len(line) <= LONGEST_SETTING and _is_plain(line)]
+    if not lines:
+        return None
+    counts = [report.get(key) for key in ("num_steps", "num_tokens")]
+    ran = ", {} steps, {} tokens".format(*counts) if {*map(type, counts)} == {int} else ""
+    return "\n".join([f"`twellctl finetune`{ran}:", "", "```yaml", *lines, "```"])
+
+
+def _metrics(figures: Figures) -> list[Metric]:
+    """The figures that hubs show: loss, share of neurons that fire, accuracies."""
+    loss, density = figures.report.get("cross_entropy"), figures.report.get("density")
+    if figures.profile is not None:
+        loss, density = figures.profile.loss, figures.profile.density
+    found = [
+        ("held-out text", "cross-entropy", "cross-entropy, nats a token", loss),
+        ("held-out text", "density", "share of the neurons that fire", density),
+    ]
+    for task in (figures.evaluation or {}).get("tasks") or []:
+        best = task["accuracy"]["acc_norm"] or task["accuracy"]["acc"]
+        found.append((_cell(task["task"]), "accuracy", "accuracy", best["mean"]))
+    return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple]) -> str | None:
+    if not rows:
+        return None
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = str(value)
+    return text if _is_plain(text) else "?"
+
+
+def _is_plain(text: str) -> bool:
+    """Whether others' text can stand in a card without meaning anything there."""
+    return text.isprintable() and not set("`|<>[]") & set(text)
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+
+
+def _is_number(report: dict[str, Any], key: str) -> bool:
+    return isinstance(report.get(key), float)
+
+
+def _report(folder: Path) -> dict[str, Any]:
     """What fine-tuning ended with; nothing for a model that was not fine-tuned."""
     try:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return report if isinstance(report, dict) and isinstance(report.get("density"), float) else {}
-
-
-def _licence(source: Path) -> list[str]:
-    """The lines on the licence that stand in the front matter of the card of `source`."""
-    try:
-        with own_file(source / CARD).open(encoding="utf-8", errors="replace") as file:
-            opening, *lines = file.read(1 << 16).splitlines() or [""]
-    except (OSError, TwellError):
-        return []
-    if opening.strip() != "---" or "---" not in lines:
-        return []
-    front = lines[: lines.index("---")]
-    return [line.strip() for line in front if _LICENCE_LINE.fullmatch(line)]

@@ -16,6 +16,7 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
 REPORT_FILE = "twell_finetune.json"  # what a fine-tuning run ended with
+METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template.jinja",

@@ -1,5 +1,6 @@
 """Checkpoints become torch models here, always through the stock transformers class."""
 
+import collections
 import contextlib
 import json
 import warnings
@@ -24,6 +25,7 @@ from transformers.utils import logging as hf_logging
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.models.checkpoint import Checkpoint
 
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
 
 
@@ -221,3 +223,15 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def as_stored(state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """`state` in the source's dtypes, less what is another name of a tensor there (a tied head)."""
+    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    usual = collections.Counter(stored.values()).most_common(1)[0][0]
+    there = {state[name].data_ptr() for name in stored if name in state}
+    return {
+        name: tensor.to(dtype=stored.get(name, usual))
+        for name, tensor in state.items()
+        if name in stored or tensor.data_ptr() not in there
+    }

@@ -1,6 +1,7 @@
 """The screen: tables and results to stdout, errors and progress to stderr. No torch."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from twellctl.errors import TwellError, printable
+from twellctl.report.advice import of_run
+from twellctl.report.of_run import RUN_PAGE
 from twellctl.screens.activity import Activity
 
 stdout = Console(highlight=False)
@@ -114,17 +117,8 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`)."""
-    wanted = result.target_density
-    if wanted is not None and result.density > 1.1 * wanted:
-        note(
-            f"the target of {wanted:.2%} density was not met in this budget: train longer, or be "
-            "content with less"
-        )
-    if wanted is not None and result.density < 0.9 * wanted:
-        note(
-            f"sparser than the {wanted:.2%} asked for, which costs loss: the price had not settled "
-            "when the run ended; train longer"
-        )
+    for sentence in of_run(dataclasses.asdict(result)):
+        note(sentence)
     losses = {
         "teacher": result.teacher_cross_entropy,
         "before": result.first_cross_entropy,
@@ -137,6 +131,8 @@ def finetuned(result: Any) -> None:
     say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
     if held_out:
         say(f"held-out cross-entropy: {held_out}")
+    if (page := result.out / RUN_PAGE).is_file():
+        say(f"the run as a page: {page}")
     say(f"next: twellctl profile {result.out} --data FILE")
 
 
@@ -170,15 +166,33 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
     )
     say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
+    if result.loss is not None:
+        error = "" if result.loss_error is None else f" +- {result.loss_error:.4f}"
+        say(f"cross-entropy {result.loss:.4f}{error} nats a token")
     _densities("position", [(_positions(part), part) for part in result.by_position])
     if len(result.by_kind) > 1:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
+    _speed(result)
     if saved_as is not None:
         say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
     else:
         say("next: the same with --json FILE, which twellctl export takes")
+
+
+def _speed(result: Any) -> None:
+    """What the timing of a `Profile` found, if it was asked for."""
+    if result.speed is not None:
+        speedups = [layer.speedup for layer in result.speed.layers]
+        say(
+            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
+            f"layer {min(speedups):.2f} to {max(speedups):.2f}, at {result.speed.tokens} tokens"
+        )
+        if (found := result.speed_correlation) is not None:
+            say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")
+    if result.without_speed:
+        note(f"the FFNs were not timed: {result.without_speed}")
 
 
 def _positions(part: Any) -> str:
@@ -222,14 +236,18 @@ def diagnosed(result: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `show(done, total)`: a bar on stderr while the block runs, nothing off a terminal."""
+def progress(what: str) -> Iterator[Callable[..., None]]:
+    """Yield `show(done, total, what)`: a bar on stderr, nothing off a terminal."""
     from rich.progress import Progress
 
     activity.over()
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def show(done: int, total: int, what: str = what) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield show
 
 
 def quickstarted(result: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from twellctl.errors import TwellError, bounded, reason, shown
 from twellctl.files.strict_json import parse_json
+from twellctl.text.tokens import check_ids, end_of_text
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
@@ -69,18 +70,11 @@ def token_stream(
 
     Ids that a model of `vocabulary` tokens does not have are refused.
     """
-    first = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
-    if first is None:
-        raise TwellError("the tokenizer has no end-of-text token: set eos_token in its config")
-    texts = iter(texts)
+    first, texts = end_of_text(tokenizer), iter(texts)
     while some := list(islice(texts, 256)):
         encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = np.concatenate([np.array([first, *ids], dtype=np.int32) for ids in encoded])
-        if vocabulary is not None and tokens.max() >= vocabulary:
-            raise TwellError(
-                f"the tokenizer makes id {tokens.max()}, but the model has {vocabulary} tokens: "
-                "copy the tokenizer files of its original beside the weights"
-            )
+        check_ids(int(tokens.max()), vocabulary)
         yield tokens
 
 

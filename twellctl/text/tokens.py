@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from twellctl.errors import TwellError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +28,23 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, A
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def end_of_text(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The token between texts, from which a text can begin; `TwellError` if there is none."""
+    for token in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        if token is not None:
+            return token
+    raise TwellError("the tokenizer has no end-of-text token: set eos_token in its config")
+
+
+def check_ids(largest: int, vocabulary: int | None) -> None:
+    """`TwellError` for ids that a model of `vocabulary` tokens (None: not known) does not have."""
+    if vocabulary is not None and largest >= vocabulary:
+        raise TwellError(
+            f"the tokenizer makes id {largest}, but the model has {vocabulary} tokens: "
+            "copy the tokenizer files of its original beside the weights"
+        )
 
 
 class Detokenizer:

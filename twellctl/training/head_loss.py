@@ -6,6 +6,7 @@ the head's forward, so that what the model returns as "logits" is the loss. The 
 head's input and weight are computed in the forward pass, while some logits are at hand.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,16 @@ class HeadLoss:
         """`[B * (L - 1), K]`: what the head reads at the tokens that have a next one."""
         return self.model(input_ids=ids, use_cache=False).logits / self.scale
 
+    def logits(self, states: Tensor, weights: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
+        """`[M, V]` on states `[M, K]`, in their dtype; `weights`: as `weights()` returned them."""
+        logits = F.linear(states, *(weights or self.weights(states.dtype)))
+        return logits if self.scale == 1 else logits.mul_(self.scale)
+
+    def logit_rows(self, num_rows: int) -> Iterator[slice]:
+        """Slices that cover `num_rows` rows, of as many as may have their logits at once."""
+        rows = max(1, LOGITS_AT_ONCE // len(self.head.weight))
+        return (slice(start, start + rows) for start in range(0, num_rows, rows))
+
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of the head in `dtype`."""
         weight, bias = self.head.weight, self.head.bias
@@ -92,8 +103,7 @@ class _Call:
         """`[M, V]` of `head` on states `[M, K]`, computed in their dtype."""
         if head not in self._weights:  # one cast of the weight for all chunks
             self._weights[head] = head.weights(states.dtype)
-        logits = F.linear(states, *self._weights[head])
-        return logits if head.scale == 1 else logits.mul_(head.scale)
+        return head.logits(states, self._weights[head])
 
     def of_some(self, states: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor]:
         """As `_sums`, of some rows."""
@@ -142,9 +152,8 @@ class _LossOfStates(torch.autograd.Function):
             torch.zeros_like(t, dtype=torch.float32) if needed else None
             for t, needed in zip((states, weight, bias), needs, strict=True)
         ]
-        weight, sums, rows = weight.to(dtype), 0, max(1, LOGITS_AT_ONCE // len(weight))
-        for start in range(0, len(states), rows):
-            some = slice(start, start + rows)
+        weight, sums = weight.to(dtype), 0
+        for some in call.student.logit_rows(len(states)):
             x = states[some].to(dtype)
             cross_entropy, kl, gradient = call.of_some(x, some)
             sums = sums + torch.stack([cross_entropy, kl])

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from twellctl.files.strict_json import to_json
+from twellctl.models.carried import METRICS_FILE
 from twellctl.training.trainer import SparseTrainer
-
-METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 
 
 class History(TrainerCallback):

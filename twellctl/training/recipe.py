@@ -208,9 +208,14 @@ def save_recipe(recipe: Recipe, path: Path, did: str = "") -> None:
     """
     import yaml
 
-    given = {k: v for k, v in dataclasses.asdict(recipe).items() if v not in (None, [])}
-    settings = yaml.safe_dump({flag_name(k): v for k, v in given.items()}, sort_keys=False)
-    path.write_text((f"# {did}\n" if did else "") + settings, encoding="utf-8")
+    text = yaml.safe_dump(settings(recipe), sort_keys=False)
+    path.write_text((f"# {did}\n" if did else "") + text, encoding="utf-8")
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """All settings that `recipe` has, defaults included, by the names of their flags."""
+    given = dataclasses.asdict(recipe).items()
+    return {flag_name(name): value for name, value in given if value not in (None, [])}
 
 
 def recipe_names() -> list[str]:

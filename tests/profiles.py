@@ -1,0 +1,53 @@
+"""Profiles made by hand, for pages and advice."""
+
+from twellctl.firing.profiled import (
+    SHARES,
+    KindDensity,
+    LayerProfile,
+    LayerSpeed,
+    PositionDensity,
+    Profile,
+    Speed,
+)
+
+SIZE = 1000
+
+
+def layer(density: float, **changes) -> LayerProfile:
+    """A layer whose tokens all fire about so many neurons."""
+    nnz = round(density * SIZE)
+    place = next(number for number, end in enumerate(SHARES) if density <= end)
+    tokens, neurons = [0] * len(SHARES), [0] * len(SHARES)
+    tokens[place], neurons[place], neurons[0] = 4096, SIZE - 20, 20
+    fields = {
+        "nnz_mean": density * SIZE, "nnz_p10": nnz // 2, "nnz_p50": nnz, "nnz_p90": 2 * nnz,
+        "nnz_p99": 3 * nnz, "nnz_max": 4 * nnz, "density": density, "dead": 20, "slots": 32,
+        "overflow": 0.0005, "tokens_by_share": tuple(tokens), "neurons_by_share": tuple(neurons),
+    }  # fmt: skip
+    return LayerProfile(**fields | changes)
+
+
+def speed(*speedups: float) -> Speed:
+    layers = tuple(LayerSpeed("dense compile", up, 1.0) for up in speedups)
+    return Speed("NVIDIA H200", 4096, layers)
+
+
+def profile(*layers: LayerProfile, **changes) -> Profile:
+    """A profile of 4096 tokens in two kinds of text and three buckets of positions."""
+    layers = layers or tuple(layer(density) for density in (0.02, 0.004, 0.01))
+    densities = tuple(found.density for found in layers)
+    mean = sum(densities) / len(densities)
+    same = {"tokens": 2048, "density": mean, "layers": densities, "loss": 2.5}
+    tokens = [0] * len(SHARES)
+    tokens[8], tokens[9] = 4000, 96
+    fields = {
+        "model": "a/model", "fingerprint": "f" * 64, "data": ("code=a.txt", "b.txt"),
+        "windows": 4, "seq_len": 1024, "tokens": 4096, "dtype": "bfloat16",
+        "device": "NVIDIA H200", "versions": {"twellctl": "0.1.0+gabc", "torch": "2.11"},
+        "intermediate_size": SIZE, "tile": 256, "layers": layers,
+        "by_position": tuple(PositionDensity(**same, first=a, last=b)
+                             for a, b in ((0, 0), (1, 1), (2, 1023))),
+        "by_kind": tuple(KindDensity(**same, kind=kind) for kind in ("code", "b")),
+        "loss": 2.3456, "loss_error": 0.0123, "tokens_by_share": tuple(tokens),
+    }  # fmt: skip
+    return Profile(**fields | changes)

@@ -1,0 +1,76 @@
+"""Advice: each sentence comes when its figure says so, and not before."""
+
+import dataclasses
+
+import profiles
+import pytest
+
+from twellctl.report import advice
+
+
+def said(found) -> str:
+    return "\n".join(advice.of_profile(found))
+
+
+LAYER = profiles.layer(0.01)
+SPARSE = profiles.profile(*[LAYER] * 4, speed=profiles.speed(1.5, 1.5, 1.5, 1.5))
+
+
+def test_of_a_good_model_there_is_one_sentence():
+    assert advice.of_profile(SPARSE) == [
+        "1.00 % of the neurons fire: few enough for prompts and for decoding."
+    ]
+
+
+def changed(which: dict, **more):
+    layers = (dataclasses.replace(LAYER, **which), *SPARSE.layers[1:])
+    return dataclasses.replace(SPARSE, layers=layers, **more)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (profiles.profile(profiles.layer(0.2)), "fine-tune with a higher --target-sparsity"),
+        (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
+        (dataclasses.replace(SPARSE, speed=None), "The speed of the layers was not measured: pr"),
+        (
+            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, 0.9, 0.8, 1.1)),
+            "At 4096 tokens layers 1 and 2 are faster dense",
+        ),
+        (
+            changed({"density": 0.2, "nnz_mean": 200.0}),
+            "Layer 0 fires more than 3 times the mean",
+        ),
+        (changed({"slots": 256}), "Layer 0 needs all 256 slots of a tile"),
+        (changed({"nnz_p99": 200}), "In layer 0 one token in a hundred fires more than 8 times"),
+        (
+            changed({}, by_position=(dataclasses.replace(SPARSE.by_position[0], density=0.05),)),
+            "The first token of a window fires 5.00 % of the neurons, 5.0 times the mean",
+        ),
+        (
+            changed(
+                {},
+                by_kind=(
+                    SPARSE.by_kind[0],
+                    dataclasses.replace(SPARSE.by_kind[1], density=0.02),
+                ),
+            ),
+            "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %",
+        ),
+        (changed({"dead": 900}), "4096 tokens are few to call them dead"),
+        (changed({"dead": 900}, tokens=10**6), "They cost memory and no time"),
+    ],
+)
+def test_sentences_come_when_they_are_true(found, sentence):
+    assert sentence in said(found)
+    assert sentence not in said(SPARSE)
+
+
+def test_of_a_run():
+    ended = {"target_density": 0.05, "density": 0.05}
+    assert advice.of_run(ended) == []
+    assert advice.of_run(ended | {"target_density": None}) == []
+    (more,) = advice.of_run(ended | {"density": 0.06})
+    assert "was not met" in more
+    (less,) = advice.of_run(ended | {"density": 0.04})
+    assert less.startswith("sparser than the 5.00% asked for")

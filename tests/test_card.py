@@ -1,0 +1,151 @@
+"""The model card: every figure is one that was measured, and others' texts mean nothing in it."""
+
+import dataclasses
+import json
+
+import profiles
+import pytest
+import yaml
+from finetune_runs import small
+from huggingface_hub import ModelCard
+
+from twellctl.convert import convert
+from twellctl.export import export
+from twellctl.finetune import finetune
+from twellctl.models.card import read_evaluation, write_card
+from twellctl.models.checkpoint import fingerprint, open_checkpoint
+from twellctl.profile import profile
+from twellctl.training.progress import Progress
+
+
+@pytest.fixture(scope="module")
+def sparse(relu_llama, text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sparse") / "sparse"
+    recipe = small(text_file, max_steps=2)
+    finetune(relu_llama, out, recipe, progress=Progress(silent=True))
+    return out
+
+
+@pytest.fixture(scope="module")
+def measured(sparse, text_file):
+    return profile(sparse, str(text_file), windows=4, seq_len=32)
+
+
+def mean(value: float, error: float | None = 0.01) -> dict:
+    return {"mean": value, "stderr": error}
+
+
+def evaluation(of, **changes) -> dict:
+    score = {"cross_entropy": 2.25, "reference_cross_entropy": 2.125}
+    tasks = [
+        {"task": "arc_easy", "questions": 500, "chance": 0.25,
+         "accuracy": {"acc": mean(0.5), "acc_norm": mean(0.625, 0.02)},
+         "reference": {"acc": mean(0.75, None), "acc_norm": None}},
+    ]  # fmt: skip
+    known = {"eval_schema_version": 1, "fingerprint": fingerprint(open_checkpoint(of))}
+    return known | {"text": {"score": score}, "tasks": tasks} | changes
+
+
+def card_of(folder) -> tuple[dict, str]:
+    """(front matter, the rest)."""
+    _, front, rest = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(front), rest
+
+
+def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
+    judged = tmp_path / "eval.json"
+    judged.write_text(json.dumps(evaluation(sparse)))
+    found = dataclasses.replace(measured, speed=profiles.speed(1.5, 1.0))
+    export(sparse, tmp_path / "out", profile=found, evaluation=judged)
+    front, text = card_of(tmp_path / "out")
+    report = json.loads((sparse / "twell_finetune.json").read_text())
+    for words in (
+        f"| this model | held-out text of fine-tuning | {report['cross_entropy']:.4f} |",
+        f"| the model it learnt from | held-out text of fine-tuning "
+        f"| {report['teacher_cross_entropy']:.4f} |",
+        f"| this model | 128 tokens of its profile | {found.loss:.4f} ± {found.loss_error:.4f} |",
+        "| this model | text of its evaluation | 2.2500 |",
+        "| the reference | the same | 2.1250 |",
+        "| arc_easy | 500 | 25.0% | 62.5% ± 2.0% | 75.0% |",
+        "are 1.25 times as fast",
+        "by layer 1.00 to 1.50 times",
+        f"twellctl {found.versions['twellctl']}",
+        "`twellctl finetune`, 2 steps, 256 tokens:",
+        "batch-size: 4",
+        "twellctl serve-local out",
+        "vllm serve out --model-impl transformers",
+        "## What not to load it in",
+    ):
+        assert words in text, words
+    assert front["tags"] == ["twell", "sparse", "relu"]
+    assert front["pipeline_tag"] == "text-generation"
+    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results  # as the hub reads it
+    values = {result.metric_type: result.metric_value for result in read}
+    wanted = {"cross-entropy": found.loss, "density": found.density, "accuracy": 0.625}
+    assert values == pytest.approx(wanted, abs=1e-6)
+
+
+def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
+    export(sparse, tmp_path / "one")
+    export(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        assert "batch-size: 4" in card_of(tmp_path / name)[1]
+
+
+def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
+    convert(silu_llama, tmp_path / "relu")
+    front, text = card_of(tmp_path / "relu")
+    assert "model-index" not in front
+    for title in ("Losses", "Tasks", "Speed", "Recipe"):
+        assert f"## {title}" not in text
+    found = profile(tmp_path / "relu", str(text_file), windows=2, seq_len=16)
+    export(tmp_path / "relu", tmp_path / "out", profile=found)
+    assert "## Speed\n\nNot measured." in card_of(tmp_path / "out")[1]
+
+
+def test_a_base_on_a_hub_is_named(sparse, tmp_path):
+    config = json.loads((sparse / "config.json").read_text())
+    config["twell"]["source"] = "owner/model"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_card(tmp_path, "name", tmp_path)
+    front, text = card_of(tmp_path)
+    assert (front["base_model"], front["base_model_relation"]) == ("owner/model", "finetune")
+    assert "(https://huggingface.co/owner/model)" in text
+
+
+def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
+    (tmp_path / "config.json").write_text((sparse / "config.json").read_text())
+    report = json.loads((sparse / "twell_finetune.json").read_text())
+    evil = "```\n# Scores 100 | <b>"
+    report |= {"recipe": {"note": evil, "text-column": "text"}, "num_steps": evil}
+    (tmp_path / "twell_finetune.json").write_text(json.dumps(report))
+    task = evaluation(sparse)["tasks"][0] | {"task": evil}
+    write_card(tmp_path, "name", tmp_path, evaluation={"tasks": [task]})
+    _, text = card_of(tmp_path)
+    assert "Scores 100" not in text
+    assert "| ? | 500 |" in text
+    assert "text-column: text" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"eval_schema_version": None}, "is no evaluation that this twellctl reads"),
+        ({"fingerprint": "0"}, "is of another model"),
+        ({"tasks": [{"task": "x"}]}, "is no whole evaluation ('questions')"),
+        ({"text": {"score": {"cross_entropy": None}}}, "is no whole evaluation"),
+    ],
+)
+def test_what_is_no_evaluation_is_refused(cli, sparse, tmp_path, changes, sentence):
+    judged = tmp_path / "eval.json"
+    judged.write_text(json.dumps(evaluation(sparse, **changes)))
+    code, _, err = cli("export", sparse, tmp_path / "out", "--eval", judged)
+    assert (code, len(err)) == (1, 1)
+    assert sentence in err[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_without_text_is_one(sparse, tmp_path):
+    judged = tmp_path / "eval.json"
+    judged.write_text(json.dumps(evaluation(sparse, text=None)))
+    assert read_evaluation(judged, fingerprint(open_checkpoint(sparse)))["text"] is None

@@ -1,0 +1,269 @@
+"""eval on tasks: answers against likelihoods computed one by one, files, and lm-eval."""
+
+import json
+import math
+import random
+import sys
+
+import pytest
+import torch
+from conftest import stdlib_texts
+from transformers import AutoModelForCausalLM
+
+from twellctl.errors import TwellError
+from twellctl.evaluate import evaluate
+from twellctl.evaluation import choices, harness
+from twellctl.evaluation.questions import Question, Task, read_tasks
+from twellctl.evaluation.results import Marks, Mean, TaskResult
+
+GOOD = {"query": "def f(x):\n    return", "choices": ["x", "import os", "self.x"], "gold": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def stock(relu_llama):
+    return AutoModelForCausalLM.from_pretrained(relu_llama, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def likelihood(model, before: list[int], behind: list[int]) -> float:
+    """One text at a time, without any padding."""
+    log_p = model(torch.tensor([before + behind])).logits[0].log_softmax(-1)
+    places = range(len(before) - 1, len(before) + len(behind) - 1)
+    return sum(log_p[place, token].item() for place, token in zip(places, behind, strict=True))
+
+
+def some_questions(count: int) -> list[Question]:
+    """Pieces of real text, of very different lengths, whose gold is drawn."""
+    drawn, text = random.Random(0), "".join(stdlib_texts(3))
+    pieces = text.split()
+    made = []
+    for _ in range(count):
+        start, size = drawn.randrange(len(pieces) - 60), drawn.choice([1, 5, 30])
+        choices = tuple(drawn.sample(pieces, drawn.choice([2, 3, 5])))
+        query = " ".join(pieces[start : start + size])
+        made.append(Question(query, choices, drawn.randrange(len(choices))))
+    return made
+
+
+def written(path, rows) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def as_row(question: Question) -> dict:
+    return {"query": question.query, "choices": list(question.choices), "gold": question.gold}
+
+
+def test_answers_are_those_of_one_choice_at_a_time(
+    relu_llama, stock, tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(choices, "BATCH_TOKENS", 150)
+    questions = some_questions(25)
+    file = written(tmp_path / "pieces.jsonl", map(as_row, questions))
+    steps = []
+    done = evaluate(relu_llama, tasks=file, progress=lambda *step: steps.append(step))
+    right, right_norm = 0, 0
+    for question in questions:
+        before = tokenizer.encode(question.query)
+        sums = [
+            likelihood(stock, before, tokenizer.encode(f"{question.query} {choice}")[len(before) :])
+            for choice in question.choices
+        ]
+        norms = [s / len(choice) for s, choice in zip(sums, question.choices, strict=True)]
+        right += sums.index(max(sums)) == question.gold
+        right_norm += norms.index(max(norms)) == question.gold
+    (task,) = done.tasks
+    share = right / 25
+    assert task.accuracy.acc.mean == pytest.approx(share)
+    assert task.accuracy.acc.stderr == pytest.approx(math.sqrt(share * (1 - share) / 24))
+    assert task.accuracy.acc_norm.mean == pytest.approx(right_norm / 25)
+    assert right != right_norm  # so that the two are not the same thing
+    assert task.chance == pytest.approx(sum(1 / len(q.choices) for q in questions) / 25)
+    assert (task.task, task.questions, task.cut, done.text) == ("pieces", 25, 0, None)
+    total = sum(len(q.choices) for q in questions)
+    assert len(steps) > 3
+    assert steps[-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("query", "choice", "whole"),
+    [
+        ("a = b", "cd", "a = b cd"),
+        ("a = b ", "cd", "a = b cd"),
+        ("a = b\n", "cd", "a = b\ncd"),
+        ("a = b", " cd", "a = b cd"),
+        ("", "cd", "cd"),
+        (" \n", "cd", "cd"),
+    ],
+)
+def test_a_space_is_put_where_there_is_none(tokenizer, query, choice, whole):
+    made = choices.continuation(tokenizer, Question(query, (choice, "x"), 0), choice, None)
+    stem = query.rstrip()
+    opening = [] if stem else [tokenizer.eos_token_id]
+    assert made.tokens == opening + tokenizer.encode(whole)
+    assert made.tokens[: -made.scored] == opening + tokenizer.encode(stem)
+
+
+def test_what_a_tokenizer_puts_around_a_text_goes_in_front_only(tokenizer, monkeypatch):
+    plain = tokenizer.encode
+    bos = tokenizer.bos_token_id
+
+    def around(text, add_special_tokens=True, **how):
+        ids = plain(text, add_special_tokens=False, **how)
+        return [bos, *ids, bos] if add_special_tokens else ids
+
+    monkeypatch.setattr(tokenizer, "encode", around)
+    made = choices.continuation(tokenizer, Question("a = b", ("c", "x"), 0), "c", None)
+    assert made.tokens == [bos, *plain("a = b c")]
+    assert made.scored == len(plain(" c"))
+
+
+def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tokenizer):
+    (text,) = stdlib_texts(1)
+    asked = (Question(text[:3000], ("yes", "no"), 0), Question("a", ("yes", "no"), 1))
+    marks = choices.answer(stock, tokenizer, 256, Task("long", asked))
+    assert marks.cut == 1
+    long = choices.continuation(tokenizer, asked[0], "yes", 256)
+    assert (len(long.tokens), long.cut) == (256, True)
+    assert long.tokens == tokenizer.encode(text[:3000].rstrip() + " yes")[-256:]
+    (found,) = choices.log_likelihoods(stock, [long])
+    split = len(long.tokens) - long.scored
+    assert found == pytest.approx(likelihood(stock, long.tokens[:split], long.tokens[split:]))
+    with pytest.raises(TwellError, match=r"t: a choice has \d+ tokens, the model's context is 64"):
+        choices.answer(stock, tokenizer, 64, Task("t", (Question("a", (text[:900], "b"), 0),)))
+
+
+def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
+    task = Task("t", (Question("a", ("b", "c"), 0),))
+    monkeypatch.setattr(
+        stock.lm_head, "weight", torch.nn.Parameter(stock.lm_head.weight * math.nan)
+    )
+    with pytest.raises(TwellError, match="t: the model computes NaN"):
+        choices.answer(stock, tokenizer, 256, task)
+
+
+def test_the_screen_says_what_was_cut_and_what_is_guessed(cli, relu_llama, tmp_path):
+    rows = [{"query": stdlib_texts(1)[0][:3000], "choices": ["a", "b"], "gold": n} for n in (0, 1)]
+    written(tmp_path / "tasks" / "long.jsonl", rows)
+    written(tmp_path / "tasks" / "short.jsonl", [GOOD] * 40)
+    code, out, err = cli(
+        "eval", relu_llama, "--reference", relu_llama, "--tasks", tmp_path / "tasks"
+    )
+    assert code == 0
+    assert "long: 2 of 2 questions are longer than the model's context" in err[0]
+    assert "no better than guessing, by 3 standard errors: long" in err[1]
+    rows = [line.split() for line in out.splitlines()]
+    assert ["long", "2", "50.0%"] in [row[:3] for row in rows]
+    assert rows.count(["difference", "+0.0", "+-", "0.0", "+0.0", "+-", "0.0"]) == 3
+    assert ["mean", "42"] in [row[:2] for row in rows]
+
+
+def test_means_and_their_errors():
+    model = Marks("t", (2, 2, 4, 4), acc=(1, 1, 0, 1), acc_norm=(1, 0, 0, 0))
+    other = Marks("t", (2, 2, 4, 4), acc=(1, 0, 0, 1), acc_norm=(1, 1, 0, 0))
+    found = TaskResult.of(model, other)
+    assert found.chance == pytest.approx(0.375)
+    assert found.accuracy.acc == Mean(0.75, pytest.approx(0.25))
+    assert found.difference.acc == Mean(0.25, pytest.approx(0.25))
+    assert found.difference.acc_norm == Mean(-0.25, pytest.approx(0.25))
+    without = TaskResult.of(Marks("u", (4,), acc=(1,), acc_norm=None))
+    assert without.accuracy.acc == Mean(1, None)
+    mean = TaskResult.over([found, without])
+    assert mean.accuracy.acc == Mean(0.875, None)
+    assert mean.accuracy.acc_norm == Mean(pytest.approx(0.625), None)  # acc where there is no other
+    assert mean.reference is None
+    assert Mean.over([Mean(0.5, 0.3), Mean(1, 0.4)]) == Mean(0.75, pytest.approx(0.25))
+
+
+def without(key: str) -> str:
+    return json.dumps({k: v for k, v in GOOD.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (without("query"), "it has no 'query'"),
+        (without("choices"), "it has no 'choices'"),
+        (without("gold"), "it has no 'gold'"),
+        (json.dumps(GOOD | {"query": 3}), "query must be a text, got 3"),
+        (json.dumps(GOOD | {"choices": []}), "choices must be two or more, got 0"),
+        (json.dumps(GOOD | {"choices": ["a"]}), "choices must be two or more, got 1"),
+        (json.dumps(GOOD | {"choices": "ab"}), "choices must be a list of texts"),
+        (json.dumps(GOOD | {"choices": ["a", ""]}), "choices must be a list of texts"),
+        (json.dumps(GOOD | {"gold": 3}), "gold must be 0 to 2, got 3"),
+        (json.dumps(GOOD | {"gold": -1}), "gold must be 0 to 2, got -1"),
+        (json.dumps(GOOD | {"gold": True}), "gold must be 0 to 2, got True"),
+        (json.dumps(GOOD | {"gold": "A"}), "gold must be 0 to 2, got 'A'"),
+        ("[]", r"a question must be a JSON object, got \[\]"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
+    file = tmp_path / "task.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
+    with pytest.raises(TwellError, match=rf"task\.jsonl:3:? .*{said}.*: correct or leave out"):
+        read_tasks([str(file)], limit=1)
+
+
+def test_files_that_hold_no_task_are_refused(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(TwellError, match=r"empty holds no \.jsonl or \.json file"):
+        read_tasks([str(empty)])
+    with pytest.raises(TwellError, match=r"none\.jsonl cannot be read: No such file"):
+        read_tasks([str(tmp_path / "none.jsonl")])
+    (empty / "a.jsonl").write_text("\n")
+    with pytest.raises(TwellError, match="holds no question"):
+        read_tasks([str(empty)])
+    file = written(tmp_path / "other" / "a.jsonl", [GOOD])
+    with pytest.raises(TwellError, match="two tasks are called a"):
+        read_tasks([file, file])
+
+
+def test_without_lm_eval_its_tasks_are_refused(monkeypatch, relu_llama, tmp_path):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    said = r"^arc_easy, .*commonsense_qa, boolq: .* pip install 'twellctl\[eval\]'"
+    with pytest.raises(TwellError, match=said):
+        evaluate(relu_llama, tasks=["paper", "boolq"])
+    with pytest.raises(TwellError, match="cannot be read"):  # a path is none of its names
+        evaluate(relu_llama, tasks=str(tmp_path / "none"))
+
+
+@pytest.fixture
+def lm_eval():
+    return pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+
+
+def test_lm_eval_gives_the_same_marks(lm_eval, stock, tokenizer, tmp_path):
+    asked = [*some_questions(12), Question(stdlib_texts(1)[0][:3000], ("a", "b"), 0)]
+    questions = written(tmp_path / "q.jsonl", map(as_row, asked))
+    task = tmp_path / "mine.yaml"
+    task.write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {questions}}}}}\n"
+        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{query}}'\n"
+        "doc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
+        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    loaded = harness.load_tasks([str(task)])
+    (marks,) = harness.answer(stock, tokenizer, 256, loaded)
+    (own,) = read_tasks([questions])
+    assert marks == Marks("mine", *_values(choices.answer(stock, tokenizer, 256, own)))
+    (first,) = harness.answer(stock, tokenizer, 256, loaded, limit=3)
+    assert first.acc == marks.acc[:3]
+    with pytest.raises(TwellError, match=r"no task 'arc_esy': .* did you mean arc_easy"):
+        harness.load_tasks(["arc_esy"])
+    questions_gone = task.read_text().replace("q.jsonl", "gone.jsonl")
+    (tmp_path / "gone.yaml").write_text(questions_gone.replace("mine", "gone"))
+    with pytest.raises(TwellError, match=r"lm-eval cannot load .*gone\.yaml \(FileNotFoundError"):
+        harness.load_tasks([str(tmp_path / "gone.yaml")])
+
+
+def _values(marks: Marks) -> tuple:
+    return marks.options, marks.acc, marks.acc_norm, marks.cut

@@ -1,0 +1,146 @@
+"""The commands that read a text and count: profile and eval. Nothing heavy is imported before."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twellctl.screens import eval as screen
+from twellctl.screens import ui
+
+TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
+Windows = Annotated[int, typer.Option(help="Windows, at even strides through the text.")]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
+]
+_KINDS = (
+    "Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of text, by the "
+    "file's name or NAME; equal names are one kind."
+)
+_STDOUT = Path("-")
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
+    data: Annotated[list[str], typer.Option(metavar="[NAME=]FILE", help=_KINDS)],
+    text_column: TextColumn = "text",
+    windows: Windows = 128,
+    seq_len: SeqLen = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the profile as a page, one file for any browser."),
+    ] = None,
+    speed: Annotated[
+        bool | None,
+        typer.Option(
+            "--speed/--no-speed",
+            help="Time each layer's FFN, over TwELL and in the fastest dense form, on what it "
+            "read. [default: with --html, on an NVIDIA GPU]",
+        ),
+    ] = None,
+) -> None:
+    """Count which neurons fire.
+
+    By token and layer; dead ones too, the slots a packed gate needs, and the loss. Then by position
+    in the window, and by kind of text if --data names several; --json holds these by layer too.
+    """
+    from twellctl.firing.profiled import check_profile_path, profile_json, save_profile
+    from twellctl.report.write import check_page_path, write_profile_page
+
+    if json is not None and json != _STDOUT:
+        check_profile_path(json)
+    if html is not None:
+        check_page_path(html, json)
+    ui.doing(f"reading the text and {model}")
+    from twellctl.profile import profile as run
+
+    with ui.progress("windows") as progress:
+        done = run(
+            model,
+            data,
+            text_column=text_column,
+            windows=windows,
+            seq_len=seq_len,
+            speed=html is not None if speed is None else speed,
+            progress=progress,
+        )
+    if json == _STDOUT:
+        print(profile_json(done), end="")
+    else:
+        if json is not None:
+            save_profile(done, json)
+        ui.profiled(done, saved_as=json)
+    if html is not None:
+        write_profile_page(done, html)
+        ui.note(f"the page: {html}")
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model, SiLU or ReLU: a folder or a hub id.")
+    ],
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model with the same tokenizer, to compare with."),
+    ] = None,
+    data: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FILE", help=_KINDS)] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|NAME",
+            help='Multiple choice: a jsonl file of {"query", "choices", "gold"}, or a folder of '
+            "them; or a task of lm-eval, by name or YAML file ('paper': the paper's seven). "
+            "Repeatable.",
+        ),
+    ] = None,
+    text_column: TextColumn = "text",
+    windows: Windows = 128,
+    seq_len: SeqLen = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Ask only so many questions of each task, the first ones.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all figures here; - is stdout.")
+    ] = None,
+) -> None:
+    """Measure how good a model is.
+
+    On text: cross-entropy, perplexity, density by layer; with --reference how far the two agree,
+    as KL divergence and as the share of tokens whose likeliest one is the same.
+
+    On tasks: the share of right answers by likelihood (acc) and by likelihood per character
+    (acc_norm), with standard errors, beside what guessing gets. On a GPU sparse models answer over
+    TwELL where that is faster.
+    """
+    from twellctl.evaluation.results import VERSION_KEY, evaluation_json
+    from twellctl.files.outputs import check_json_path, write_file
+
+    if json is not None and json != _STDOUT:
+        check_json_path(json, VERSION_KEY, "evaluation")
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.evaluate import evaluate as run
+
+    doing, progress = screen.progress()
+    done = run(
+        model,
+        data or (),
+        reference=reference,
+        tasks=tasks or (),
+        text_column=text_column,
+        windows=windows,
+        seq_len=seq_len,
+        limit=limit,
+        doing=doing,
+        progress=progress,
+    )
+    if json == _STDOUT:
+        print(evaluation_json(done), end="")
+        return
+    if json is not None:
+        write_file(json, evaluation_json(done))
+    screen.evaluated(done)

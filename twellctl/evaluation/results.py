@@ -1,0 +1,206 @@
+"""What an evaluation found, and its JSON: written by `twellctl eval`. No torch."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from twellctl.files.strict_json import to_json
+from twellctl.firing.profiled import KindDensity
+
+SCHEMA_VERSION = 1
+VERSION_KEY = "eval_schema_version"  # by which such a file is known
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Means over `tokens` predictions of a next token; losses and `kl` in nats a token.
+
+    Of a `reference`: `kl` is KL(reference || model), `same_top` the share of predictions whose
+    likeliest token is the same. All three are None without one; all means are for no tokens.
+    """
+
+    tokens: int
+    cross_entropy: float | None
+    perplexity: float | None
+    reference_cross_entropy: float | None = None
+    kl: float | None = None
+    same_top: float | None = None
+
+    @classmethod
+    def of(cls, tokens: int, sums: Sequence[float], **which: str) -> Self:
+        """From sums over the tokens: cross-entropy and, of a reference, its own, KL and same."""
+        if not tokens:
+            return cls(0, None, None, **which)
+        loss, *agreement = (value / tokens for value in sums)
+        perplexity = math.exp(loss) if loss < 700 else None  # beyond it is no float
+        return cls(tokens, loss, perplexity, *agreement, **which)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindScore(TextScore):
+    """The same for text of one kind."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """A text in windows: the score of all, by kind of text, and the density of what fired."""
+
+    windows: int
+    seq_len: int
+    score: TextScore
+    by_kind: tuple[KindScore, ...]
+    density: float
+    density_by_layer: tuple[float, ...]
+    density_by_kind: tuple[KindDensity, ...]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean and its standard error, which one value alone does not have."""
+
+    mean: float
+    stderr: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        if len(values) < 2:
+            return cls(statistics.fmean(values), None)
+        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
+
+    @classmethod
+    def over(cls, means: Sequence["Mean"]) -> Self:
+        """The mean of independent means, each of which counts alike."""
+        errors = [mean.stderr for mean in means]
+        known = None not in errors
+        stderr = math.hypot(*errors) / len(errors) if known else None
+        return cls(statistics.fmean(mean.mean for mean in means), stderr)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of right answers, by the names of lm-eval.
+
+    `acc`: the right choice is the likeliest one; `acc_norm`: it is by likelihood per character,
+    None for a task of lm-eval that does not have it.
+    """
+
+    acc: Mean
+    acc_norm: Mean | None
+
+    @property
+    def best_normalised(self) -> Mean:
+        """`acc_norm`, or `acc` of a task without it."""
+        return self.acc if self.acc_norm is None else self.acc_norm
+
+    @classmethod
+    def over(cls, tasks: Sequence["Accuracy"]) -> Self:
+        """The mean of tasks, each of which counts alike."""
+        return cls(
+            Mean.over([task.acc for task in tasks]),
+            Mean.over([task.best_normalised for task in tasks]),
+        )
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Right (1) or wrong (0), a question each, in order; `options`: how many choices each had.
+
+    `cut` questions were longer than the context, and lost their beginning.
+    """
+
+    task: str
+    options: tuple[int, ...]
+    acc: tuple[float, ...]
+    acc_norm: tuple[float, ...] | None
+    cut: int = 0
+
+    @property
+    def accuracy(self) -> Accuracy:
+        acc_norm = None if self.acc_norm is None else Mean.of(self.acc_norm)
+        return Accuracy(Mean.of(self.acc), acc_norm)
+
+    def less(self, other: "Marks") -> Accuracy:
+        """The difference, question by question: chance that both share is not counted twice."""
+        acc = [a - b for a, b in zip(self.acc, other.acc, strict=True)]
+        acc_norm = None
+        if self.acc_norm is not None:
+            pairs = zip(self.acc_norm, other.acc_norm, strict=True)
+            acc_norm = Mean.of([a - b for a, b in pairs])
+        return Accuracy(Mean.of(acc), acc_norm)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task: `chance` is what guessing gets, `difference` the model's less the reference's."""
+
+    task: str
+    questions: int
+    chance: float
+    cut: int
+    accuracy: Accuracy
+    reference: Accuracy | None = None
+    difference: Accuracy | None = None
+
+    @classmethod
+    def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
+        return cls(
+            task=marks.task,
+            questions=len(marks.acc),
+            chance=statistics.fmean(1 / count for count in marks.options),
+            cut=marks.cut,
+            accuracy=marks.accuracy,
+            reference=None if reference is None else reference.accuracy,
+            difference=None if reference is None else marks.less(reference),
+        )
+
+    @classmethod
+    def over(cls, tasks: Sequence["TaskResult"]) -> Self:
+        """The mean of `tasks`, under that name."""
+
+        def mean(which: str) -> Accuracy | None:
+            found = [getattr(task, which) for task in tasks]
+            return None if None in found else Accuracy.over(found)
+
+        return cls(
+            task="mean",
+            questions=sum(task.questions for task in tasks),
+            chance=statistics.fmean(task.chance for task in tasks),
+            cut=sum(task.cut for task in tasks),
+            accuracy=mean("accuracy"),
+            reference=mean("reference"),
+            difference=mean("difference"),
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured model. `text` is None without data; `limit`: questions of each task at most."""
+
+    model: str
+    reference: str | None
+    data: tuple[str, ...]
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    limit: int | None
+    text: TextResult | None
+    tasks: tuple[TaskResult, ...]
+
+    @property
+    def mean(self) -> TaskResult | None:
+        """The mean of the tasks; None unless there are several."""
+        return TaskResult.over(self.tasks) if len(self.tasks) > 1 else None
+
+    def to_json(self) -> dict:
+        """The content of the file: its version first, then all fields, the mean of tasks last."""
+        mean = None if self.mean is None else asdict(self.mean)
+        return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | {"mean": mean}
+
+
+def evaluation_json(evaluation: Evaluation) -> str:
+    """The whole text of the file."""
+    return to_json(evaluation.to_json(), indent=2, ensure_ascii=False) + "\n"

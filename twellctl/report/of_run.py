@@ -1,0 +1,187 @@
+"""The page of a fine-tuning run: from its metrics.jsonl, what it ended with, and its recipe."""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from twellctl.report import advice, charts
+from twellctl.report.axes import Axis, number_axis, percent, share_axis, short_percent
+from twellctl.report.charts import Series
+from twellctl.report.markup import Markup, folded, table, tag
+from twellctl.report.page import Section, Tile, page
+
+RUN_PAGE = "run.html"  # beside the metrics that it shows
+MOST = 300  # points of a line, and columns of a heat map half as many; of more, means are drawn
+
+Row = dict[str, Any]  # of metrics.jsonl
+
+
+def read_rows(metrics: Path) -> list[Row]:
+    """The rows of a metrics.jsonl."""
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def run_page(name: str, rows: Sequence[Row], report: dict[str, Any]) -> str:
+    """The whole HTML file: `report` is what the run ended with, and its recipe."""
+    about = f"{report['num_steps']} steps, {report['num_tokens']} tokens"
+    steps = number_axis([0, report["num_steps"]], "{:,.0f}".format, zero=True)
+    sections = [
+        Section("Loss", _loss(rows, report, steps)),
+        Section("Neurons that fire", _density(rows, report, steps)),
+        Section("Neurons that fire, by layer", _by_layer(rows, report)),
+        Section("Price of a neuron", _one_line(rows, "price", "price", steps, "{:.2g}".format)),
+        Section("Speed", _rate(rows, steps)),
+        Section("Learning rate", _one_line(rows, "learning_rate", "learning rate", steps)),
+        Section("Recipe", [tag("div", table(["", ""], report["recipe"].items()), class_="facts")]),
+    ]
+    said = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in advice.of_run(report)]
+    return page(f"How {name} became sparse", about, _tiles(rows, report), said, sections)
+
+
+def _tiles(rows: Sequence[Row], report: dict[str, Any]) -> list[Tile]:
+    wanted = report["target_density"]
+    asked = "" if wanted is None else f"of {percent(wanted)} asked for"
+    tiles = [Tile("neurons that fire", percent(report["density"]), asked)]
+    if (after := report["cross_entropy"]) is not None:
+        before = report["teacher_cross_entropy"]
+        against = "" if before is None else f"{after - before:+.4f} against the teacher"
+        tiles.append(Tile("held-out cross-entropy", f"{after:.4f}", against))
+    if rows:
+        seconds = rows[-1]["seconds"]
+        spent = f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"
+        tiles.append(
+            Tile("time", spent, f"{report['num_tokens'] / max(seconds, 1e-9):.0f} tokens/s")
+        )
+    return tiles
+
+
+def _loss(rows: Sequence[Row], report: dict[str, Any], steps: Axis) -> list[Markup | str]:
+    series = [
+        Series("of each step's text", _points(rows, "loss")),
+        Series("of held-out text", _points(rows, "held_out")),
+    ]
+    if (teacher := report["teacher_cross_entropy"]) is not None:
+        series.append(Series("of the teacher", ((0, teacher), (steps.high, teacher))))
+    return _lines(series, steps, "cross-entropy in nats a token") + _teacher(rows, steps)
+
+
+def _teacher(rows: Sequence[Row], steps: Axis) -> list[Markup | str]:
+    drawn = _one_line(rows, "teacher_kl", "divergence from the teacher in nats a token", steps)
+    return [tag("h3", "Divergence from the teacher"), *drawn] if drawn else []
+
+
+def _density(rows: Sequence[Row], report: dict[str, Any], steps: Axis) -> list[Markup | str]:
+    series = [
+        Series("on each step's text", _points(rows, "density")),
+        Series("on held-out text", _points(rows, "held_out_density")),
+    ]
+    if (wanted := report["target_density"]) is not None:
+        series.append(Series("target", ((0, wanted), (steps.high, wanted))))
+    shares = [y for one in series for _, y in one.points]
+    return _lines(series, steps, "share of the neurons that fire", share_axis(shares))
+
+
+def _by_layer(rows: Sequence[Row], report: dict[str, Any]) -> list[Markup | str]:
+    logged = [row for row in rows if row.get("density_by_layer")]
+    if not logged:
+        return []
+    groups = _groups(logged, MOST // 2)
+    means = [_means([row["density_by_layer"] for row in group]) for group in groups]
+    layers, count = len(means[0]), len(groups)
+    height = charts.row_height(layers)
+    axis = share_axis(share for column in means for share in column)
+    cells = [
+        charts.level(axis.at(share), layer, height, place / count, 1 / count,
+                     f"layer {layer}, step {groups[place][0]['step']}: {percent(share)}")
+        for place, column in enumerate(means)
+        for layer, share in enumerate(column)
+    ]  # fmt: skip
+    plot = charts.chart(
+        cells,
+        charts.row_ticks(layers),
+        charts.places(count, [f"{group[0]['step']:,}" for group in groups]),
+        label="Heat map of the density, a row a layer, a column a step",
+        x_name="step",
+        height=height * layers,
+        ruled=False,
+    )
+    ends = f"{short_percent(axis.low)} to {short_percent(axis.high)}, logarithmic; a row is a layer"
+    last = [(number, percent(share)) for number, share in enumerate(report["density_by_layer"])]
+    at_end = folded("At the end", table(["layer", "density"], last))
+    return [charts.key(("scale", ends)), plot, at_end]
+
+
+def _means(lists: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*lists, strict=True)]
+
+
+def _rate(rows: Sequence[Row], steps: Axis) -> list[Markup | str]:
+    return _one_line(rows, "tokens_per_second", "tokens a second", steps, "{:,.0f}".format)
+
+
+def _one_line(
+    rows: Sequence[Row],
+    field: str,
+    name: str,
+    steps: Axis,
+    spelled: Callable[[float], str] = "{:.4g}".format,
+) -> list[Markup | str]:
+    points = _points(rows, field)
+    if not points:
+        return []
+    axis = number_axis([y for _, y in points], spelled, zero=True)
+    return _lines([Series(name, points)], steps, name, axis)
+
+
+def _lines(
+    series: Sequence[Series], steps: Axis, what: str, axis: Axis | None = None
+) -> list[Markup | str]:
+    """A plot of what there is of `series`, by steps, with a key if it is several."""
+    there = [one for one in series if one.points]
+    if not there:
+        return []
+    axis = axis or number_axis([y for one in there for _, y in one.points], "{:.4g}".format)
+    marks = charts.lines(series, steps, axis) + _said(there, steps, axis)
+    plot = charts.chart(
+        marks, charts.ticks(axis), charts.ticks(steps), label=f"{what}, by step", x_name="step"
+    )
+    swatches = [(f"line-{number}", one.name) for number, one in enumerate(series) if one.points]
+    return [charts.key(*swatches), plot] if len(there) > 1 else [plot]
+
+
+def _said(series: Sequence[Series], steps: Axis, axis: Axis) -> list[Markup]:
+    """What takes the pointer: a strip for each point of the first line."""
+    others = {one.name: dict(one.points) for one in series[1:]}
+    made, before = [], 0.0
+    for at, (step, value) in enumerate(points := series[0].points):
+        after = (steps.at(step) + steps.at(points[at + 1][0])) / 2 if at + 1 < len(points) else 1.0
+        also = "".join(f", {_figure(found[step])} {name}" for name, found in others.items()
+                       if step in found)  # fmt: skip
+        text = f"step {step:,.0f}: {_figure(value)} {series[0].name}{also}"
+        made.append(charts.strip(before, after, text))
+        before = after
+    return made
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _points(rows: Sequence[Row], field: str) -> tuple[tuple[float, float], ...]:
+    """(step, figure) of the rows that have it; of many, means of neighbours."""
+    found = [row for row in rows if row.get(field) is not None]
+    return tuple(
+        (
+            statistics.fmean(row["step"] for row in group),
+            statistics.fmean(row[field] for row in group),
+        )
+        for group in _groups(found, MOST)
+    )
+
+
+def _groups(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
+    """Neighbours put together so that there are at most so many groups."""
+    size = -(-len(rows) // most) or 1
+    return [rows[at : at + size] for at in range(0, len(rows), size)]

@@ -1,0 +1,106 @@
+"""The screen of `twellctl eval`: a table of the text, a table of the tasks. No torch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from twellctl.screens import ui
+
+ABOVE = 3  # standard errors of guessing: a task that is not so far above chance says nothing
+
+
+def progress() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
+    """(`doing(text)`, `show(done, total)`): what comes next, and how far it has come."""
+    said = [""]
+
+    def doing(text: str) -> None:
+        said[0] = text
+        ui.doing(text)
+
+    def show(done: int, total: int) -> None:
+        if ui.stderr.is_terminal:  # elsewhere each text is a line of its own
+            ui.doing(f"{said[0]}: {done} of {total}")
+
+    return doing, show
+
+
+def evaluated(result: Any) -> None:
+    """The figures of an `Evaluation`."""
+    if result.text is not None:
+        _text(result)
+    if result.tasks:
+        _tasks(result)
+
+
+def _text(result: Any) -> None:
+    text = result.text
+    columns = ["text", "tokens", "cross-entropy", "perplexity"]
+    if result.reference is not None:
+        columns += ["reference", "KL", "same top"]
+    rows = [_score(part.kind, part) for part in text.by_kind] if len(text.by_kind) > 1 else []
+    for row, part in zip(rows, text.density_by_kind, strict=False):
+        row.append(_or_dash(part.density, "{:.2%}"))
+    rows.append([*_score("all", text.score), f"{text.density:.2%}"])
+    ui.table(
+        f"{result.model}: {text.windows} windows of {text.seq_len} tokens",
+        [*columns, "density"],
+        [[cell for cell in row if cell is not None] for row in rows],
+    )
+    ui.say(f"density by layer: {', '.join(f'{d:.2%}' for d in text.density_by_layer)}")
+    if result.reference is not None:
+        ui.say(
+            f"reference: {result.reference}; losses and KL(reference || model) in nats a token; "
+            "same top: tokens whose likeliest one is the same"
+        )
+
+
+def _score(name: str, score: Any) -> list[str]:
+    cells = [name, str(score.tokens), _or_dash(score.cross_entropy, "{:.4f}")]
+    cells.append(_or_dash(score.perplexity, "{:.4g}"))
+    if score.kl is not None:
+        cells += [f"{score.reference_cross_entropy:.4f}", f"{score.kl:.4f}"]
+        cells.append(f"{score.same_top:.2%}")
+    return cells
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _tasks(result: Any) -> None:
+    rows = []
+    for task in (*result.tasks, *filter(None, [result.mean])):
+        rows.append([task.task, str(task.questions), f"{task.chance:.1%}", *_cells(task.accuracy)])
+        if task.reference is not None:
+            rows.append(["  reference", "", "", *_cells(task.reference)])
+            rows.append(["  difference", "", "", *_cells(task.difference, "+")])
+    ui.table(
+        f"{result.model}: right answers", ["task", "questions", "chance", "acc", "acc_norm"], rows
+    )
+    ui.say("acc: by likelihood; acc_norm: by likelihood per character; +- one standard error")
+    for task in result.tasks:
+        if task.cut:
+            ui.note(
+                f"{task.task}: {task.cut} of {task.questions} questions are longer than the "
+                "model's context and lost their beginning"
+            )
+    if guessed := [task.task for task in result.tasks if not _is_above_chance(task)]:
+        ui.note(f"no better than guessing, by {ABOVE} standard errors: {', '.join(guessed)}")
+
+
+def _cells(accuracy: Any, sign: str = "") -> list[str]:
+    return [_percent(mean, sign) for mean in (accuracy.acc, accuracy.acc_norm)]
+
+
+def _percent(mean: Any, sign: str) -> str:
+    if mean is None:
+        return "-"
+    error = "" if mean.stderr is None else f" +- {100 * mean.stderr:.1f}"
+    return f"{100 * mean.mean:{sign}.1f}{error}"
+
+
+def _is_above_chance(task: Any) -> bool:
+    means = (task.accuracy.acc, task.accuracy.acc_norm)
+    best = max(mean.mean for mean in means if mean is not None)
+    guessing = math.sqrt(task.chance * (1 - task.chance) / task.questions)
+    return best - task.chance > ABOVE * guessing
