@@ -145,6 +145,23 @@ def test_what_is_no_evaluation_is_refused(cli, sparse, tmp_path, changes, senten
     assert not (tmp_path / "out").exists()
 
 
+def test_what_eval_writes_goes_into_the_card(cli, sparse, relu_llama, text_file, tmp_path):
+    judged, task = tmp_path / "eval.json", tmp_path / "sums.jsonl"
+    row = {"query": "1 + 1 =", "choices": [" 2", " 3"], "gold": 0}
+    task.write_text((json.dumps(row) + "\n") * 3)
+    words = ["--data", text_file, "--windows", 2, "--seq-len", 16, "--tasks", task]
+    code, _, _ = cli("eval", sparse, "--reference", relu_llama, *words, "--json", judged)
+    assert code == 0
+    found = json.loads(judged.read_text())
+    export(sparse, tmp_path / "out", evaluation=judged)
+    loss = found["text"]["score"]["cross_entropy"]
+    text = card_of(tmp_path / "out")[1]
+    assert f"| this model | text of its evaluation | {loss:.4f} |" in text
+    assert "| sums | 3 | 50.0% |" in text
+    code, _, err = cli("export", relu_llama, tmp_path / "other", "--eval", judged)
+    assert (code, "is of another model" in err[0]) == (1, True)
+
+
 def test_an_evaluation_without_text_is_one(sparse, tmp_path):
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse, text=None)))

@@ -18,7 +18,7 @@ from twellctl.evaluation.text import refuse_other_tokenizer, score_text
 from twellctl.evaluation.windows import dtype_for, facts, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.here.own_kernels import own_kernels
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import default_device, load_model, load_tokenizer
 from twellctl.text.data import read_texts
 
@@ -72,6 +72,7 @@ def evaluate(
     marks = [subject.answers(local, foreign, limit, doing, progress) for subject in subjects]
     return Evaluation(
         model=str(model),
+        fingerprint=fingerprint(subjects[0].checkpoint),
         reference=None if reference is None else str(reference),
         data=tuple(data),
         **facts(subjects[0].model),

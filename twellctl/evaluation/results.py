@@ -178,9 +178,13 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measured model. `text` is None without data; `limit`: questions of each task at most."""
+    """A measured model, whose weights have that `fingerprint`.
+
+    `text` is None without data; `limit`: questions of each task at most.
+    """
 
     model: str
+    fingerprint: str
     reference: str | None
     data: tuple[str, ...]
     dtype: str
