@@ -5,13 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from popular_shapes import SHAPES
 
+from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
+from twellctl.bundle.twell_ways import Problem, ways_of
 from twellctl.vllm import routes
 from twellctl.vllm.routes import Layer, settle, token_counts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
 LAYERS = [
     Layer(64, 96, biases=(False, False), tile=32, slots=8, density=0.05),
     Layer(64, 96, biases=(False, False), tile=32, slots=16, density=0.2),
@@ -49,9 +53,21 @@ def chosen(monkeypatch):
 
 
 def test_all_numbers_of_tokens_that_may_come():
-    assert token_counts([1, 2, 4, 24], 100) == [1, 2, 4, 8, 16, 24, 32, 64, 100]
+    assert token_counts([1, 6], 20) == [1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 20]
     assert token_counts([], 1) == [1]
-    assert token_counts([], 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert token_counts([], 8) == [1, 2, 3, 4, 5, 8]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_number_of_tokens_is_of_a_kind_that_is_settled(shape):
+    def kinds(counts):
+        problems = (Problem(M, shape.N, shape.K, H200, hopper=True) for M in counts)
+        return {
+            (token_bucket(problem.M), tuple(way.name for way in ways_of("auto", problem)))
+            for problem in problems
+        }
+
+    assert kinds(range(1, 4200)) == kinds(token_counts([], 4199))
 
 
 def test_without_a_gpu_it_is_dense():

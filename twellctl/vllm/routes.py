@@ -41,9 +41,14 @@ class Settled(NamedTuple):
 
 
 def token_counts(captured: Iterable[int], most: int) -> list[int]:
-    """Numbers of tokens to settle: those of captured graphs, and powers of two up to `most`."""
-    powers = (1 << n for n in range(token_bucket(most).bit_length() - 1))
-    return sorted({*captured, *powers, most})
+    """Numbers of tokens to settle: those of captured graphs, and all kinds of others up to `most`.
+
+    One choice serves numbers up to a power of two that have the same ways. The lowest of them may
+    have fewer ways than the highest, so both are settled; what has no choice yet is measured.
+    """
+    powers = [1 << n for n in range(token_bucket(most).bit_length() - 1)]
+    lowest = [power + 1 for power in powers if power < most]
+    return sorted({*captured, *powers, *lowest, most})
 
 
 def settle(
