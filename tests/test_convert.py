@@ -153,7 +153,7 @@ def test_help_is_quick_and_light():
     runs = [run("--help", code=f"{loaded}; {seconds}").stdout.splitlines() for _ in range(4)]
     assert any("Make a model sparse" in line for line in runs[0])
     assert runs[0][-2] == "none"
-    assert min(float(lines[-1]) for lines in runs) < 0.3
+    assert min(float(lines[-1]) for lines in runs) < 0.4
 
 
 def test_a_hub_id_that_cannot_be_fetched(tmp_path):

@@ -12,8 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from twellctl.errors import TwellError, printable
-from twellctl.report.advice import of_run
-from twellctl.report.of_run import RUN_PAGE
 from twellctl.screens.activity import Activity
 
 stdout = Console(highlight=False)
@@ -117,6 +115,9 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`)."""
+    from twellctl.report.advice import of_run  # no page is drawn for --help
+    from twellctl.report.of_run import RUN_PAGE
+
     for sentence in of_run(dataclasses.asdict(result)):
         note(sentence)
     losses = {
