@@ -8,6 +8,8 @@ import emulated_step as emulated
 import pytest
 from emulated_step import Model
 
+from twellctl.decoding.whole_step import MOST_OF_BLOCK
+
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64",
     reason="the emulator needs g++ on x86-64",
@@ -33,6 +35,16 @@ CASES = {
     "dense": (Model(2048, 64, 32, 8, 1048, 2, 100, biases=True, seed=8), 132, False),
     "4096": (Model(4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10), 132, True),
     "4096, dense": (Model(4096, 128, 32, 8, 1056, 1, 500, biases=True, seed=11), 132, False),
+    "1536": (Model(1536, 128, 12, 2, 1056, 2, 2000, biases=True, seed=12), 132, True),
+    "1536, dense": (Model(1536, 128, 12, 2, 1048, 1, 70, biases=True, seed=13), 96, False),
+    "3072": (Model(3072, 128, 24, 8, 1056, 1, 130, gate_mean=-0.5, seed=14), 132, True),
+    "3072, dense": (Model(3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15), 98, False),
+    "3584": (  # 132 rows of the gate a block
+        Model(3584, 128, 28, 4, 14916, 1, 400, biases=True, gate_mean=-1.5, seed=16),
+        113,
+        True,
+    ),
+    "3584, dense": (Model(3584, 128, 28, 4, 1048, 1, 70, biases=True, seed=17), 113, False),
 }
 
 
@@ -45,6 +57,7 @@ def folder(tmp_path_factory):
 def test_a_step(case, folder):
     model, blocks, sparse = CASES[case]
     step = emulated.library(folder, model.K, model.D, sparse)
+    assert (step.most_quads(), step.most_rows()) == MOST_OF_BLOCK[model.K]
     wanted = emulated.judge(model)  # before the cache is written to
     done = emulated.emulate(step, model, blocks, seeds=(1, 2) if case == "plain" else (1,))
     assert (done.logits == done.logits[0]).all()

@@ -14,11 +14,12 @@ from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.bundle.twell_walk import WALK_KERNELS
+from twellctl.decoding.whole_step import MOST_OF_BLOCK
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_walk")}
-HOPPER_ONLY |= {f"decode/{name}.cu" for name in ("step_2048", "step_4096", "step_rows_2048")}
+HOPPER_ONLY |= {f"decode/step_{K}.cu" for K in MOST_OF_BLOCK} | {"decode/step_rows_2048.cu"}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
 COMPILED = [

@@ -47,8 +47,11 @@ def make_layer(window: int | None) -> DecoderLayer:
     "sizes",
     [
         SMALL,
+        StepSizes(1536, 8960, 12, 128, 151936),  # Qwen2.5 1.5B
         StepSizes(2048, 8192, 32, 64, 128256),  # Llama 3.2 1B
         StepSizes(2048, 11008, 16, 128, 151936),  # Qwen2.5 3B
+        StepSizes(3072, 8192, 24, 128, 128256),  # Llama 3.2 3B
+        StepSizes(3584, 18944, 28, 128, 152064),  # Qwen2.5 7B
         StepSizes(4096, 14336, 32, 128, 128256),  # Llama 3.1 8B
     ],
 )
@@ -66,6 +69,8 @@ def test_who_goes_in_one_kernel(sizes):
         (replace(SMALL, H=16), H200, "not 16 heads of 64"),
         (replace(SMALL, H=64, D=32), H200, "not 64 heads of 32"),
         (replace(SMALL, N=132 * 128 + 8), H200, "16904 neurons are more"),
+        (StepSizes(3584, 132 * 192 + 8, 28, 128, 512), H200, "25352 neurons are more"),
+        (StepSizes(3072, 8192, 32, 96, 32064), H200, "not 32 heads of 96"),  # Phi 3 mini
         (replace(SMALL, V=50257), H200, "a vocabulary of 50257"),
     ],
 )
@@ -110,6 +115,7 @@ def test_the_launch(sparse):
         (replace(SMALL, N=5636), 132, 1),
         (replace(SMALL, V=50260), 132, 1),
         (StepSizes(4096, 5632, 32, 128, 128256), 132, 1),
+        (StepSizes(1536, 5632, 12, 128, 151936), 132, 1),
     ],
 )
 def test_how_many_rows_go_in_one_kernel(sizes, num_sms, rows):

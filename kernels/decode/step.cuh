@@ -166,9 +166,12 @@ struct Step : Neurons {
         const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;
         uint4 eights[kEights];
 #pragma unroll
-        for (int i = 0; i < kEights; ++i)
-            eights[i] = l + phase > 0 ? await_eight(from + 8 * eight_of(i), wanted)
-                                      : at<uint4>(kSums)[eight_of(i)];
+        for (int i = 0; i < kEights; ++i) {
+            if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
+            if (has_eight(i))
+                eights[i] = l + phase > 0 ? await_eight(from + 8 * eight_of(i), wanted)
+                                          : at<uint4>(kSums)[eight_of(i)];
+        }
         __syncwarp();
         if (phase != 1) normalise_row(eights, norm);
         if (phase == 1) load_row(layer(l).ffn_norm, norm);

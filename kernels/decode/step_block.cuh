@@ -13,22 +13,28 @@
 namespace {
 
 constexpr int K = TWELL_STEP_K;
-static_assert(K == 2048 || K == 4096, "who has which columns is written for these");
+static_assert(K == 1536 || K == 2048 || K == 3072 || K == 3584 || K == 4096,
+              "who has which columns is written for these");
+constexpr bool kIsNarrow = K <= 2048;
 
 constexpr int kWarps = 8, kConsumers = 32 * kWarps;  // the ninth warp asks for weights
 constexpr int kQuad = 4;                      // rows of a weight, the least that a block has
-constexpr int kUnitBytes = 16384;             // what is asked for, waited for and taken at once
-constexpr int kUnitRows = kUnitBytes / (2 * K);
+constexpr int kUnitRows = kIsNarrow ? 4 : 2;  // what is asked for, waited for and taken at once
+constexpr int kUnitBytes = kUnitRows * 2 * K;  // 12 to 16 KB
 constexpr int kQuadUnits = kQuad / kUnitRows;
-constexpr int kUnits = K == 2048 ? 9 : 8;     // of the ring
-constexpr int kAhead = 2;     // units on their way at a time; more, and all else would queue behind
+constexpr int kUnits = (K == 4096 ? 128 : 144) * 1024 / kUnitBytes;  // of the ring
+// units on their way at a time, 32 KB or so; with more, all else would queue behind
+constexpr int kAhead = (32 * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;                      // units that a warp has in registers
-constexpr int kMostRows = 128;                // whose sums are put together at once
+constexpr int kSliceGroups = K / kWarps / 32;  // 64 bytes each, of a row, of a warp
+constexpr int kChunks = (kUnitRows * kSliceGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
+constexpr int kMostRows = K == 3584 ? 192 : 128;  // whose sums are put together at once
 constexpr int kGroup = 4;                     // neurons that fired, at a time
-constexpr int kGroups = K == 2048 ? 2 : 1;    // of those on their way
+constexpr int kGroups = kIsNarrow ? 2 : 1;    // of those on their way
 constexpr int kNeuronBytes = 2 * 2 * K;       // up and down
-constexpr int kEights = K / 8 / kConsumers;   // of a row of K, of a thread
-constexpr int kOwnQuads = K / 512;            // of x, of a block, at most
+constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
+constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
+constexpr int kOwnQuads = kIsNarrow ? 4 : 8;  // of x, of a block, at most; a power of two
 constexpr int kMostDim = 128;                 // of a head
 constexpr int kApart = 37;                    // see Block::turn
 
@@ -67,8 +73,8 @@ struct alignas(16) Attend {
 struct Column {
     unsigned b0, b1;
 };
-using Columns = Column[4];
-using Unit = uint4[4];  // a lane's part of a unit
+using Columns = Column[kChunks];
+using Unit = uint4[kChunks];  // a lane's part of a unit
 
 __device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
     return bits << 16 | (tag & 0xffff);
@@ -181,14 +187,25 @@ struct Block {
 
     // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies.
     __device__ __forceinline__ int eight_of(int i) const {
-        return thread() / 32 * (K / 64) + i * 32 + thread() % 32;
+        return thread() / 32 * kSliceEights + i * 32 + thread() % 32;
+    }
+
+    // Whether it has one. Of some sizes a slice is no multiple of 32 eights: the last lanes have
+    // one less, and zeros in its place.
+    __device__ __forceinline__ static constexpr bool all_have(int i) {
+        return 32 * (i + 1) <= kSliceEights;
+    }
+    __device__ __forceinline__ bool has_eight(int i) const {
+        return all_have(i) || 32 * i + thread() % 32 < kSliceEights;
     }
 
     __device__ __forceinline__ void load_row(const unsigned short* row,
                                              uint4 (&eights)[kEights]) const {
 #pragma unroll
-        for (int i = 0; i < kEights; ++i)
-            load_streamed_if(true, row + 8 * eight_of(i), eights[i]);
+        for (int i = 0; i < kEights; ++i) {
+            if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
+            load_streamed_if(has_eight(i), row + 8 * eight_of(i), eights[i]);
+        }
     }
 
     __device__ __forceinline__ void normalise_row(uint4 (&eights)[kEights],

@@ -154,9 +154,10 @@ struct Neurons : Attention {
     }
 
     // y += h times a row of down, whose first eight of the thread lies at `from`.
-    __device__ __forceinline__ static void add_row(float (&y)[kEights][8], unsigned from, float h) {
+    __device__ __forceinline__ void add_row(float (&y)[kEights][8], unsigned from, float h) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
+            if (!has_eight(i)) continue;
             float w[8];
             unpack(load_shared(from + 512 * i), w);
 #pragma unroll
@@ -171,12 +172,14 @@ struct Neurons : Attention {
             return (__float_as_uint(value * (1.f + 0x1p-17f)) & ~0xffu) | (tag & 0xff);
         };
 #pragma unroll
-        for (int i = 0; i < kEights; ++i)
+        for (int i = 0; i < kEights; ++i) {
+            if (!has_eight(i)) continue;
 #pragma unroll
             for (int c = 0; c < 8; c += 4)
                 store_relaxed(to + 8 * eight_of(i) + c,
                             make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
                                        word(y[i][c + 3])));
+        }
     }
 
     // All blocks' parts of this block's columns of y, in the order of blocks: onto x, to all.

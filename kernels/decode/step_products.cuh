@@ -1,12 +1,15 @@
 // The products of `step`: weights through the ring, and what a warp makes of them. See step.cuh.
 //
-// Row by row K is cut among the eight warps, a slice each. A unit is 16 KB of consecutive rows, as
-// they lie in memory. Of a unit a lane has four chunks of 16 bytes, each of which is its a of one
-// mma: the first and third word are of row g of that mma, the other two of row g + 8, and what they
-// are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the group of four chunks that
-// the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the sum of one row, and nothing
-// is moved between the ring and the mma. Which quad reads which row and group is such that eight
-// lanes read from all banks.
+// Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two if
+// K is above 2048, as they lie in memory. Of a unit a lane has three or four chunks of 16 bytes, each
+// of which is its a of one mma: the first and third word are of row g of that mma, the other two of
+// row g + 8, and what they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the
+// group of four chunks that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the
+// sum of one row, and nothing is moved between the ring and the mma. Which quad reads which row and
+// group is such that eight lanes read from all banks.
+//
+// One mma takes four groups of a row, or two if its other quads read as many of another row. Slices
+// of 1536 columns have 6 groups, those of 3584 have 14: see `moved` for their last two.
 #pragma once
 
 #include "decode/step_block.cuh"
@@ -65,14 +68,28 @@ struct Products : Block {
     // A lane's row and group of chunks of the first of its four loads.
     __device__ __forceinline__ static int row_of(int quad) { return quad & (kUnitRows - 1); }
     __device__ __forceinline__ static int group_of(int quad) {
-        return K == 2048 ? 2 * (quad >> 2) + (quad & 1)
+        return kIsNarrow ? 2 * (quad >> 2) + (quad & 1)
                          : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
     }
 
-    // What is added to it for load `i`: groups of 64 bytes are exchanged, or the next four come.
+    // Where it lies for load `i`: two groups are exchanged, or the next four come. If there are but
+    // two more, the high half of the warp, which would have the third and fourth, has those two: of
+    // four rows the other one of them, which this row's low quad has not; of two rows the same, for
+    // nothing (see is_read_twice).
     __device__ __forceinline__ static unsigned moved(unsigned from, int i) {
-        return K == 2048 ? (from ^ i % 2 * 64) + i / 2 * 256 : from + i * 256;
+        const int next = kIsNarrow ? i / 2 : i;
+        bool exchanged = kIsNarrow && i % 2;
+        if (4 * next + 2 == kSliceGroups && is_high()) exchanged = kIsNarrow, from -= 128;
+        return (from ^ exchanged * 64) + next * 256;
     }
+
+    // By the other half of the warp, which adds it up.
+    __device__ __forceinline__ static bool is_read_twice(int i) {
+        return !kIsNarrow && 4 * i + 2 == kSliceGroups && is_high();
+    }
+
+    // Whether the lane has the third or fourth of four groups.
+    __device__ __forceinline__ static bool is_high() { return opaque(threadIdx.x) % 32 >= 16; }
 
     // Where a lane's first chunk lies in rows that are so many bytes apart.
     __device__ __forceinline__ unsigned place_in_unit(int row_bytes) const {
@@ -82,7 +99,7 @@ struct Products : Block {
 
     __device__ __forceinline__ static void load_unit(Unit& unit, unsigned from) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) unit[i] = load_shared(moved(from, i));
+        for (int i = 0; i < kChunks; ++i) unit[i] = load_shared(moved(from, i));
     }
 
     // x by the eights that the warp's lanes hold, to the columns of b.
@@ -91,14 +108,16 @@ struct Products : Block {
         const int slice = kDealt + thread() / 32 * (K / 4);
 #pragma unroll
         for (int i = 0; i < kEights; ++i)
-            at<uint4>(slice)[32 * i + lane] =
-                make_uint4(eights[i].x, eights[i].z, eights[i].y, eights[i].w);
+            if (all_have(kEights - 1) || has_eight(i))  // the first is known before unrolling
+                at<uint4>(slice)[32 * i + lane] =
+                    make_uint4(eights[i].x, eights[i].z, eights[i].y, eights[i].w);
         __syncwarp();
         const unsigned from = memory + slice + column / 2 * 64 + t * 16 + column % 2 * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kChunks; ++i) {
             const uint2 b = load_shared_pair(moved(from, i));
             x[i] = {b.x, b.y};
+            if (is_read_twice(i)) x[i] = {0, 0};
         }
         __syncwarp();
     }
@@ -137,7 +156,7 @@ struct Products : Block {
     __device__ __forceinline__ static float part_of_sum(const Unit& unit, const Columns& x) {
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < kChunks; ++i)
             multiply_add(sums[i % 2], unit[i].x, unit[i].y, unit[i].z, unit[i].w, x[i].b0, x[i].b1);
         return opaque((sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3]));
     }
@@ -150,7 +169,7 @@ struct Products : Block {
         const bool has_row = row < kUnitRows && lane % 4 == group_of(row);
 #pragma unroll
         for (int j = 0; j < NUM; ++j) {
-            if (K == 4096) parts[j] += __shfl_xor_sync(~0u, parts[j], 9);
+            if (!kIsNarrow) parts[j] += __shfl_xor_sync(~0u, parts[j], 9);
             parts[j] += __shfl_xor_sync(~0u, parts[j], 18);
         }
 #pragma unroll

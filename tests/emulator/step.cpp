@@ -2,7 +2,8 @@
 #include "instructions.h"
 #include "decode/step.cuh"
 
-extern "C" unsigned step_bytes() { return Block::kBytes; }
+extern "C" int most_quads() { return kOwnQuads; }
+extern "C" int most_rows() { return kMostRows; }
 
 extern "C" int step(int num_blocks, unsigned seed, const Layer* layers, int num_layers, int N,
                     int V, int H, int Hkv, const int* tokens, const int* positions,

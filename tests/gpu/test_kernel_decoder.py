@@ -28,13 +28,16 @@ FAMILIES = {
     },
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
 }
-ONE_KERNEL = {  # models of which a step of one row is one kernel
+ONE_KERNEL = {  # models of which a step of one row is one kernel; of several if no number
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 32},
     "few heads of k": {"num_attention_heads": 32, "num_key_value_heads": 8},
     "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2},
     "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "mistral": {"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 40},
-    "wide": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "1536": {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "3072": {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8},
+    "3584": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "4096": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
 LENGTHS = (5, 70, 130, 33, 1, 64)
 NUM_TOKENS = 40
@@ -156,7 +159,7 @@ def test_a_row_alone(family, sparse):
 
 
 @pytest.mark.parametrize("B", [2, 5, 16])
-@pytest.mark.parametrize("family", sorted(ONE_KERNEL.keys() - {"wide"}))
+@pytest.mark.parametrize("family", [f for f in ONE_KERNEL if not f.isdecimal()])
 def test_rows_together(family, B):
     """So is one of several rows, in each of several steps; and a row's bits are its own."""
     model = make_for_one_kernel(family)

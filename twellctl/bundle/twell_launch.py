@@ -50,12 +50,12 @@ SOURCES = {  # the entries of each source, by its path in kernels/
     "decode/choose.cu": ("choose",),
     "decode/few_gated.cu": tuple(f"few_gated_{octets}" for octets in _OCTETS),
     "decode/norm.cu": ("rms_norm", "embed_norm"),
-    "decode/step_2048.cu": tuple(
-        f"step_2048_{D}{form}" for D in (64, 128) for form in ("", "_dense")
-    ),
-    "decode/step_4096.cu": tuple(
-        f"step_4096_{D}{form}" for D in (64, 128) for form in ("", "_dense")
-    ),
+    **{
+        f"decode/step_{K}.cu": tuple(
+            f"step_{K}_{D}{form}" for D in (64, 128) for form in ("", "_dense")
+        )
+        for K in (1536, 2048, 3072, 3584, 4096)
+    },
     "decode/step_rows_2048.cu": tuple(f"step_rows_2048_{D}" for D in (64, 128)),
 }
 ENTRY_FILES = {entry: source for source, entries in SOURCES.items() for entry in entries}

@@ -16,8 +16,8 @@ from twellctl.decoding.attention import AttendLayer
 # of kernels/decode/step_block.cuh
 _THREADS = 288
 _QUAD = 4  # rows, the least that a block has
-_MOST_ROWS = 128  # of the gate, of a block
-_OWN_QUADS = {2048: 4, 4096: 8}  # of x, of a block, at most; by hidden size
+# by hidden size: quads of x, and rows of the gate, that a block has at most
+MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
 _HEAD_DIMS = (64, 128)
 
 # of kernels/decode/step_rows_block.cuh
@@ -68,12 +68,14 @@ class StepSizes:
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
     K, num_sms = sizes.K, limits.num_sms
-    if K not in _OWN_QUADS or sizes.D not in _HEAD_DIMS or sizes.H * sizes.D != K:
+    if K not in MOST_OF_BLOCK or sizes.D not in _HEAD_DIMS or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
-        return f"the kernel of a whole step takes 2048 or 4096 in heads of 64 or 128, not {said}"
-    if ceil_div(K // _QUAD, num_sms) > _OWN_QUADS[K] or num_sms < sizes.H:
+        taken = ", ".join(map(str, MOST_OF_BLOCK))
+        return f"the kernel of a whole step takes {taken} in heads of 64 or 128, not {said}"
+    own_quads, most_rows = MOST_OF_BLOCK[K]
+    if ceil_div(K // _QUAD, num_sms) > own_quads or num_sms < sizes.H:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
-    if ceil_div(sizes.N // _QUAD, num_sms) * _QUAD > _MOST_ROWS or sizes.N % _QUAD:
+    if ceil_div(sizes.N // _QUAD, num_sms) * _QUAD > most_rows or sizes.N % _QUAD:
         return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
     if sizes.V % _QUAD:
         return f"a vocabulary of {sizes.V} is no multiple of 4"
