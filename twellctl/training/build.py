@@ -57,6 +57,12 @@ def _compiles(recipe: Recipe) -> bool:
     return torch.cuda.is_available() and one_process and not recipe.lora_rank
 
 
+def _captures(recipe: Recipe) -> bool:
+    """Whether steps are replayed as CUDA graphs: what they do may not change from step to step."""
+    fixed = recipe.penalty == "count" and not recipe.gradient_checkpointing
+    return recipe.compile and fixed and _compiles(recipe)
+
+
 def build_trainer(
     checkpoint: Checkpoint,
     teacher: Teacher | None,
@@ -88,6 +94,8 @@ def build_trainer(
         soften=soften,
         leeway=0.0 if fresh else LEEWAY,
         compiled=recipe.compile,
+        captures=_captures(recipe),
+        note=progress.note,
         model=model,
         args=arguments,
         train_dataset=train,

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
+from twellctl.training.captured_part import CapturedPart
 from twellctl.training.head_loss import HeadLoss
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -29,6 +30,7 @@ from twellctl.training.sparsity import FfnPenalty
 
 LOST = 3  # so many evaluations in a row above the first end a run,
 RECOVERS = 0.1  # unless they make up this share of what they are above it
+PARTS_BEFORE_CAPTURE = 2  # parts of steps: the first compiles
 SAME = 1e-3  # share of a held-out loss within which another one is no worse: above all rounding
 
 
@@ -62,9 +64,14 @@ class SparseTrainer(Trainer):
         soften: float = 0.0,
         leeway: float = 0.0,
         compiled: bool = False,
+        captures: bool = False,
+        note: Callable[[str], None] = lambda text: None,
         **kwargs: Any,
     ):
-        """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`)."""
+        """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`).
+
+        `captures`: replay the parts of a step as a CUDA graph; `note` is told where that fails.
+        """
         super().__init__(data_collator=_as_it_is, **kwargs)
         self.model_accepts_loss_kwargs = (
             False  # our loss is a mean: Trainer divides by accumulation
@@ -78,6 +85,8 @@ class SparseTrainer(Trainer):
         self.routes = routes
         self.soften = soften
         self.leeway = leeway
+        self.note = note
+        self._captures, self._captured, self._parts_run = captures, None, 0
         self.report: StepReport | None = None
         self.held_out_by_layer: list[float] | None = None
         self._sums: list[Tensor] = []
@@ -91,22 +100,56 @@ class SparseTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Tensor:
         ids = inputs["input_ids"]
+        self._set_penalty(ids)
+        loss, measured = self._losses(model, ids)
+        self._sums.append(measured)
+        return loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any) -> Tensor:
+        ids, num_parts = inputs["input_ids"], self.current_gradient_accumulation_steps
+        if self._captured is not None and self._captured.takes(ids, num_parts):
+            self._set_penalty(ids)
+            loss, measured = self._captured(ids)
+            self._sums.append(measured)
+        else:
+            loss = super().training_step(model, inputs, *args)
+            self._parts_run += 1
+            if self._captures and self._parts_run == PARTS_BEFORE_CAPTURE:
+                self._capture(model, ids)
+        if self.accelerator.sync_gradients:  # clipping would spread what is not finite
+            self._checked = last_not_finite(self.model)
+        return loss
+
+    def _capture(self, model: nn.Module, ids: Tensor) -> None:
+        num_parts = self.current_gradient_accumulation_steps
+
+        def part(ids: Tensor) -> tuple[Tensor, Tensor]:
+            with self.compute_loss_context_manager():
+                loss, measured = self._losses(model, ids)
+            loss = loss / num_parts
+            self.accelerator.backward(loss)
+            return loss.detach(), measured
+
+        try:
+            ids = ids.to(self.args.device)
+            self._captured = CapturedPart(part, ids, num_parts, self.model.parameters())
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            self.note(f"steps are not recorded as a CUDA graph, and so slower: {reason}")
+
+    def _set_penalty(self, ids: Tensor) -> None:
         scale = 1 / self.current_gradient_accumulation_steps
         self.penalty.l1, self.penalty.width = self.schedule.l1, self._width()
         self.penalty.begin(ids.numel(), scale)
         if self.states is not None:
             self.states.scale = scale
+
+    def _losses(self, model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(the loss, what a step's report is made of)."""
         losses = self.head.losses(ids, self.teacher, self.teacher_weight, model)
         penalty, densities = self.penalty.measured()
         parts = torch.stack([losses.cross_entropy, losses.teacher_kl, penalty])
-        self._sums.append(torch.cat([parts, densities]))
-        return losses.loss
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:  # clipping would spread what is not finite
-            self._checked = last_not_finite(self.model)
-        return loss
+        return losses.loss, torch.cat([parts, densities])
 
     def _width(self) -> float | None:
         """Of the soft gate: from SiLU's 1 down to `SLOPE` while `soften` lasts, then a step."""
@@ -144,9 +187,11 @@ class SparseTrainer(Trainer):
         self.train_dataset = dataset
         self.args.per_device_train_batch_size = self._train_batch_size = num_blocks
         self.args.gradient_accumulation_steps = num_parts
+        self._captured, self._parts_run = None, 0
 
     def drop_parts(self) -> None:
         """Forget the parts of a step that did not come to its end."""
+        self._captured, self._parts_run = None, 0
         self._sums.clear()
         self.model.zero_grad()
 
