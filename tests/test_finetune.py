@@ -17,6 +17,7 @@ from twellctl.convert import convert
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.loading import MASKLESS
 from twellctl.text.data import Blocks
+from twellctl.training import build, trainer
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
 
@@ -161,3 +162,22 @@ def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_pat
     recipe = small(text_file, max_steps=2)
     finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
     assert MASKLESS not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+
+
+def test_steps_that_cannot_be_recorded_are_taken_as_ever(
+    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch
+):
+    def refuse(*given):
+        raise RuntimeError("not permitted\nwhen stream is capturing")
+
+    class Noted(Progress):
+        def note(self, text):
+            notes.append(text)
+
+    notes = []
+    monkeypatch.setattr(build, "_captures", lambda recipe: True)
+    monkeypatch.setattr(trainer, "CapturedPart", refuse)
+    progress = Noted(silent=True)
+    out = finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress).out
+    assert "steps are not recorded as a CUDA graph, and so slower: not permitted" in notes
+    assert_same_weights(out, uninterrupted.out)

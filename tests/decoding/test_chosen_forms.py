@@ -49,7 +49,7 @@ def test_the_forms_of_a_step(tiny, monkeypatch):
 @pytest.fixture
 def timed(monkeypatch, tmp_path) -> dict[str, float]:
     """Steps can be measured, on a CPU: the times are those told; every form is run."""
-    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0}
+    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0, "dense in place": 4.0}
 
     def graph_ms(runs):
         timed.measured.append(list(runs))
@@ -153,7 +153,11 @@ def test_a_kept_dense_form_is_taken_only_where_it_is_possible(tiny, timed, kerne
     monkeypatch.setattr(down_copies, "_memory", lambda device: (0, 1 << 40))
     decoder = open_decoder(tiny)
     assert way_of_step(decoder, kernels) == "union"
-    assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs"]]
+    assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs", "dense in place"]]
+    assert not has_copies(decoder)
+    timed.times["dense in place"] = 0.5
+    decoder.step(*inputs(3))
+    assert decoder.chosen(3) == "dense in place"
     assert not has_copies(decoder)
 
 

@@ -60,4 +60,7 @@ def test_why_there_is_no_room_is_told_once(memory, caplog, name, said):
         assert not made.fit()
         assert not made.fit()
     (record,) = caplog.records
-    assert record.getMessage() == f"steps have no dense form: a second copy of all W_down {said}"
+    assert (
+        record.getMessage()
+        == f"dense steps read W_down by rows of neurons: a second copy of all W_down {said}"
+    )

@@ -9,8 +9,10 @@ from twellctl.convert import convert
 from twellctl.finetune import finetune
 from twellctl.training import build
 from twellctl.training.arguments import trainer_arguments
+from twellctl.training.captured_part import CapturedPart
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
+from twellctl.training.trainer import PARTS_BEFORE_CAPTURE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,3 +46,26 @@ def test_compiled_is_as_plain(make_model, text_file, tmp_path, monkeypatch, bf16
 
 def _in_float32(*args):
     return dataclasses.replace(trainer_arguments(*args), bf16=False)
+
+
+def test_recorded_steps_are_as_those_that_are_not(make_model, text_file, tmp_path, monkeypatch):
+    """Two parts a step, evaluations between, gates soft for a while: what changes is in tensors."""
+    monkeypatch.setattr(build, "trainer_arguments", _in_float32)
+    convert(make_model("llama", initializer_range=0.05), tmp_path / "relu")
+    flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
+    flags |= {"max_steps": 12, "eval_steps": 5, "eval_blocks": 4, "save_steps": 0}
+    flags |= {"learning_rate": 1e-3, "soften": 0.5, "compile": True}
+    replayed, done = [], {}
+    replay = CapturedPart.__call__
+    monkeypatch.setattr(
+        CapturedPart, "__call__", lambda part, ids: replayed.append(ids) or replay(part, ids)
+    )
+    for how in (True, False):
+        if not how:
+            monkeypatch.setattr(build, "_captures", lambda recipe: False)
+        out = tmp_path / str(how)
+        recipe = resolve_recipe(None, flags)
+        done[how] = finetune(tmp_path / "relu", out, recipe, progress=Progress(silent=True))
+    assert len(replayed) == 2 * 12 - PARTS_BEFORE_CAPTURE
+    assert done[True].cross_entropy == pytest.approx(done[False].cross_entropy, rel=1e-4)
+    assert done[True].density_by_layer == pytest.approx(done[False].density_by_layer, rel=0.01)

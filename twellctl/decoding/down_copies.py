@@ -2,6 +2,7 @@
 
 Over what fires W_down is read by rows of neurons. Dense products are faster over an nn.Linear's
 layout, so it is there in both where that takes little memory, and as long as such steps are taken.
+Large models go without: where W_down has 5120 columns and more, the layout makes no difference.
 """
 
 import logging
@@ -38,7 +39,7 @@ class DownCopies:
         if self._made or (why := self._why_not()) is None:
             return True
         if not self._has_told:
-            logger.info("steps have no dense form: %s", why)
+            logger.info("dense steps read W_down by rows of neurons: %s", why)
         self._has_told = True
         return False
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,5 +40,23 @@ def _by_columns(
     return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
 
 
+def _in_place(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    residual: Tensor,
+    counts: Tensor | None,
+    overlap: bool,
+) -> Tensor:
+    hidden = few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
+    return torch.addmm(
+        residual if ffn.b_down is None else residual + ffn.b_down, hidden, ffn.w_down
+    )
+
+
 # over all neurons, with a W_down that lies as an nn.Linear's
 BY_COLUMNS = Way("dense", lambda problem: True, _by_columns, own=False, by_rows=False)
+# the same with the W_down that is there: slower for small models
+IN_PLACE = Way("dense in place", lambda problem: True, _in_place, own=False)

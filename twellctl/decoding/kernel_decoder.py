@@ -58,7 +58,7 @@ from twellctl.decoding.attention import (
     why_not_attend,
 )
 from twellctl.decoding.down_copies import DownCopies
-from twellctl.decoding.few_ways import BY_COLUMNS, few_ways
+from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.pages import PAGE, pages_for
 from twellctl.decoding.step_forms import Form, FormChoice
@@ -165,12 +165,12 @@ class KernelDecoder:
         Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
         by the order of sums.
         """
-        ways = {BY_COLUMNS.name: [BY_COLUMNS] * len(self._layers)}
+        dense = BY_COLUMNS if not self._sparse or self._copies.fit() else IN_PLACE
+        ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
             problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
-            own = few_ways(problem, self._densities)
-            ways = own | ways if self._copies.fit() else own
+            ways = few_ways(problem, self._densities) | ways
         return {
             **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
             **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},

@@ -120,18 +120,19 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(cross-entropy, KL) of M rows, summed, and `scale` times the gradient of the loss `[M, V]`.
 
-    `logits` and the teacher's `wanted` are `[M, V]`, `targets` `[M, 1]`. Compiled, it reads each of
-    them twice and writes the gradient: no gather, no scatter, for which it would write them all.
+    `logits` and the teacher's `wanted` are `[M, V]`, `targets` `[M, 1]`. Sums are by row, so that
+    compiled it reads each of them twice and writes the gradient.
     """
-    log_p = logits.float().log_softmax(-1)
-    right = torch.arange(logits.shape[-1], device=logits.device) == targets
-    cross_entropy = -torch.where(right, log_p, 0).sum()
+    log_sum = logits.float().logsumexp(-1, keepdim=True)
+    cross_entropy = (log_sum - logits.gather(-1, targets)).sum()
     kl = torch.zeros_like(cross_entropy)
+    log_p = logits.float() - log_sum
+    right = torch.arange(logits.shape[-1], device=logits.device) == targets
     gradient = log_p.exp() - (1 - weight) * right
     if wanted is not None:
-        log_q = wanted.float().log_softmax(-1)
+        log_q = wanted.float() - wanted.float().logsumexp(-1, keepdim=True)
         q = log_q.exp()
-        kl = (q * (log_q - log_p)).sum()
+        kl = (q * (log_q - log_p)).sum(-1).sum()
         gradient = gradient - weight * q
     return cross_entropy, kl, (gradient * scale).to(logits.dtype)
 
