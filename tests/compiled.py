@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, nvrtc_paths
 from twellctl.here.resources import kernel_files
 
 SOURCES = kernel_files()
-# of .nv.info: attributes that have their size with them; launch bounds, and blocks of a cluster
-_SIZED, _MAX_THREADS, _CLUSTER = 4, 0x05, 0x3D
+# of .nv.info: attributes that have their size with them; launch bounds, a parameter, blocks of a
+# cluster
+_SIZED, _MAX_THREADS, _PARAMETER, _CLUSTER = 4, 0x05, 0x17, 0x3D
 
 
 @functools.cache
@@ -49,22 +51,44 @@ def compiled(name: str, arch: str, major: int = 13) -> Cubin:
     return cubin
 
 
+def parameter_bytes(code: bytes, entry: str) -> list[int]:
+    """How many bytes each parameter of a kernel of a cubin takes, in their order."""
+    found = {}
+    for attribute, content in _attributes(code, entry):
+        if attribute == _PARAMETER:
+            _, place, _, packed = struct.unpack("<IHHI", content)
+            found[place] = packed >> 18
+    return [found[place] for place in range(len(found))]
+
+
 def most_threads(code: bytes, entry: str) -> int:
     """The launch bounds of a kernel of a cubin, as ptxas keeps them."""
-    return math.prod(_attributes(code, entry)[_MAX_THREADS])
+    return _product_of(code, entry, _MAX_THREADS)
 
 
 def cluster_blocks(code: bytes, entry: str) -> int:
     """How many blocks a cluster of a kernel has."""
-    return math.prod(_attributes(code, entry).get(_CLUSTER, (1,)))
+    return _product_of(code, entry, _CLUSTER)
 
 
-def _attributes(code: bytes, entry: str) -> dict[int, tuple[int, ...]]:
-    info, at, found = sections(code)[f".nv.info.{entry}"].content, 0, {}
+def compile_claims(file: str, claims: list[str], arch: str, major: int = 13) -> None:
+    """`file` without its entries; KernelError for the first of `claims` that does not hold."""
+    asserted = "".join(f"static_assert({claim});\n" for claim in claims)
+    text = f'#include "{file}"\n{asserted}'.encode()
+    nvrtc(major).compile("claims.cu", SOURCES | {"claims.cu": text}, arch)
+
+
+def _product_of(code: bytes, entry: str, wanted: int) -> int:
+    for attribute, content in _attributes(code, entry):
+        if attribute == wanted:
+            return math.prod(struct.unpack(f"<{len(content) // 4}I", content))
+    return 1
+
+
+def _attributes(code: bytes, entry: str) -> Iterator[tuple[int, bytes]]:
+    info, at = sections(code)[f".nv.info.{entry}"].content, 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         sized = size if form == _SIZED else 0
-        if attribute in (_MAX_THREADS, _CLUSTER):
-            found[attribute] = struct.unpack_from(f"<{sized // 4}I", info, at + 4)
+        yield attribute, info[at + 4 : at + 4 + sized]
         at += 4 + sized
-    return found

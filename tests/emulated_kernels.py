@@ -1,66 +1,150 @@
-"""Kernels of the training pass on a CPU: their sources, compiled by g++ over emulator/sums.h."""
+"""The kernels on a CPU: their sources as they are, by g++ over emulator/ptx instead of kernels/ptx.
+
+emulator/judge.h says what is judged.
+"""
 
 import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
 import re
+import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
-from emulated_step import EMULATOR, copy_kernels
+import pytest
+from torch import Tensor
 
-SOURCES = {
-    "train/grad_lists.cu": ("list_neurons", "list_tokens"),
-    "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
-    "train/grad_biases.cu": ("grad_biases",),
-    "ffn/down.cu": ("down",),
-}
+from twellctl.bundle.twell_nvrtc import compiled_files
+from twellctl.bundle.twell_spec import ENTRY_FILES, SPEC
+from twellctl.here.resources import kernel_files
+
+EMULATOR = Path(__file__).parent / "emulator"
+FLAGS = ["-std=c++17", "-fPIC", "-w"]
+OF_GPU = ["-O3", "-march=native", "-ffp-contract=off"]
+OF_SOURCE = ["-O1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
+OF_SOURCE += ["-fno-extern-tls-init"]
+MOST_WORDS, MOST_NUMBERS = 24, 4  # of a launch: as emulator/gpu.cpp
+needs_emulator = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64",
+    reason="the emulator needs g++ on x86-64",
+)
+
+
+class Wrong(AssertionError):
+    """What the emulator found."""
 
 
 class EmulatedKernels:
-    """As a `KernelSet`, for tensors on the CPU; built in `folder`."""
+    """As a `KernelSet`, for tensors on the CPU; of `sources`, else those there are."""
 
-    def __init__(self, folder: Path):
-        self._functions = {}
-        copy_kernels(folder)
-        for path in (*folder.rglob("*.cuh"), *(folder / name for name in SOURCES)):
-            text = path.read_text()
-            memory = "reinterpret_cast<uint4*>(emulator::thread->block->memory())"
-            text = re.sub(r"extern __shared__ uint4 (\w+)\[\];", rf"uint4* \1 = {memory};", text)
-            path.write_text(text.replace('extern "C" __global__', "static"))
-        for name, entries in SOURCES.items():
-            library = self._build(folder, name, entries)
-            self._functions |= {entry: library[f"emulate_{entry}"] for entry in entries}
-
-    def _build(self, folder: Path, name: str, entries: Iterable[str]) -> ctypes.CDLL:
-        text = (folder / name).read_text()
-        made = f'#include "sums.h"\n#include "{name}"\n'
-        for entry in entries:
-            parameters = re.search(rf"\b{entry}\((.*?)\)\s*{{", text, re.DOTALL).group(1)
-            given = ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
-            made += f"""
-extern "C" int emulate_{entry}(int columns, int rows, int threads, int bytes, {parameters}) {{
-    return each_block(columns, rows, threads, bytes, [&](char*) {{ {entry}({given}); }});
-}}
-"""
-        source = folder / f"{name}.cpp"
-        source.write_text(made)
-        library = source.with_suffix(".so")
-        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-I", str(folder)]
-        subprocess.run([*command, "-I", str(EMULATOR), str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
+    def __init__(self, sources: Mapping[str, bytes] | None = None):
+        self.sources = sources or kernel_files()
 
     def launch(
-        self, name: str, grid: tuple[int, ...], block: int, args: Iterable, smem_bytes: int = 0
+        self,
+        name: str,
+        grid: tuple[int, ...],
+        block: int,
+        args: Iterable,
+        smem_bytes: int = 0,
+        *,
+        cluster: int = 1,
+        at_once: int | None = None,
+        seed: int = 1,
+        beside: Iterable[Tensor] = (),
+        from_previous: Iterable[Tensor] = (),
     ) -> None:
-        """Run entry `name` to its end."""
+        """Run entry `name` to its end, `at_once` blocks at the same time (a cluster, if not told).
+
+        `beside`: memory that it reads by pointers in memory. `from_previous`: what the kernel in
+        front writes, which may still run. Raises `Wrong`.
+        """
+        library = _library(self.sources, name)
         columns, rows = (*grid, 1)[:2]
-        given = [_argument(arg) for arg in args]
-        assert self._functions[name](columns, rows, block, smem_bytes, *given), f"{name} hangs"
+        words, numbers = (ctypes.c_uint64 * MOST_WORDS)(), (ctypes.c_float * MOST_NUMBERS)()
+        args = list(args)
+        floats = [arg for arg in args if isinstance(arg, float)]
+        whole = [_word(arg) for arg in args if not isinstance(arg, float)]
+        words[: len(whole)], numbers[: len(floats)] = whole, floats
+        previous = {tensor.data_ptr() for tensor in from_previous}
+        memory = [
+            number
+            for tensor in (*args, *beside)
+            if isinstance(tensor, Tensor)
+            for number in (tensor.data_ptr(), tensor.nbytes, tensor.data_ptr() in previous)
+        ]
+        given = (ctypes.c_uint64 * len(memory))(*memory)
+        entry = ctypes.cast(library[name], ctypes.c_void_p)
+        wrong = library.launch(
+            *(entry, words, numbers, columns, rows, block, smem_bytes, cluster),
+            *(at_once or cluster, seed, given, len(memory) // 3),
+        )
+        if wrong:
+            raise Wrong(f"{name}: {wrong.decode()}")
 
 
-def _argument(arg):
-    if arg is None or isinstance(arg, torch.Tensor):
-        return ctypes.c_void_p(None if arg is None else arg.data_ptr())
-    return ctypes.c_longlong(int(arg)) if isinstance(arg, np.int64) else ctypes.c_int(int(arg))
+def _word(arg: Tensor | int | np.integer | None) -> int:
+    if arg is None or isinstance(arg, Tensor):
+        return 0 if arg is None else arg.data_ptr()
+    return int(arg) % 2**64
+
+
+def _library(sources: Mapping[str, bytes], entry: str) -> ctypes.CDLL:
+    source = ENTRY_FILES[entry]
+    files = compiled_files(source, sources, "sm_90a")
+    others = rf" make\((?!{entry},)[^)]*\)"
+    files[SPEC] = re.sub(others.encode(), b"", files[SPEC])
+    return _loaded(source, tuple(sorted(files.items())))
+
+
+@functools.cache
+def _loaded(source: str, files: tuple[tuple[str, bytes], ...]) -> ctypes.CDLL:
+    own, folder = list(EMULATOR.rglob("*.*")), _include_folder(files)
+    include = ["-I", str(EMULATOR)]
+    gpu = _made([*FLAGS, *OF_GPU, *include, "-c", str(EMULATOR / "gpu.cpp")], own)
+    include += ["-I", str(folder), "-x", "c++", "-include", str(EMULATOR / "gpu.h")]
+    kernel = _made([*FLAGS, *OF_SOURCE, *include, "-c", str(folder / source)], own)
+    linked = _made(["-shared", "-Wl,-Bsymbolic", str(kernel), str(gpu)], [kernel, gpu])
+    library = ctypes.CDLL(str(linked))
+    library.launch.restype = ctypes.c_char_p
+    return library
+
+
+def _include_folder(files: tuple[tuple[str, bytes], ...]) -> Path:
+    """A source with its headers and its spec, for g++; a folder that is named by what they are."""
+    folder = _builds() / hashlib.sha256(repr(files).encode()).hexdigest()
+    with _locked(folder):
+        if not folder.exists():
+            for name, text in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(text)
+    return folder
+
+
+def _made(command: list[str], paths: Iterable[Path]) -> Path:
+    """What g++ makes by `command` out of `paths`, once for all processes of a session."""
+    key = hashlib.sha256("\n".join(command).encode())
+    for path in sorted(paths):
+        key.update(path.read_bytes())
+    made = _builds() / f"{key.hexdigest()}.o"
+    with _locked(made):
+        if not made.exists():
+            subprocess.run(["g++", *command, "-o", str(made)], check=True)
+    return made
+
+
+def _builds() -> Path:
+    return Path(os.environ["TWELL_TEST_BUILDS"])
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits
+        yield

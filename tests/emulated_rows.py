@@ -1,19 +1,10 @@
-"""`step_rows` (kernels/decode/step_rows.cuh) on a CPU: emulator and judge of emulated_step.py."""
+"""`step_rows` (kernels/decode/step_rows.cuh) on a CPU; the judge is emulated_step.py's."""
 
 import copy
-import ctypes
-import functools
-from pathlib import Path
 
 import torch
-from emulated_step import EPS, VOCABULARY, Done, Model, built, cached, copy_kernels, pointer
-
-
-@functools.cache
-def library(folder: Path, D: int) -> ctypes.CDLL:
-    """`step_rows` for heads of `D`, built in `folder`."""
-    copy_kernels(folder)
-    return built(folder, "step_rows.cpp", [f"-DSTEP_DIM={D}"], folder / f"step_rows_{D}.so")
+from emulated_kernels import EmulatedKernels
+from emulated_step import EPS, SMEM_BYTES, Done, Model, cached
 
 
 def words_of_rows(K: int, columns: int, blocks: int) -> int:
@@ -32,30 +23,34 @@ def rows_of(model: Model) -> list[Model]:
     return rows
 
 
-def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]) -> list[Done]:
+def emulate(
+    kernels: EmulatedKernels, model: Model, blocks: int, seeds: tuple[int, ...]
+) -> list[Done]:
     """A step after the other of the same tokens, by `blocks` blocks; what each row got."""
     K, D, rows = model.K, model.D, rows_of(model)
     B, columns = len(rows), (model.H + 2 * model.Hkv) * D
     words = torch.full((words_of_rows(K, columns, blocks),), -1, dtype=torch.int32)
     epoch = torch.zeros(1, dtype=torch.int32)
-    layers = model.told()
     tokens = torch.tensor([row.token for row in rows], dtype=torch.int32)
     positions = torch.tensor([row.position for row in rows], dtype=torch.int32)
     tables = torch.stack([row.table for row in rows])
-    logits = torch.full((len(seeds), B, VOCABULARY), torch.nan)
+    logits = torch.full((len(seeds), B, model.vocabulary), torch.nan)
     counts = torch.full((len(seeds), model.layers, B), -1, dtype=torch.int32)
-    sizes = model.layers, model.N, VOCABULARY, model.H, model.Hkv
+    sizes = model.layers, model.N, model.vocabulary, model.H, model.Hkv
     weights = model.embeddings, model.last_norm, model.head, model.cos, model.sin
     for i, seed in enumerate(seeds):
-        outputs = words, epoch, counts[i], logits[i]
-        status = step.step_rows(
-            *(blocks, seed, ctypes.c_void_p(pointer(layers)), *sizes),
-            *(ctypes.c_void_p(pointer(t)) for t in (tokens, positions, tables)),
-            *(B, tables.stride(0)),
-            *(ctypes.c_void_p(pointer(t)) for t in weights),
-            *(ctypes.c_float(EPS), ctypes.c_float(D**-0.5)),
-            *(ctypes.c_void_p(pointer(t)) for t in outputs),
+        kernels.launch(
+            f"step_rows_{K}_{D}",
+            (blocks,),
+            256 + 128,
+            (
+                *(model.told(), *sizes, tokens, positions, tables, B, tables.stride(0)),
+                *(*weights, EPS, D**-0.5, words, epoch, counts[i], logits[i]),
+            ),
+            SMEM_BYTES,
+            at_once=blocks,
+            seed=seed,
+            beside=model.memory(),
         )
-        assert status == 1, "some threads wait forever"
     assert epoch == len(seeds) * model.layers
     return [Done(logits[:, i], counts[:, :, i], cached(row)) for i, row in enumerate(rows)]

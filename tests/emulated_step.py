@@ -1,47 +1,13 @@
-"""`step` (kernels/decode/step.cuh) on a CPU: its sources, by g++ over emulator/, and a judge.
+"""`step` (kernels/decode/step.cuh) on a CPU, by emulated_kernels.py, and a judge."""
 
-The emulator runs all threads of all blocks, with copies and barriers, in random order. What kernels
-do by inline assembly stands in emulator/instructions.h a second time; all else is the source.
-"""
-
-import ctypes
-import functools
-import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
+from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
-from twellctl.here.resources import kernel_files
-
-EMULATOR = Path(__file__).parent / "emulator"
-PAGE, EPS, VOCABULARY = 64, 1e-5, 512
-
-
-def copy_kernels(folder: Path) -> None:
-    """The kernels' sources into `folder`, nothing in ptx/: the emulator has its instructions."""
-    for name, text in kernel_files().items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"" if name.startswith("ptx/") else text)
-
-
-@functools.cache
-def library(folder: Path, K: int, D: int, sparse: bool) -> ctypes.CDLL:
-    """`step` of these sizes, built in `folder`."""
-    copy_kernels(folder)
-    made = folder / f"step_{K}_{D}_{sparse}.so"
-    defines = [f"-DTWELL_STEP_K={K}", f"-DSTEP_DIM={D}", f"-DSTEP_SPARSE={str(sparse).lower()}"]
-    return built(folder, "step.cpp", defines, made)
-
-
-def built(folder: Path, source: str, defines: list[str], made: Path) -> ctypes.CDLL:
-    """A source of emulator/, with headers in `folder`."""
-    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines]
-    paths = ["-I", str(folder), "-I", str(EMULATOR), str(EMULATOR / source), "-o", str(made)]
-    subprocess.run([*command, *paths], check=True)
-    return ctypes.CDLL(str(made))
+PAGE, EPS = 64, 1e-5
 
 
 @dataclass
@@ -61,6 +27,7 @@ class Model:
     gate_mean: float = 0.0  # of its bias; 0: has a bias if the rest has
     seed: int = 0
     rows: int = 1
+    vocabulary: int = 512
     token: int = 7
     weights: list[dict[str, Tensor | None]] = field(init=False)
 
@@ -68,13 +35,14 @@ class Model:
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-            return (mean + std * torch.randn(shape, generator=generator)).bfloat16()
+            empty = torch.empty(shape, dtype=torch.bfloat16)
+            return empty.normal_(mean, std, generator=generator)
 
         K, D, N = self.K, self.D, self.N
         Q, std = (self.H + 2 * self.Hkv) * D, K**-0.5
         pages = self.rows * (self.position // PAGE + 1) + 1
         self.table = torch.randperm(pages - 1, generator=generator).int() + 1
-        self.embeddings, self.head = normal(16, K), normal(VOCABULARY, K, std=std)
+        self.embeddings, self.head = normal(16, K), normal(self.vocabulary, K, std=std)
         self.last_norm = normal(K, mean=1, std=0.1)
         angles = torch.randn(self.position + 1, D // 2, generator=generator).repeat(1, 2)
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -106,6 +74,10 @@ class Model:
         rows = [[pointer(t) for t in layer.values()] + [self.window] for layer in self.weights]
         return torch.tensor(rows, dtype=torch.int64)
 
+    def memory(self) -> Iterator[Tensor]:
+        """What that table points to."""
+        return (t for layer in self.weights for t in layer.values() if t is not None)
+
 
 @dataclass(frozen=True)
 class Done:
@@ -116,26 +88,35 @@ class Done:
     new: list[tuple[Tensor, Tensor]]
 
 
-def emulate(step: ctypes.CDLL, model: Model, blocks: int, seeds: tuple[int, ...]) -> Done:
+SMEM_BYTES = 227 << 10
+
+
+def emulate(
+    kernels: EmulatedKernels, model: Model, blocks: int, sparse: bool, seeds: tuple[int, ...]
+) -> Done:
     """A step after the other of the same token, by `blocks` blocks."""
     K, D = model.K, model.D
     words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32)
     epoch = torch.zeros(1, dtype=torch.int32)
-    layers = model.told()
     token, position = (torch.tensor([n], dtype=torch.int32) for n in (model.token, model.position))
-    logits = torch.zeros(len(seeds), VOCABULARY)
+    logits = torch.zeros(len(seeds), model.vocabulary)
     counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
-    sizes = model.layers, model.N, VOCABULARY, model.H, model.Hkv
+    sizes = model.layers, model.N, model.vocabulary, model.H, model.Hkv
     inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
     for i, seed in enumerate(seeds):
-        outputs = words, epoch, counts[i], logits[i]
-        status = step.step(
-            *(blocks, seed, ctypes.c_void_p(pointer(layers)), *sizes),
-            *(ctypes.c_void_p(pointer(t)) for t in (*inputs, model.cos, model.sin)),
-            *(ctypes.c_float(EPS), ctypes.c_float(D**-0.5)),
-            *(ctypes.c_void_p(pointer(t)) for t in outputs),
+        kernels.launch(
+            f"step_{K}_{D}" + "_dense" * (not sparse),
+            (blocks,),
+            288,
+            (
+                *(model.told(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
+                *(words, epoch, counts[i], logits[i]),
+            ),
+            SMEM_BYTES,
+            at_once=blocks,
+            seed=seed,
+            beside=model.memory(),
         )
-        assert status == 1, "some threads wait forever"
     return Done(logits, counts, cached(model))
 
 

@@ -1,29 +1,13 @@
-"""`few_walk` (kernels/ffn/few_walk.cuh) on a CPU, over emulated_step.py's emulator; a judge."""
+"""`few_walk` (kernels/ffn/few_walk.cuh) on a CPU, by emulated_kernels.py, and a judge."""
 
-import ctypes
-import functools
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from emulated_step import EMULATOR, copy_kernels
+from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
 from twellctl.bundle.twell_few_walk import FewWalkPlan
 from twellctl.bundle.twell_format import fires
-
-
-@functools.cache
-def library(folder: Path, size: int, all_: bool) -> ctypes.CDLL:
-    """`few_walk` of clusters of `size` blocks, built in `folder`."""
-    copy_kernels(folder)
-    made = folder / f"few_walk_{size}_{all_}.so"
-    defines = [f"-DWALK_SIZE={size}", f"-DWALK_ALL={str(all_).lower()}"]
-    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", *defines, "-I", str(folder)]
-    paths = ["-I", str(EMULATOR), str(EMULATOR / "few_walk.cpp"), "-o", str(made)]
-    subprocess.run([*command, *paths], check=True)
-    return ctypes.CDLL(str(made))
 
 
 @dataclass(frozen=True)
@@ -76,20 +60,22 @@ def random_problem(M: int, K: int, N: int, level: float, seed: int) -> Problem:
     )
 
 
-def emulate(walk: ctypes.CDLL, plan: FewWalkPlan, problem: Problem, seed: int):
-    """(y, counts that began as 0, 1, ..) of one launch by `plan`."""
+def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed: int):
+    """(y, counts that began as 0, 1, ..) of one launch by `plan`, behind the gate's product."""
     (M, K), N = problem.x.shape, problem.gate.shape[1]
     counts, y = torch.arange(M, dtype=torch.int32), torch.full_like(problem.x, 7)
     inputs = problem.x, problem.w_up, problem.w_down, problem.b_up, problem.b_down
-    status = walk.few_walk_of(
-        *(M, plan.threads, -(-plan.smem_bytes // 16) * 16, seed),
-        *(_pointer(t) for t in (*inputs, problem.gate, problem.residual)),
-        *(N, K, plan.cap, plan.ways, plan.warps, plan.columns),
-        *(_pointer(t) for t in (counts, y)),
+    kernels.launch(
+        plan.name,
+        (M * plan.size,),
+        plan.threads,
+        (
+            *(*inputs, problem.gate, problem.residual, plan.columns, N, K),
+            *(plan.cap, plan.ways, plan.warps, counts, y),
+        ),
+        plan.smem_bytes,
+        cluster=plan.size,
+        seed=seed,
+        from_previous=[problem.gate],
     )
-    assert status == 1, "some threads wait forever"
     return y, counts
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())

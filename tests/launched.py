@@ -1,12 +1,12 @@
-"""What is launched, kept instead of launched, and what the kernels' sources say that they take."""
+"""What is launched, kept instead of launched, and what the kernels take."""
 
-import re
+from collections.abc import Iterable
 
 import numpy as np
+from compiled import compiled, parameter_bytes
 from torch import Tensor
 
-from twellctl.bundle.twell_launch import entry_file
-from twellctl.here.resources import resource_dir
+from twellctl.bundle.twell_spec import ENTRY_FILES
 
 
 class Map:
@@ -30,36 +30,15 @@ class Launches:
         self.overlaps.append(overlap)
 
 
-def source(entry: str) -> str:
-    """The text of the file where an entry lies, macros in one line."""
-    file = resource_dir("kernels") / entry_file(entry)
-    return file.read_text().replace("\\\n", "\n")
+def assert_taken(entry: str, args: Iterable[object]) -> None:
+    """That a kernel's parameters are as many and as wide as these arguments."""
+    code = compiled(ENTRY_FILES[entry], "sm_90a").code
+    assert [_bytes_of(argument) for argument in args] == parameter_bytes(code, entry), entry
 
 
-def parameters(entry: str) -> list[str]:
-    """The types of a kernel's parameters, as its source has them."""
-    text = source(entry)
-    # macros make families of kernels: those of gate_pack.cu by `name`, few_linear_##name and so on
-    called = "name" if entry.startswith("gate_pack") else entry
-    if not (found := _signatures(text, called)):
-        family = re.match(r"few_(?:linear|gated|hidden|down_wide|walk)_", entry)
-        found = _signatures(text, rf"{family[0]}##\w+")
-    assert len(found) == 1, entry
-    kinds = {"TensorMap": "map", "long long": "int64", "float": "float", "int": "int"}
-    return [
-        "pointer" if "*" in parameter else next(k for name, k in kinds.items() if name in parameter)
-        for parameter in found[0].split(",")
-    ]
-
-
-def _signatures(text: str, called: str) -> list[str]:
-    return re.findall(rf'extern "C" __global__[^;{{]*?\b{called}\(([^)]*)\)', text)
-
-
-def kind_of(argument: object) -> str:
-    """What an argument is to a kernel."""
+def _bytes_of(argument: object) -> int:
     if isinstance(argument, Map):
-        return "map"
+        return 128
     if argument is None or isinstance(argument, Tensor):
-        return "pointer"
-    return {int: "int", float: "float", np.int64: "int64"}[type(argument)]
+        return 8
+    return {int: 4, float: 4, np.int64: 8}[type(argument)]

@@ -11,8 +11,7 @@ from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
-from twellctl.decoding import down_copies, few_ways
-from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding import down_copies, few_ways, kernel_decoder, kernel_fit
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, choose
 
@@ -135,11 +134,13 @@ def stand_in(monkeypatch) -> Kernels:
         "takes_hopper_kernels": lambda index: True,
         "rotary_tables": rotary_tables,
     }.items():
-        monkeypatch.setattr(module, name, taken)
+        for module in (kernel_decoder, kernel_fit):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, taken)
     monkeypatch.setattr(few_ways, "few_linear", linear)
     monkeypatch.setattr(few_ways, "few_gated", gated)
     monkeypatch.setattr(few_ways, "FEW_WAYS", tuple(map(played, FEW_WAYS)))
-    monkeypatch.setattr(module, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
+    monkeypatch.setattr(kernel_decoder, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
     monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(twell_ways, "WAYS", tuple(map(played, twell_ways.WAYS)))
     return made

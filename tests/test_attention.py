@@ -1,16 +1,13 @@
 """How attention and the norms are launched, without a GPU."""
 
-import re
-
 import pytest
 import torch
+from launched import Launches, assert_taken
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from twellctl.bundle.twell_launch import ENTRY_FILES
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
-    HEAD_DIMS,
-    HEADS_A_BLOCK,
     AttendLayer,
     attend,
     batch_positions,
@@ -22,42 +19,13 @@ from twellctl.decoding.attention import (
     why_no_norm,
     why_not_attend,
 )
-from twellctl.decoding.pages import PAGE
-from twellctl.here.resources import resource_dir
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
 
 
-class Launches:
-    """Stands for a KernelSet: keeps what is launched."""
-
-    def __init__(self):
-        self.made = []
-
-    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
-        self.made.append((name, grid, block, tuple(args), smem_bytes))
-
-
 def bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-def parameters(entry: str) -> list[str]:
-    """The types of a kernel's parameters, as its source has them."""
-    text = (resource_dir("kernels") / ENTRY_FILES[entry]).read_text().replace("\\\n", "\n")
-    (found,) = re.findall(
-        rf'extern "C" __global__[^;{{]*?\b(?:{entry}|attend_\S+)\(([^)]*)\)', text
-    )[-1:]
-    return [
-        "pointer" if "*" in parameter else "float" if "float" in parameter else "int"
-        for parameter in found.split(",")
-    ]
-
-
-def kinds(args: tuple) -> list[str]:
-    names = {int: "int", float: "float"}
-    return ["pointer" if a is None or isinstance(a, torch.Tensor) else names[type(a)] for a in args]
 
 
 def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
@@ -80,7 +48,7 @@ def test_attend_is_launched_as_its_source_says(shape):
     out = attend(kernels, **given)
     assert out.shape == (3, shape[0] * shape[2])
     ((name, grid, block, args, smem_bytes),) = kernels.made
-    assert kinds(args) == parameters(name)
+    assert_taken(name, args)
     assert (grid, block, smem_bytes) == (
         given["plan"].grid,
         32 * given["plan"].num_warps,
@@ -98,14 +66,7 @@ def test_norms_are_launched_as_their_source_says():
     assert [name for name, *_ in kernels.made] == ["rms_norm", "embed_norm", "embed_norm"]
     for name, grid, block, args, _ in kernels.made:
         assert (grid, block) == ((3,), 288)
-        assert kinds(args) == parameters(name)
-
-
-def test_every_plan_has_its_entry():
-    text = (resource_dir("kernels") / "decode" / "attend.cu").read_text()
-    made = set(re.findall(r"^ATTEND\((\d+), (\d+), \d\)$", text, re.MULTILINE))
-    assert made == {(str(D), str(heads)) for D in HEAD_DIMS for heads in HEADS_A_BLOCK}
-    assert {f"attend_{D}_{heads}" for D, heads in made} <= set(ENTRY_FILES)
+        assert_taken(name, args)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

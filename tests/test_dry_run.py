@@ -157,12 +157,12 @@ def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     of_inside = sum(t.numel() for t in inside)
     numbers = 4 * of_all - of_inside  # weight, gradient, one momentum or two
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        monkeypatch.setattr(module, "_total_bytes", lambda n=numbers * size: n + 2 * of_all)
+        monkeypatch.setattr(module, "total_bytes", lambda n=numbers * size: n + 2 * of_all)
         found = dry_run(relu_llama, small(text_file))
         assert tried == [dtype]
         assert found.changes.get("param_dtype", "float32") == dtype
         tried.clear()
-    monkeypatch.setattr(module, "_total_bytes", lambda: of_all)
+    monkeypatch.setattr(module, "total_bytes", lambda: of_all)
     with pytest.raises(TwellError, match=r"even with .*--lora-rank 16: that takes 0.0 GiB"):
         dry_run(relu_llama, small(text_file))
     assert tried == []

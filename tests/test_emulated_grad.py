@@ -1,19 +1,14 @@
 """Lists and sums of the backward pass, and `down`, emulated on the CPU: what tests/gpu/ asks."""
 
 import importlib.util
-import platform
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from emulated_kernels import EmulatedKernels
+from emulated_kernels import EmulatedKernels, needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64",
-    reason="the emulator needs g++ on x86-64",
-)
-MOST = 200_000  # of what a case multiplies, so that it takes no more than a second
+pytestmark = needs_emulator
+MOST = 320_000  # of what a case multiplies, so that it takes no more than a second
 
 
 def on_cpu(name: str):
@@ -30,8 +25,8 @@ of_grad, of_down = on_cpu("test_grad"), on_cpu("test_up_down")
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return EmulatedKernels(tmp_path_factory.mktemp("emulated"))
+def kernels():
+    return EmulatedKernels()
 
 
 def small(cases: list[tuple]) -> list[tuple]:

@@ -4,14 +4,13 @@ What must hold where twellctl is not installed runs in one child process, for al
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from other_processes import found_without_twellctl
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -28,18 +27,9 @@ from twellctl.profile import profile
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 CHILD = """
-import sys
-
-class NoTwellctl:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "twellctl":
-            raise ImportError(f"{name} is not installed here")
-
-sys.meta_path.insert(0, NoTwellctl())
 import torch
 from transformers import AutoModelForCausalLM
 
-out, *folders = sys.argv[1:]
 results = {}
 for folder in folders:
     for dtype in (torch.float32, torch.bfloat16):
@@ -92,16 +82,8 @@ def exports(relu_models, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
     """What a process that cannot import twellctl computes, by (family, dtype)."""
-    home = tmp_path_factory.mktemp("home")
     folders = {str(folder): key for key, folder in exports.items()}
-    caches = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
-    subprocess.run(
-        [sys.executable, "-I", "-c", CHILD, home / "results.pt", *folders],
-        env=os.environ | caches,
-        check=True,
-        timeout=300,
-    )
-    results = torch.load(home / "results.pt")
+    results = found_without_twellctl(CHILD, folders, tmp_path_factory.mktemp("home"))
     return {(folders[folder], dtype): result for (folder, dtype), result in results.items()}
 
 
@@ -347,6 +329,8 @@ BUNDLED = [
     "twell_few.py",
     "twell_ffn.py",
     "twell_format.py",
+    "twell_fp8.py",
+    "twell_fp8_config.py",
     "twell_kernels/README.md",
     "twell_kernels/ffn/few_hidden.cu",
     "twell_kernels/ffn/gate_pack.cu",
@@ -356,6 +340,7 @@ BUNDLED = [
     "twell_model.py",
     "twell_nvrtc.py",
     "twell_plan.py",
+    "twell_quantizer.py",
     "twell_route.py",
     "twell_sequence.py",
     "twell_ways.py",

@@ -1,14 +1,14 @@
 """few_walk: the host's side agrees with the kernel; and the kernel, emulated on the CPU, is right
 whatever the order in which threads and messages go."""
 
-import platform
-import shutil
 from dataclasses import replace
 
 import emulated_walk as emulated
 import pytest
 import torch
-from launched import Launches, kind_of, parameters
+from compiled import compile_claims
+from emulated_kernels import EmulatedKernels, needs_emulator
+from launched import Launches, assert_taken
 
 from twellctl.bundle import twell_few_walk
 from twellctl.bundle.twell_few import few_ffn_kernels, few_kernels, few_pairs
@@ -21,19 +21,14 @@ from twellctl.bundle.twell_few_walk import (
     suits_few_walk,
     takes_few_walk,
 )
-from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
-from twellctl.bundle.twell_nvrtc import find_nvrtc
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import kernel_files
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]
 AT_ONCE = {8: 15, 6: 17, 4: 30, 3: 39, 2: 66}  # of 512 threads each, on an H200
 SHAPES = [(64, 8), (128, 520), (896, 4864), (2048, 5632), (2048, 32768), (4096, 14336)]
-emulator = pytest.mark.skipif(
-    shutil.which("g++") is None or platform.machine() != "x86_64",
-    reason="the emulator needs g++ on x86-64",
-)
 
 
 def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
@@ -62,12 +57,12 @@ def launched(M: int, K: int, N: int, *, full: bool = False, **how):
 def test_arguments_are_the_parameters_of_the_kernel(K, N, M, full):
     *gate, (name, grid, block, args, smem_bytes) = launched(M, K, N, full=full).made
     assert [made[0].split("_")[1] for made in gate] == ["linear"] * (M <= LINEAR_TOKENS)
-    assert [kind_of(argument) for argument in args] == parameters(name)
+    assert_taken(name, args)
     plan = plan_few_walk(M, N, K, H200, lambda *asked: 30)
     assert (name, grid, block) == (plan.name, (M * plan.size,), plan.threads)
     assert smem_bytes == plan.smem_bytes <= H200.smem_bytes
     if gate:  # it reads what the product wrote
-        assert args[5] is gate[0][3][-2]
+        assert args[5] is gate[0][3][-3]
     assert args[5].shape == (M, N)
 
 
@@ -129,87 +124,69 @@ def test_it_is_loaded_where_it_may_be_launched():
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():
-    library = find_nvrtc() or pytest.skip("no NVRTC: pip install 'twellctl[test]' on Linux")
-    claims = [
-        f"kMostThreads == {twell_few_walk._MOST_THREADS} && kBatch == {twell_few_walk._BATCH}",
-        f"kEights == {twell_few_walk._EIGHTS} && kChunks == {twell_few_walk._CHUNKS}",
-        f"kHeadBytes == {twell_few_walk._HEAD_BYTES}",
-    ]
+    claims = []
     for K, N in SHAPES:
         for size in WALK_SIZES:
             plan = twell_few_walk._plan(N, K, size)
             sizes = f"{{{N}, {K}, {plan.cap}, {plan.ways}, {plan.warps}, {plan.columns}}}"
-            claims.append(f"(Sizes{sizes}.bytes({size}) == {plan.smem_bytes})")
-    sources = kernel_files()
-    head = sources["ffn/few_walk.cuh"].decode()
-    assert head.count("__device__ unsigned") == 3  # made constants, for the compiler to judge
-    head = head.replace("__device__ unsigned", "__device__ constexpr unsigned")
-    asserted = "\n".join(f"static_assert({claim});" for claim in claims)
-    text = f"{head}\nnamespace few_walk {{\n{asserted}\n}}"
-    library.compile("probe.cu", sources | {"probe.cu": text.encode()}, "sm_90a")
+            claims.append(f"few_walk::Sizes{sizes}.bytes({size}) == {plan.smem_bytes}")
+    compile_claims("ffn/few_walk.cuh", claims, "sm_90a")
 
 
 # ---- the kernel ----
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
-
-
-def check(folder, problem, size, ways=None, seeds=(1,)):
+def check(problem, size, ways=None, seeds=(1,)):
     (M, K), N = problem.x.shape, problem.gate.shape[1]
     plan = twell_few_walk._plan(N, K, size)
     if ways is not None and ways < plan.ways:
         slots = 4 * plan.size * plan.columns
         plan = replace(plan, ways=1, smem_bytes=plan.smem_bytes - plan.warps * 512 - slots)
-    walk = emulated.library(folder, size, plan.name.endswith("_all"))
-    assert walk.few_walk_bytes(plan.cap, plan.ways, plan.warps, plan.columns) == plan.smem_bytes
     wanted = problem.y
     for seed in seeds:
-        y, counts = emulated.emulate(walk, plan, problem, seed)
+        y, counts = emulated.emulate(EmulatedKernels(), plan, problem, seed)
         assert (counts - torch.arange(M)).tolist() == problem.fired.sum(-1).tolist()
         assert torch.equal(y.isnan(), wanted.isnan())
         wrong = (y.nan_to_num(0) != wanted.nan_to_num(0)).nonzero()
         assert not len(wrong), f"{len(wrong)} differ, the first at {wrong[0].tolist()}"
 
 
-@emulator
+@needs_emulator
 @pytest.mark.parametrize("size", WALK_SIZES)
 @pytest.mark.parametrize(("M", "K", "N", "level"), [(2, 576, 520, -1.5), (1, 1088, 264, 0.0)])
-def test_it_is_exact_on_whole_numbers(folder, M, K, N, level, size):
+def test_it_is_exact_on_whole_numbers(M, K, N, level, size):
     for seed in (1, 2):
-        check(folder, emulated.random_problem(M, K, N, level, seed), size)
-    check(folder, emulated.random_problem(M, K, N, level, 3), size, ways=1)
+        check(emulated.random_problem(M, K, N, level, seed), size)
+    check(emulated.random_problem(M, K, N, level, 3), size, ways=1)
 
 
-@emulator
+@needs_emulator
 @pytest.mark.parametrize(("K", "N"), [(64, 8), (128, 16), (192, 2104)])
-def test_nothing_fires_and_everything_fires(folder, K, N):
+def test_nothing_fires_and_everything_fires(K, N):
     for level, seed in ((-9.0, 1), (9.0, 2)):
         problem = emulated.random_problem(2, K, N, level, seed)
         assert problem.fired.float().mean().item() == (level > 0)
-        check(folder, problem, 8)
-        check(folder, problem, 3)
+        check(problem, 8)
+        check(problem, 3)
 
 
-@emulator
+@needs_emulator
 @pytest.mark.parametrize("num", [1, 7, 8, 9, 16, 17, 63, 65])
-def test_lists_end_anywhere(folder, num):
+def test_lists_end_anywhere(num):
     problem = emulated.random_problem(2, 128, 136, -9.0, num)
     problem.gate[0, torch.randperm(136)[:num]] = 3
     problem.gate[1, :num] = 3
-    check(folder, problem, 2, seeds=(1, 2))
-    check(folder, problem, 6)
+    check(problem, 2, seeds=(1, 2))
+    check(problem, 6)
 
 
-@emulator
-def test_gates_at_0_and_not_finite(folder):
+@needs_emulator
+def test_gates_at_0_and_not_finite():
     problem = emulated.random_problem(2, 64, 24, -9.0, 1)
     odd = [-0.5, 0.5, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0**-126]
     problem.gate[0, 8:16] = torch.tensor(odd)
     problem.gate[1, 3:5] = torch.tensor([0.0, 0.5])
     assert problem.fired[0, 8:16].tolist() == [False, True, False, False, True, True, False, True]
-    check(folder, problem, 4)
+    check(problem, 4)
     problem.x[1, 5] = torch.inf
-    check(folder, problem, 4)
+    check(problem, 4)

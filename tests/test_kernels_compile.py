@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from compiled import SOURCES, compiled, most_threads, nvrtc
 
-from twellctl.bundle import twell_few
+from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
-from twellctl.bundle.twell_launch import ENTRY_FILES, entry_file
-from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from twellctl.bundle.twell_spec import ENTRY_FILES, MOST_OF_BLOCK, NUMBERS, SPEC, SPEC_NAME
 from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.bundle.twell_walk import WALK_KERNELS
-from twellctl.decoding.whole_step import MOST_OF_BLOCK
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
@@ -48,7 +47,7 @@ def test_compiles_without_spills(name, arch, major):
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
     entries = set(static)
     entries |= {"plan_cluster"} if name == "ffn/plan.cu" and arch == "sm_80" else set()  # Hopper's
-    wanted = {entry for entry in ENTRIES if entry_file(entry) == name}
+    wanted = {entry for entry in ENTRIES if ENTRY_FILES[entry] == name}
     assert wanted == entries
 
 
@@ -69,14 +68,35 @@ def test_what_is_no_cubin_is_refused():
 
 
 def test_every_entry_has_its_source():
-    files = {entry_file(entry) for entry in ENTRIES}
+    files = {ENTRY_FILES[entry] for entry in ENTRIES}
     assert files == {name for name in SOURCES if name.endswith(".cu")}
+
+
+def test_a_number_that_the_host_shares_is_one_that_a_kernel_takes():
+    taken = {name.decode() for text in SOURCES.values() for name in SPEC_NAME.findall(text)}
+    of_steps = {"STEP_K", "STEP_OWN_QUADS", "STEP_MOST_ROWS"}
+    host_alone = {name for name in NUMBERS if name not in taken}
+    assert (host_alone, taken - NUMBERS.keys()) == (set(), of_steps)
+
+
+def test_a_number_that_nobody_declared_is_refused():
+    with pytest.raises(KeyError, match="NO_SUCH"):
+        compiled_files("one.cu", {"one.cu": b"int x = spec::NO_SUCH;"}, "sm_90a")
+
+
+def test_a_changed_number_compiles_anew_what_uses_it(monkeypatch):
+    def spec_of(name: str) -> bytes:
+        return compiled_files(name, SOURCES, "sm_90a")[SPEC]
+
+    before = {name: spec_of(name) for name in SOURCES if name.endswith(".cu")}
+    monkeypatch.setitem(twell_spec.NUMBERS, "UP_BLOCK", 256)
+    assert [name for name, was in before.items() if spec_of(name) != was] == ["ffn/up.cu"]
 
 
 def test_no_source_includes_what_does_not_travel_with_it():
     for name, text in SOURCES.items():
         included = re.findall(rb"^\s*#\s*include\s*(\S+)", text, re.MULTILINE)
-        assert {header.strip(b'"').decode() for header in included} <= set(SOURCES), name
+        assert {header.strip(b'"').decode() for header in included} <= {*SOURCES, SPEC}, name
 
 
 def test_the_first_error_is_told():

@@ -6,17 +6,16 @@ before each single thing that convert does to the disk.
 """
 
 import hashlib
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import kill_jobs
 import pytest
+from other_processes import answering
 
 from twellctl.convert import convert
 from twellctl.files import outputs
@@ -28,22 +27,12 @@ KILLS = int(os.environ.get("TWELL_TEST_KILLS", "2"))
 @pytest.fixture(scope="module")
 def run():
     """`run(job, model, text, out, overwrite, seconds)`: the exit code, and how long it ran."""
-    server = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("kill_jobs.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with answering("kill_jobs.py") as ask:
 
-    def asked(job, model, text, out, overwrite, seconds=FOREVER):
-        words = [job, str(model), str(text), str(out), overwrite, seconds]
-        print(json.dumps(words), file=server.stdin, flush=True)
-        return json.loads(server.stdout.readline())
+        def asked(job, model, text, out, overwrite, seconds=FOREVER):
+            return ask([job, str(model), str(text), str(out), overwrite, seconds])
 
-    yield asked
-    server.stdin.close()
-    server.wait()
-    server.stdout.close()
+        yield asked
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters
+from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_sequence
@@ -46,7 +46,6 @@ def maps(monkeypatch):
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("entry", sorted({*HOPPER_KERNELS, *PORTABLE_KERNELS}))
 def test_arguments_are_the_parameters_of_the_kernel(entry, biases):
-    wanted = parameters(entry)
     made = [
         launch
         for M in (10, 10000)
@@ -56,7 +55,7 @@ def test_arguments_are_the_parameters_of_the_kernel(entry, biases):
     ]
     assert made
     for _, _, _, args, _ in made:
-        assert [kind_of(argument) for argument in args] == wanted
+        assert_taken(entry, args)
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["Hopper", "portable"])

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from twellctl.bundle.twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.exportable import stock_class
+from twellctl.models.exportable import exportable_skeleton
 from twellctl.models.loading import load_model
 from twellctl.models.shards import INDEX, read_header, read_shards
 from twellctl.text.data import read_texts, token_stream
@@ -67,7 +67,7 @@ def feed_configs(judge: Judge, relu: Path, folder: Path, count: int) -> None:
         checkpoint = open_checkpoint(folder)
         checkpoint.require_relu()
         assert checkpoint.twell
-        stock_class(checkpoint)  # what export asks
+        exportable_skeleton(checkpoint)  # what export asks
         load_model(checkpoint)
 
     judge.feed_mutations(take, (relu / "config.json").read_bytes(), count)

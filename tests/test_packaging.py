@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import twellctl
-from twellctl.bundle.twell_launch import ENTRY_FILES, entry_file
 from twellctl.bundle.twell_nvrtc import with_headers
 from twellctl.bundle.twell_reasons import ALL_KERNELS
+from twellctl.bundle.twell_spec import ENTRY_FILES, SPEC
 from twellctl.here.resources import bundle_files, kernel_files, resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,7 +136,7 @@ def test_the_kernels_of_an_export_compile():
     files = carried()
     for name, text in files.items():
         included = re.findall(rb"^\s*#\s*include\s*(\S+)", text, re.MULTILINE)
-        assert {header.strip(b'"').decode() for header in included} <= set(files), name
+        assert {header.strip(b'"').decode() for header in included} <= {*files, SPEC}, name
     for name in files:
         if name.endswith(".cu"):
             assert with_headers(name, files) == with_headers(name, kernel_files())
@@ -145,15 +145,15 @@ def test_the_kernels_of_an_export_compile():
 def test_an_export_carries_the_source_of_each_kernel_that_its_code_names():
     named = set()
     for file in (ROOT / "twellctl" / "bundle").glob("*.py"):
-        if file.name != "twell_launch.py":  # its table has the decode engine's, too
+        if file.name != "twell_spec.py":  # its table has the decode engine's, too
             nodes = ast.walk(ast.parse(file.read_text()))
             named |= {node.value for node in nodes if isinstance(node, ast.Constant)}
     named &= {*ENTRY_FILES}
     assert {"gate_pack", "plan_cluster", "tally", "grad_x", "walk_gate"} <= named
     carried_sources = {name for name in carried() if name.endswith(".cu")}
-    assert {entry_file(entry) for entry in ALL_KERNELS} == carried_sources
+    assert {ENTRY_FILES[entry] for entry in ALL_KERNELS} == carried_sources
     of_the_engine = {"decode/few_gated.cu"}  # few_linear's plan has them too
-    assert {entry_file(entry) for entry in named} - of_the_engine <= carried_sources
+    assert {ENTRY_FILES[entry] for entry in named} - of_the_engine <= carried_sources
 
 
 def test_no_package_called_kernels():

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from twellctl.bundle import twell_ffn, twell_launch
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
-from twellctl.bundle.twell_launch import Limits, entry_file
+from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import why_unfit
+from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding import down_copies, kernel_decoder
+from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 
@@ -53,7 +54,7 @@ class Judge:
     def kernel(self, entry: str) -> SimpleNamespace:
         """What ptxas says of an entry."""
         if entry not in self._kernels:
-            code = compiled(entry_file(entry), self.arch).code
+            code = compiled(ENTRY_FILES[entry], self.arch).code
             self._kernels[entry] = SimpleNamespace(
                 static=static_shared(code)[entry],
                 threads=most_threads(code, entry),
@@ -95,11 +96,12 @@ def judge(device, monkeypatch) -> Judge:
     made = Judge(DEVICES[device])
     hopper = made.limits.capability == (9, 0)
     monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
-    for module in (twell_ffn, kernel_decoder):
+    for module in (twell_ffn, kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
-    monkeypatch.setattr(kernel_decoder, "takes_hopper_kernels", lambda index: hopper)
-    monkeypatch.setattr(kernel_decoder, "what_is_missing", lambda: None)
+    for module in (kernel_decoder, kernel_fit):
+        monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: hopper)
+    monkeypatch.setattr(kernel_fit, "what_is_missing", lambda: None)
     monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters
+from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_sequence
@@ -57,7 +57,7 @@ def test_arguments_are_the_parameters_of_the_kernel(entry):
     ]
     assert made
     for _, _, _, args, _ in made:
-        assert [kind_of(argument) for argument in args] == parameters(entry)
+        assert_taken(entry, args)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

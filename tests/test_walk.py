@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launched import Launches, Map, kind_of, parameters
+from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_sequence, twell_walk
@@ -42,7 +42,7 @@ def launches(M: int, K: int, N: int, *, biases: bool = True) -> Launches:
 @pytest.mark.parametrize("M", [10, GATE_TOKENS + 1])
 def test_arguments_are_the_parameters_of_the_kernels(M, biases):
     for name, _, _, args, _ in launches(M, 64, 520, biases=biases).made:
-        assert [kind_of(argument) for argument in args] == parameters(name), name
+        assert_taken(name, args)
 
 
 def test_the_order_and_what_starts_early():

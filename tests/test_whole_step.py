@@ -1,14 +1,15 @@
 """When a step is one kernel, and how that is launched, without a GPU."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
+from compiled import compile_claims
 from emulated_rows import words_of_rows
-from launched import kind_of
+from launched import assert_taken
 
-from twellctl.bundle.twell_launch import ENTRY_FILES, Limits
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
 from twellctl.decoding.whole_step import (
@@ -19,7 +20,6 @@ from twellctl.decoding.whole_step import (
     most_rows_at_once,
     why_no_whole_step,
 )
-from twellctl.here.resources import resource_dir
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 SMALL = StepSizes(2048, 5632, 32, 64, 49152)
@@ -91,12 +91,7 @@ def test_the_launch(sparse):
     name, grid, block, args, smem_bytes = kernels.call
     assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse), (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
-    text = (resource_dir("kernels") / "decode" / "step.cuh").read_text().replace("\\\n", "\n")
-    (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
-    assert [kind_of(argument) for argument in args] == [
-        "pointer" if "*" in parameter else parameter.split()[0]
-        for parameter in parameters.split(",")
-    ]
+    assert_taken(name, args)
     assert args[1:6] == (2, 64, 512, 32, 8)
     words = args[-4]
     assert not words.any()
@@ -141,14 +136,7 @@ def test_the_launch_of_rows():
         name, grid, block, args, smem_bytes = kernels.call
         assert (name, grid, block) == ("step_rows_2048_64", (132,), 384)
         assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
-        text = (
-            (resource_dir("kernels") / "decode" / "step_rows.cuh").read_text().replace("\\\n", "\n")
-        )
-        (parameters,) = re.findall(r"\bname\(([^)]*)\)\s*\{", text)
-        assert [kind_of(argument) for argument in args] == [
-            "pointer" if "*" in parameter else parameter.split()[0]
-            for parameter in parameters.split(",")
-        ]
+        assert_taken(name, args)
         assert args[1:6] == (2, 64, 512, 32, 8)
         assert args[9:11] == (B, 8)
         words = args[-4]
@@ -168,9 +156,6 @@ def test_the_table_of_layers():
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3][0].tolist()
-    text = (resource_dir("kernels") / "decode" / "step_shared.cuh").read_text()
-    (declared,) = re.findall(r"struct Layer \{(.*?)\};", text, re.DOTALL)
-    names = re.findall(r"\*(\w+)", declared)
     of_layer = {
         "input_norm": layer.input_norm,
         "qkv": layer.qkv.weight,
@@ -189,7 +174,11 @@ def test_the_table_of_layers():
         "q_norm": None,
         "k_norm": None,
     }
-    assert names == list(of_layer)
+    places = {name: 8 * word for word, name in enumerate([*of_layer, "window"])}
+    claims = [f"__builtin_offsetof(Layer, {name}) == {at}" for name, at in places.items()]
+    compile_claims(
+        "decode/step_shared.cuh", [*claims, f"sizeof(Layer) == {8 * len(row)}"], "sm_90a"
+    )
     assert row[:-1] == [0 if t is None else t.data_ptr() for t in of_layer.values()]
     assert row[-1] == 100
 

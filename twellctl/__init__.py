@@ -9,7 +9,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from twellctl.version import __version__ as __version__
+
 __all__ = ["convert", "evaluate", "export", "finetune", "profile"]
 
 if TYPE_CHECKING:

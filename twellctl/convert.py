@@ -33,6 +33,7 @@ def convert(
     out = Path(out)
     with staged(out, overwrite=overwrite, inputs=(Path(model),)) as stage:
         checkpoint = open_checkpoint(model, revision=revision)
+        checkpoint.require_unquantised()
         config = _with_relu(checkpoint)
         copy_weights(checkpoint, stage)
         copy_side_files(checkpoint, stage)

@@ -79,7 +79,8 @@ def _find_folder(out: str | Path) -> tuple[Finding, ...]:
         return (Finding("checkpoint", "bad", str(error)),)
     ffn = checkpoint.ffn
     what = (
-        f"{checkpoint.config['model_type']}, {checkpoint.activation}, {ffn.num_layers} gated FFNs "
+        f"{checkpoint.config['model_type']}, {checkpoint.activation}"
+        f"{', FP8' if checkpoint.is_fp8 else ''}, {ffn.num_layers} gated FFNs "
         f"{ffn.hidden_size} x {ffn.intermediate_size}, {len(checkpoint.tensors)} tensors in "
         f"{len(checkpoint.shards)} files"
     )
@@ -94,7 +95,8 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     try:
         from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 
-        bundle, ours = read_bundle(checkpoint.path), make_bundle(bundle_files())
+        guarded = [checkpoint.path / shard for shard in checkpoint.shards if checkpoint.is_fp8]
+        bundle, ours = read_bundle(checkpoint.path), make_bundle(bundle_files(), guarded)
     except ImportError as error:
         return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {first_line(error)}")
     except ValueError as error:

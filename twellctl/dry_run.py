@@ -1,5 +1,8 @@
 """twellctl finetune --dry-run: what a run would take, measured on a few of its steps.
 
+Of several processes all take them, and nothing is tried again: what is short of memory in one ends
+all. In one process it is computed what several GPUs would hold.
+
 Nothing is written. The steps are real ones on the first of the run's own text, with the teacher and
 the optimizer; of a step that accumulates, two parts, the second of which has the gradients of the
 first beside it. What does not fit is tried again in less memory until something does, and that is
@@ -9,7 +12,6 @@ said; where weights, gradients and optimizer alone are too much, nothing is load
 import dataclasses
 import gc
 import itertools
-import math
 import resource
 import statistics
 import tempfile
@@ -19,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
@@ -29,7 +30,6 @@ from twellctl.bench.settings import FfnSettings
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
-from twellctl.models.shards import TensorInfo
 from twellctl.settings import flag_name
 from twellctl.text.data import (
     Blocks,
@@ -39,8 +39,17 @@ from twellctl.text.data import (
     token_stream,
     write_tokens,
 )
+from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
+from twellctl.training.launcher import as_launched
+from twellctl.training.memory import (
+    least_bytes,
+    replica_bytes,
+    shards_on_several,
+    total_bytes,
+)
 from twellctl.training.optimizer import slow_on_cpu
+from twellctl.training.processes import from_all
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
@@ -49,17 +58,26 @@ from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
 PROBED_TOKENS = 2048
-FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class OnSeveral:
+    """What each of `num_gpus` holds before the first block: some rows of all, or all."""
+
+    num_gpus: int
+    least_bytes: int
+    is_sharded: bool
 
 
 @dataclass(frozen=True)
 class DryRun:
     """What a run would take, and of what `memory`. Without a CUDA device there is no `speedup`.
 
-    `peak_bytes` is the most that was allocated, on a CPU by the whole process; `total_bytes` is
-    what the GPU has, or the system could give a process. `changes` are the settings without which
-    it does not fit, `speedup` is how many times as fast as dense an FFN of the model's shape is at
-    the target's density and `PROBED_TOKENS` tokens.
+    `peak_bytes` is the most that was allocated in a process, on a CPU by all of it; `total_bytes`
+    is what the GPU has, or the system could give a process. `is_sharded`: over `num_processes`.
+    `on_several` says what runs of one process would take in several. `changes` are the settings
+    without which it does not fit, `speedup` is how many times as fast as dense an FFN of the
+    model's shape is at the target's density and `PROBED_TOKENS` tokens.
     """
 
     num_steps: int
@@ -71,17 +89,24 @@ class DryRun:
     memory: str
     speedup: float | None
     changes: dict[str, object]
+    num_processes: int = 1
+    is_sharded: bool = False
+    on_several: tuple[OnSeveral, ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.num_tokens / self.tokens_per_second
 
 
+def _say_nothing(text: str) -> None:
+    pass
+
+
 def dry_run(
     model: str | Path | Checkpoint,
     recipe: Recipe,
-    note: Callable[[str], None] = lambda text: None,
-    doing: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = _say_nothing,
+    doing: Callable[[str], None] = _say_nothing,
 ) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
 
@@ -89,27 +114,35 @@ def dry_run(
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
+    recipe = as_launched(recipe)
     check_report_to(recipe.report_to)
     text_files([*recipe.data, *recipe.eval_data])
     checkpoint = open_checkpoint(model)
+    checkpoint.require_unquantised()
     checkpoint.require_relu()
+    world = PartialState(cpu=not torch.cuda.is_available())
     recipe = for_model(recipe, checkpoint)
-    PartialState(cpu=not torch.cuda.is_available())
+    if not world.is_main_process:
+        note = doing = _say_nothing
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
         blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
-        changes, measured = _measure_what_fits(
-            checkpoint, recipe, blocks, Path(folder), note, doing
-        )
+        how = checkpoint, recipe, blocks, Path(folder)
+        if world.num_processes > 1:
+            changes, measured = {}, _measure_together(*how, doing)
+        else:
+            changes, measured = _measure_what_fits(*how, note, doing)
     _free()
     num_steps = _num_steps(recipe, per_byte)
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
-        total_bytes=_total_bytes(),
+        total_bytes=total_bytes(),
         memory=_memory(),
-        speedup=_speedup(checkpoint, 1 - recipe.target_sparsity),
+        speedup=_speedup(checkpoint, recipe) if world.is_main_process else None,
         changes=changes,
+        num_processes=world.num_processes,
+        on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
         **measured,
     )
 
@@ -125,7 +158,7 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
             num_bytes += len(text.encode())
             yield text
 
-    count = 2 * STEPS * recipe.micro_batch_size
+    count = 2 * STEPS * recipe.micro_batch_size * PartialState().num_processes
     stream = token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size"))
     write_tokens(stream, path, count * recipe.seq_len)
     blocks = np.array(read_blocks(path, recipe.seq_len))
@@ -167,40 +200,11 @@ def _memory() -> str:
     return "GPU memory" if torch.cuda.is_available() else "memory"
 
 
-def _total_bytes() -> int:
-    """What the GPU has, or this process and what the system could still give it."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
-
-
 def _peak_bytes() -> int:
     """Most that was allocated on the GPU since the count began, or by this process ever."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
-    """What weights, gradients, optimizer and teacher take, however small the batch is."""
-    size, total = getattr(torch, recipe.param_dtype).itemsize, 0
-    for tensor in _weights(checkpoint):
-        num, copies = math.prod(tensor.shape), 1
-        in_layer = len(tensor.shape) == 2 and ".layers." in tensor.name
-        in_ffn = tensor.name.rpartition(".")[0].rpartition(".")[2] in FFN_WEIGHTS
-        if not recipe.lora_rank or (in_ffn and not recipe.lora_ffn):
-            copies = 3 if in_layer and recipe.optimizer == "muon" else 4
-        total += num * copies * size
-    teacher = choose_teacher(checkpoint, recipe)
-    taught_by = _weights(teacher.checkpoint) if teacher else []
-    return total + sum(2 * math.prod(tensor.shape) for tensor in taught_by)  # bfloat16
-
-
-def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
-    """The tensors of a checkpoint, a tied head's once."""
-    tied = checkpoint.config.get("tie_word_embeddings")
-    named = checkpoint.tensors.items()
-    return [tensor for name, tensor in named if not (tied and name == "lm_head.weight")]
 
 
 def _measure_what_fits(
@@ -215,10 +219,10 @@ def _measure_what_fits(
 
     A model is loaded once for all sizes of its batch, a large one takes half a minute.
     """
-    total, trainer, loaded, least = _total_bytes(), None, None, 0
+    total, trainer, loaded, least = total_bytes(), None, None, 0
     for changes in _in_less_memory(recipe):
         changed = dataclasses.replace(recipe, **changes)
-        least = _least_bytes(checkpoint, changed)
+        least = least_bytes(checkpoint, changed)
         if least > total:
             continue
         how = dataclasses.replace(changed, micro_batch_size=1)
@@ -246,10 +250,39 @@ def _measure_what_fits(
     )
 
 
+def _measure_together(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    blocks: np.ndarray,
+    folder: Path,
+    doing: Callable[[str], None],
+) -> dict[str, object]:
+    """What `_measure` finds in several processes, as asked."""
+    doing("loading the model")
+    try:
+        return _measure(_build(checkpoint, recipe, blocks, folder), recipe, blocks, doing)
+    except torch.OutOfMemoryError as error:
+        raise TwellError(
+            f"out of {_memory()} in {PartialState().num_processes} processes as asked: take more "
+            "GPUs, lower --micro-batch-size, or add --gradient-checkpointing"
+        ) from error
+
+
+def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    sharded = shards_on_several(checkpoint, recipe)
+    if not sharded:
+        return (OnSeveral(2, replica_bytes(checkpoint, recipe), False),)
+    least = least_bytes(checkpoint, recipe)
+    return tuple(OnSeveral(count, least // count, True) for count in (2, 4, 8))
+
+
 def _build(
     checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
 ) -> SparseTrainer:
     short = {"max_steps": STEPS, "max_tokens": None, "batch_size": recipe.micro_batch_size}
+    short["batch_size"] *= PartialState().num_processes
     short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
     probe = dataclasses.replace(recipe, **short)
     teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)
@@ -260,10 +293,11 @@ def _measure(
     trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray, doing: Callable[[str], None]
 ) -> dict[str, object]:
     """Of some steps of a trainer that may have taken steps of other sizes before."""
-    micro = min(recipe.micro_batch_size, recipe.batch_size)
-    parts = recipe.batch_size // micro
+    num_processes = PartialState().num_processes
+    micro, parts = micro_batch(recipe, num_processes)
     probed = min(2, parts)
-    trainer.take_batches(Blocks(blocks[: STEPS * probed * micro]), micro, probed)
+    taken = blocks[: STEPS * probed * micro * num_processes]
+    trainer.take_batches(Blocks(taken), micro, probed)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     clock = _Clock(trainer, doing)
@@ -274,7 +308,8 @@ def _measure(
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "tokens_per_second": recipe.batch_size * recipe.seq_len / seconds,
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": max(from_all(_peak_bytes())),
+        "is_sharded": trainer.is_sharded,
     }
 
 
@@ -316,15 +351,15 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _speedup(checkpoint: Checkpoint, density: float) -> float | None:
-    """Of one FFN over dense, where the kernels run."""
+def _speedup(checkpoint: Checkpoint, recipe: Recipe) -> float | None:
+    """Of one FFN over dense at the target, where the kernels run."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     settings = FfnSettings(
         hidden_size=checkpoint.ffn.hidden_size,
         intermediate_size=checkpoint.ffn.intermediate_size,
         tokens=(PROBED_TOKENS,),
-        densities=(density,),
+        densities=(1 - recipe.target_sparsity,),
         max_autotune=False,
         rounds=5,
     )

@@ -14,6 +14,7 @@ class TwellError(Exception):
     """
 
     exit_code = 1
+    of_one_process = False  # whether of several that run together no other raises it
 
     def __init__(self, message: str):
         super().__init__(bounded(printable(message)))

@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch._dynamo.exc import TorchDynamoException
 
@@ -32,9 +32,20 @@ from twellctl.models.loading import (
     quiet_transformers,
 )
 from twellctl.report.write import write_run_page
+from twellctl.screens import ui
+from twellctl.text.data import text_files
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.history import History
+from twellctl.training.launcher import as_launched
+from twellctl.training.processes import (
+    check_same,
+    in_all,
+    in_the_first,
+    is_first_to_tell,
+    is_lost_process,
+    told_once,
+)
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
@@ -45,8 +56,8 @@ from twellctl.training.recipe import (
     resolve_recipe,
     run_folder,
     save_recipe,
-    settings,
 )
+from twellctl.training.recipe import settings as settings_of
 from twellctl.training.runs import (
     checkpoint_state,
     discard_unstarted,
@@ -55,7 +66,9 @@ from twellctl.training.runs import (
     run_blocks,
     run_inputs,
 )
+from twellctl.training.sharded_weights import write_sharded
 from twellctl.training.teacher import choose_teacher
+from twellctl.training.termination import answered
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
 
@@ -84,6 +97,12 @@ class Interrupted(TwellError):
     exit_code = 130
 
 
+class LostProcess(TwellError):
+    """Another process of the run has ended; one of those that are left says so."""
+
+    of_one_process = True
+
+
 def finetune(
     model: str | Path | Checkpoint,
     out: str | Path,
@@ -107,14 +126,17 @@ def finetune(
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
+    recipe = as_launched(recipe)
     check_report_to(recipe.report_to)
     inputs = run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
     how = {"resume": resume, "overwrite": overwrite}
+    check_same(settings_of(public_recipe(recipe)) | how, "start all with the same command")
     with contextlib.ExitStack() as held:
-        claim = _in_the_first(world, lambda: held.enter_context(_claimed(out, inputs, overwrite)))
-        result = _finetune(open_checkpoint(model), out, claim, recipe, world, progress, **how)
+        claim = in_the_first(world, lambda: held.enter_context(_claimed(out, inputs, overwrite)))
+        checkpoint = in_all(lambda: open_checkpoint(model))
+        result = _finetune(checkpoint, out, claim, recipe, world, progress, **how)
         if world.is_main_process:
             shutil.rmtree(run_folder(out), ignore_errors=True)
     return result
@@ -139,22 +161,26 @@ def _finetune(
 ) -> FineTuned:
     """What a process does while `out` is claimed; only the first one has the `claim`."""
     run = run_folder(out)
+    checkpoint.require_unquantised()
     checkpoint.require_relu()
     recipe = for_model(recipe, checkpoint)
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
+    check_same(_seen(checkpoint, recipe), "give all the same files")
     progress.doing("reading and tokenising the text")
-    _in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
-    blocks = run_blocks(run, recipe)
+    in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
+    blocks = in_all(lambda: run_blocks(run, recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
-    with quiet_transformers(), quiet_compiler():
+    together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run)
+    with quiet_transformers(), quiet_compiler(), told_once():
         try:
             progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
-            result = _train(trainer, out, run, recipe, progress)
-            progress.doing(f"writing {out}")
-            _save(trainer, checkpoint, recipe, run, result, claim, progress)
+            with answered(tell) if together else contextlib.nullcontext():
+                result = _train(trainer, out, run, recipe, progress)
+                progress.doing(f"writing {out}")
+                _save(trainer, checkpoint, recipe, run, result, claim, progress)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -163,28 +189,24 @@ def _finetune(
         except TorchDynamoException as error:
             said = bounded(reason(error), 300)
             raise TwellError(f"compiling failed: {said}; go on with --no-compile") from error
+        except RuntimeError as error:
+            if not is_lost_process(error):
+                raise
+            if not is_first_to_tell():
+                raise SystemExit(1) from error
+            raise LostProcess(_lost(run)) from error
         finally:
             if world.is_main_process:
                 discard_unstarted(run)
     return result
 
 
-def _in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` in the first process while the others wait; what it raises, all raise.
-
-    What it returns only the first process gets.
-    """
-    failure: list[BaseException | None] = [None]
-    made = None
-    if world.is_main_process:
-        try:
-            made = prepare()
-        except (TwellError, KeyboardInterrupt, SystemExit) as error:
-            failure = [error]
-    broadcast_object_list(failure)
-    if failure[0] is not None:
-        raise failure[0]
-    return made
+def _seen(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
+    """What this process sees of what a run reads."""
+    weights = {t.name: (t.dtype, t.shape) for t in checkpoint.tensors.values()}
+    files = text_files([*recipe.data, *recipe.eval_data])
+    text = [(path.name, path.stat().st_size) for path in files]
+    return {"config.json": checkpoint.config, "set of weights": weights, "text": text}
 
 
 def _train(
@@ -242,6 +264,16 @@ def _train(
     )
 
 
+def _lost(run: Path) -> str:
+    return f"another process of this run has ended; {_kept(run)}"
+
+
+def _tell_of_the_lost(run: Path) -> None:
+    """Of a process that waits for one that is gone, and will be killed."""
+    if is_first_to_tell():
+        ui.fail(_lost(run))
+
+
 def _kept(run: Path) -> str:
     """From where an interrupted run can be resumed."""
     kept = last_checkpoint(run)
@@ -268,21 +300,15 @@ def _save(
 ) -> None:
     """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
     trainer.head.remove()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    write = _weight_writer(trainer, checkpoint, recipe)
     if not trainer.accelerator.is_main_process:
+        write(None)
         return
-    if recipe.lora_rank:
-        model = model.merge_and_unload()
-        state = model.state_dict()
-    trainer.penalty.fold(model, state)
-    trainer.penalty.remove()
-    state = as_stored(state, checkpoint)
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
         with claim.staged() as stage:
-            model.save_pretrained(stage, state_dict=state)
+            write(stage)
             if checkpoint.shards:
                 copy_side_files(checkpoint, stage)
             else:
@@ -293,13 +319,42 @@ def _save(
             write_config(stage, config)
             did = _what_it_did(trainer, recipe, result)
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
-            told = settings(public_recipe(recipe))
+            told = settings_of(public_recipe(recipe))
             report = dataclasses.asdict(result) | {"out": result.out.name, "recipe": told}
             (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
             write_run_page(stage, report, progress.note)
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
+
+
+def _weight_writer(
+    trainer: SparseTrainer, checkpoint: Checkpoint, recipe: Recipe
+) -> Callable[[Path | None], None]:
+    """What writes a model folder's weights and configs; all processes call it, the others on None.
+
+    The penalty is taken out of the model.
+    """
+    if trainer.is_sharded:
+        return partial(_write_sharded, trainer, checkpoint)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    if not trainer.accelerator.is_main_process:
+        return lambda folder: None
+    if recipe.lora_rank:
+        model = model.merge_and_unload()
+        state = model.state_dict()
+    trainer.penalty.fold(model, state)
+    trainer.penalty.remove()
+    return partial(model.save_pretrained, state_dict=as_stored(state, checkpoint))
+
+
+def _write_sharded(trainer: SparseTrainer, checkpoint: Checkpoint, folder: Path | None) -> None:
+    model = trainer.model
+    write_sharded(folder, model, checkpoint, partial(trainer.penalty.fold, model))
+    if folder is not None:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
 
 
 def _what_it_did(trainer: SparseTrainer, recipe: Recipe, result: FineTuned) -> str:

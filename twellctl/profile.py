@@ -64,7 +64,11 @@ def profile(
     finally:
         reading.close()
     layers = tuple(count.summary() for count in counts)
-    timed, why_not = _timed(loaded, text.ids, layers, progress) if speed else (None, None)
+    timed = why_not = None
+    if speed and checkpoint.is_fp8:
+        why_not = "layers are timed in bf16 only"
+    elif speed:
+        timed, why_not = _timed(loaded, text.ids, layers, progress)
     size = checkpoint.ffn.intermediate_size
     return Profile(
         model=str(model),

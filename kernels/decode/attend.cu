@@ -35,6 +35,7 @@
 // shared memory (HEADS DIM + DIM + warps HEADS (DIM + 2)) 4 bytes. If splits > 1:
 //   parts    float32 [B, grid.x, splits, HEADS, DIM + 2]
 //   tickets  uint32 [B, grid.x], zero before the first launch; every launch leaves zeros
+#include "spec.cuh"
 #include "decode/attend_softmax.cuh"
 #include "decode/attend_token.cuh"
 #include "ptx/global.cuh"
@@ -166,27 +167,19 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
 
 }  // namespace
 
-#define ATTEND(DIM, HEADS, BLOCKS)                                                                \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) attend_##DIM##_##HEADS(             \
-        const unsigned short* qkv, const int* positions, const int* tables, int table_stride,     \
-        int width, const unsigned short* cos, const unsigned short* sin,                          \
-        const unsigned short* q_norm, const unsigned short* k_norm, float eps,                    \
-        unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,              \
-        int window, int whole_batches, float scale, float* parts, unsigned* tickets,              \
-        unsigned* out) {                                                                          \
-        extern __shared__ float memory[];                                                         \
-        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, q_norm,        \
-                            k_norm, eps, keys, values, num_kv_heads, sharing, window,             \
-                            whole_batches, scale, parts, tickets, out},                           \
-                           memory);                                                               \
+#define ATTEND(NAME, DIM, HEADS, BLOCKS)                                                      \
+    extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) NAME(            \
+        const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
+        int width, const unsigned short* cos, const unsigned short* sin,                      \
+        const unsigned short* q_norm, const unsigned short* k_norm, float eps,                \
+        unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
+        int window, int whole_batches, float scale, float* parts, unsigned* tickets,          \
+        unsigned* out) {                                                                      \
+        extern __shared__ float memory[];                                                     \
+        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, q_norm,    \
+                            k_norm, eps, keys, values, num_kv_heads, sharing, window,         \
+                            whole_batches, scale, parts, tickets, out},                       \
+                           memory);                                                           \
     }
 
-ATTEND(64, 1, 2)
-ATTEND(64, 2, 1)
-ATTEND(64, 4, 1)
-ATTEND(96, 1, 2)
-ATTEND(96, 2, 1)
-ATTEND(96, 4, 1)
-ATTEND(128, 1, 2)
-ATTEND(128, 2, 1)
-ATTEND(128, 4, 1)
+TWELL_ENTRIES(ATTEND)

@@ -1,13 +1,14 @@
 // What a block of `attend` is given, its lanes, and batches of positions out of the cache. See
 // attend.cu.
 #pragma once
+#include "spec.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/global.cuh"
 
 namespace {
 
-constexpr int kPage = 64;
-constexpr int kLoads = 8;  // of keys, and of values, that a lane has under way
+constexpr int kPage = spec::PAGE;
+constexpr int kLoads = spec::ATTEND_LOADS;  // of keys, and of values, that a lane has under way
 constexpr float kLog2E = 1.44269504f;
 
 struct Job {

@@ -18,13 +18,14 @@
 //
 // Launch: 256 threads, grid (any, B). V a multiple of 4. best uint64 [B] and tickets uint32 [B] are
 // zero before the first launch; every launch leaves zeros.
+#include "spec.cuh"
 #include "ptx/global.cuh"
 #include "ptx/handover.cuh"
 #include "ptx/pdl.cuh"
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = spec::CHOOSE_BLOCK, kWarps = kThreads / 32;
 enum Field { kToken, kPosition, kLimit, kTemperature, kTopP, kTopK, kSeedLow, kSeedHigh, kSlot };
 
 // Of the noise: sampler.py's _mixed and _ODD.

@@ -1,10 +1,11 @@
-// few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up) for 1 to 64 tokens (tile/few_product.cuh): the dense
-// form, both products in one kernel.
+// few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up) for 1 to 64 tokens
+// (tile/few_product.cuh): the dense form, both products in one kernel.
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
-// hidden is [M, N]; counts int32 [M], or null: as in few_hidden.
+// hidden is [M, N]; counts int32 [M], or null, and what _e4m3 means: as in few_hidden.
 //
 // Launch: as few_linear; dynamic shared memory as there and 32 OCTETS bytes more.
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/pdl.cuh"
@@ -16,8 +17,9 @@
 namespace {
 
 // `num` neurons: 16 rows of gate, 16 of up, and so on. The weight of up lies `apart` behind gate's.
+template <class Weight>
 struct GatedRows {
-    const unsigned short* weight;
+    const Weight* weight;
     int num;
     long long apart;
 
@@ -25,40 +27,50 @@ struct GatedRows {
     __device__ __forceinline__ int num_blocks() const { return (num + 15) / 16 * 2; }
     __device__ __forceinline__ bool has(int i) const { return neuron(i) < num; }
 
-    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
+    __device__ __forceinline__ const void* row(const Weight* from, int i,
                                                unsigned row_bytes) const {
         return offset_by(from + (i / 16 % 2 ? apart : 0), neuron(i), row_bytes);
     }
 };
 
 template <class SIZES>
-__device__ __forceinline__ void gated(const unsigned short* x, const unsigned short* w_gate,
-                                      const unsigned short* w_up, const unsigned short* b_gate,
-                                      const unsigned short* b_up, int M, int N, int K,
-                                      unsigned short* hidden, int* counts) {
+__device__ constexpr unsigned needed_bytes(int M, int, int K) {
+    return SIZES::kBytes + 4 * few::kOctet * SIZES::kOctets + SIZES::x_bytes(M, K);
+}
+
+template <class SIZES>
+__device__ __forceinline__ void gated(const unsigned short* x,
+                                      const typename SIZES::Weight* w_gate,
+                                      const typename SIZES::Weight* w_up,
+                                      const unsigned short* b_gate, const unsigned short* b_up,
+                                      int M, int N, int K, unsigned short* hidden, int* counts,
+                                      const float* gate_scale, const float* up_scale) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes + 4 * kTokens + SIZES::x_bytes(M, K)) __trap();
+    if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
     int* fired = reinterpret_cast<int*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     if (threadIdx.x < kTokens) fired[threadIdx.x] = 0;  // a barrier follows, in the product
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
-    const GatedRows rows = {w_gate + static_cast<long long>(first_row) * K,
+    using Rows = GatedRows<typename SIZES::Weight>;
+    const Rows rows = {w_gate + static_cast<long long>(first_row) * K,
                             min(share.end * few::kRows, N) - first_row, w_up - w_gate};
     const unsigned address = opaque(smem_address(memory));
-    few::Product<SIZES, GatedRows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M,
+    few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M,
                                             K, rows);
     product.begin();
     wait_for_previous();
     let_next_start();
     product.begin_x();
+    product.settle_x();
     product.run([&](int first, int num) {
         product.for_each(num / 2, [&](int block, int row, int token) {
             const int n = first_row + (first / 2 + block) * few::kRows + row;
             if (n >= N || token >= M) return;
             float gate = product.sum(2 * block, row, token);
             float up = product.sum(2 * block + 1, row, token);
+            if constexpr (SIZES::kIsE4m3) gate *= gate_scale[n], up *= up_scale[n];
             if (b_gate) gate += bf16_value(b_gate[n]);
             if (b_up) up += bf16_value(b_up[n]);
             const float h = keep_fired(rounded(gate));
@@ -73,31 +85,14 @@ __device__ __forceinline__ void gated(const unsigned short* x, const unsigned sh
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, octets, stays, at_once, passes, stages, halves)              \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                         \
-        few_gated_##name(const unsigned short* x, const unsigned short* w_gate,            \
-                         const unsigned short* w_up, const unsigned short* b_gate,         \
-                         const unsigned short* b_up, int M, int N, int K,                  \
-                         unsigned short* hidden, int* counts) {                            \
-        gated<few::Sizes<octets, stays, at_once, passes, stages, halves>>(                 \
-            x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, counts);                       \
+#define TWELL_FEW_GATED(name, bytes, ...)                                                   \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                          \
+        name(const unsigned short* x, const few::Weight<bytes>* w_gate,                     \
+             const few::Weight<bytes>* w_up, const unsigned short* b_gate,                  \
+             const unsigned short* b_up, int M, int N, int K, unsigned short* hidden,       \
+             int* counts, const float* gate_scale, const float* up_scale) {                 \
+        gated<few::Sizes<bytes, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, \
+                                              counts, gate_scale, up_scale);                \
     }
 
-#if TWELL_SHARED_KB >= 163
-TWELL_FEW_GATED(1, 1, true, 2, 2, 3, 2)
-TWELL_FEW_GATED(1_long, 1, false, 2, 2, 3, 2)
-#else
-TWELL_FEW_GATED(1, 1, true, 2, 1, 2, 2)
-TWELL_FEW_GATED(1_long, 1, false, 2, 1, 2, 2)
-#endif
-#if TWELL_SHARED_KB >= 227
-TWELL_FEW_GATED(2, 2, true, 2, 2, 3, 2)
-TWELL_FEW_GATED(2_long, 2, false, 2, 2, 3, 2)
-TWELL_FEW_GATED(4, 4, false, 4, 1, 1, 2)
-TWELL_FEW_GATED(8, 8, false, 2, 1, 2, 1)
-#else
-TWELL_FEW_GATED(2, 2, true, 2, 1, 1, 2)
-TWELL_FEW_GATED(2_long, 2, false, 2, 1, 1, 2)
-TWELL_FEW_GATED(4, 4, false, 2, 1, 1, 2)
-TWELL_FEW_GATED(8, 8, false, 2, 1, 1, 1)
-#endif
+TWELL_ENTRIES(TWELL_FEW_GATED)

@@ -8,6 +8,7 @@
 //
 // Launch: a block a row, of ceil(K / 8) threads rounded up to warps, at most 1024. K a multiple of
 // 8 up to 16384; rows are contiguous.
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/global.cuh"
 #include "ptx/pdl.cuh"
@@ -16,8 +17,8 @@
 
 namespace {
 
-constexpr int kMaxWarps = 32;
-constexpr int kParts = 2;  // eights of a thread
+constexpr int kMaxWarps = spec::NORM_WARPS;
+constexpr int kParts = spec::NORM_PARTS;  // eights of a thread
 
 // The sum over the block of one value a thread; every thread gets it.
 __device__ __forceinline__ float sum_over_block(float value, float* sums) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void normalise_row(const uint4* x, const uint4 (&weig
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
     rms_norm(const uint4* x, const uint4* weight, float eps, int K, uint4* y) {
     let_next_start();
     const int num = K / 8;
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     normalise_row(x + start, weights, eps, num, nullptr, y + start);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
     embed_norm(const int* tokens, const uint4* table, const uint4* weight, float eps, int K,
                int* counts, int num_counts, uint4* x, uint4* y) {
     let_next_start();

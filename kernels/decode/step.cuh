@@ -1,5 +1,5 @@
 // step: a whole step of one token, all layers and the head, in one kernel; a block a multiprocessor
-// (Hopper). For models of hidden size K = TWELL_STEP_K whose heads of q are K columns together.
+// (Hopper). For models of hidden size K = spec::STEP_K whose heads of q are K columns together.
 //
 //   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
 //               biases and the norms of q and k may be null, windows are the same in all layers

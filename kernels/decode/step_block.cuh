@@ -1,7 +1,7 @@
-// A block of `step`: what it is given, its shared memory, whose rows it has. See step.cuh, which
-// says what TWELL_STEP_K is.
+// A block of `step`: what it is given, its shared memory, whose rows it has. See step.cuh.
 #pragma once
 
+#include "spec.cuh"
 #include "decode/step_shared.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/compiler.cuh"
@@ -12,13 +12,13 @@
 
 namespace {
 
-constexpr int K = TWELL_STEP_K;
+constexpr int K = spec::STEP_K;
 static_assert(K == 1536 || K == 2048 || K == 3072 || K == 3584 || K == 4096,
               "who has which columns is written for these");
 constexpr bool kIsNarrow = K <= 2048;
 
-constexpr int kWarps = 8, kConsumers = 32 * kWarps;  // the ninth warp asks for weights
-constexpr int kQuad = 4;                      // rows of a weight, the least that a block has
+constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
+constexpr int kQuad = spec::STEP_QUAD;        // rows of a weight, the least that a block has
 constexpr int kUnitRows = kIsNarrow ? 4 : 2;  // what is asked for, waited for and taken at once
 constexpr int kUnitBytes = kUnitRows * 2 * K;  // 12 to 16 KB
 constexpr int kQuadUnits = kQuad / kUnitRows;
@@ -28,13 +28,13 @@ constexpr int kAhead = (32 * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;                      // units that a warp has in registers
 constexpr int kSliceGroups = K / kWarps / 32;  // 64 bytes each, of a row, of a warp
 constexpr int kChunks = (kUnitRows * kSliceGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
-constexpr int kMostRows = K == 3584 ? 192 : 128;  // whose sums are put together at once
+constexpr int kMostRows = spec::STEP_MOST_ROWS;  // whose sums are put together at once
 constexpr int kGroup = 4;                     // neurons that fired, at a time
 constexpr int kGroups = kIsNarrow ? 2 : 1;    // of those on their way
 constexpr int kNeuronBytes = 2 * 2 * K;       // up and down
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
-constexpr int kOwnQuads = kIsNarrow ? 4 : 8;  // of x, of a block, at most; a power of two
+constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two
 constexpr int kMostDim = 128;                 // of a head
 constexpr int kApart = 37;                    // see Block::turn
 

@@ -1,5 +1,5 @@
 // step_rows (step_rows.cuh) for models of hidden size 2048.
+#include "spec.cuh"
 #include "decode/step_rows.cuh"
 
-TWELL_STEP_ROWS(step_rows_2048_64, 64)
-TWELL_STEP_ROWS(step_rows_2048_128, 128)
+TWELL_ENTRIES(TWELL_STEP_ROWS)

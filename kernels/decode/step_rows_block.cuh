@@ -2,6 +2,7 @@
 // and the words by which blocks hand each other results.
 #pragma once
 
+#include "spec.cuh"
 #include "decode/step_shared.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"
@@ -12,24 +13,26 @@
 
 namespace {
 
-constexpr int K = 2048;
+constexpr int K = spec::ROWS_K;
 constexpr int kWarps = 8, kConsumers = 32 * kWarps;  // of three warpgroups; the third brings
 constexpr int kThreads = kConsumers + 128;
-constexpr int kTokens = 16;                       // at most
+static_assert(kThreads == spec::ROWS_BLOCK);
+constexpr int kTokens = spec::ROWS_TOKENS;    // at most
 constexpr int kPitch = 2 * K + 64;                // of rows in shared memory: 8 lanes, all banks
 constexpr int kUnitRows = 4, kUnitBytes = kUnitRows * kPitch;  // what is asked for at once
 constexpr int kPlaces = 4, kUnits = 2 * kPlaces;  // of the ring: octets of rows, halves of them
 constexpr int kMostFlying = 32;                   // KB on their way, as in `step`
-constexpr int kOctets = 6;                        // of gates of a block, at most
+constexpr int kOctets = spec::ROWS_OCTETS;    // of gates of a block, at most
 constexpr int kNeurons = 8 * kOctets;
-constexpr int kParts = 16, kGroups = 8;           // of all that fired; of the columns of y
+constexpr int kParts = spec::ROWS_PARTS;      // of all that fired
+constexpr int kGroups = spec::ROWS_GROUPS;    // of the columns of y
 constexpr int kOwners = kParts * kGroups;         // blocks that have columns of x
 constexpr int kOwn = K / kOwners;                 // so many each
-constexpr int kSources = 9;                       // blocks whose neurons are of one part, at most
+constexpr int kSources = spec::ROWS_SOURCES;  // blocks whose neurons are of one part, at most
 constexpr int kMostBlocks = kParts * kSources;
 constexpr int kDowns = 112, kDownColumns = K / kGroups;  // of rows of down, at a time
 constexpr int kDownPitch = 2 * kDownColumns + 16;
-constexpr int kMostTasks = 4;                     // heads of tokens, of a block, if DIM is 64
+constexpr int kMostTasks = spec::ROWS_TASKS;  // heads of tokens, of a block, if DIM is 64
 
 struct Args {
     const Layer* layers;

@@ -28,6 +28,7 @@
 // panel; K and panel_rows multiples of 16 and of 8, w_down at a multiple of 16 bytes. Dynamic
 // shared memory: panel_rows * 32 + 32768 bytes, 32768 = 16 * 2 * 16 * 64. y32 float32 [M, K] if
 // num_panels > 1.
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"
@@ -41,12 +42,13 @@
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kColumns = 16;     // of y
+constexpr int kThreads = spec::DOWN_BLOCK, kWarps = kThreads / 32;
+constexpr int kColumns = spec::DOWN_COLUMNS;     // of y
 constexpr int kRoundBytes = 2 * ROUND_HALVES;
 constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
 constexpr int kStageBytes = kStep * kRoundBytes;
 constexpr int kStages = 2;
+static_assert(kWarps * kStages * kStageBytes == spec::DOWN_STAGES);
 constexpr unsigned kNothing = ~0u;  // in place of a count of rounds: no group is left
 
 // The panel's weights for 16 columns of y, all copies under way at once. Two neighbouring lanes

@@ -8,17 +8,22 @@
 //
 // both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2
 // takes so many requests a clock, whatever their size: so for more tokens, who want more neurons,
-// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron, and the four blocks of a
+// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron (e4m3: 64), and the four blocks of a
 // cluster a quarter of the neurons each (before sm_90 there are no clusters: 16 columns, as
 // `few_down`).
 //
 // Which warp of which block takes which place of the list is fixed, sums are added up in the order
 // of warps and blocks: the bits do not depend on time.
 //
+// Of the entries that end in _e4m3 W is e4m3, [N, K] too, and scale, float32 [K], is that of the
+// columns of y: it multiplies the sums before the bias is added. Others take null. few_down_e4m3 has
+// 32 columns a block: 32 bytes are the least that comes from L2.
+//
 // Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads, K / 16
-// blocks. Dynamic shared memory: the list, 2 bytes a neuron, rounded up to 16, and Down::kBytes.
+// blocks (few_down_e4m3: K / 32). Dynamic shared memory: the list, 2 bytes a neuron, rounded up to 16, and Down::kBytes.
 // `few_down` lists so many neurons at a time, and goes through several lists if more fired: what it
 // does not take is left to the kernels around it, which start before it ends.
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/compiler.cuh"
@@ -29,17 +34,11 @@
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
 #include "tile/cluster.cuh"
+#include "tile/e4m3.cuh"
 #include "tile/few_product.cuh"
 #include "tile/warp.cuh"
 
 namespace {
-
-constexpr int kFewListed = 2048, kAllListed = 65536;
-#if __CUDA_ARCH__ >= 900
-constexpr int kWideTiles = 4;
-#else
-constexpr int kWideTiles = 1;
-#endif
 
 // Of the neurons that fired, in ascending order, number `from` and up to `cap` behind it, to shared
 // memory; how many fired. All threads of the block.
@@ -71,12 +70,15 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
     return total;
 }
 
-// TILES of 16 columns, and as many blocks that share the neurons.
-template <int OCTETS, int TILES>
+// TILES of 16 columns, of weights of so many BYTES, and BLOCKS that share the neurons.
+template <int BYTES, int OCTETS, int TILES, int BLOCKS>
 class Down {
+    static_assert(BYTES == 2 || TILES % 2 == 0, "two tiles of e4m3 are read at once");
+    using Weight = few::Weight<BYTES>;
     static constexpr int kTokens = few::kOctet * OCTETS;
-    static constexpr int kStages = 4;
-    static constexpr int kChunks = 2 * TILES;  // of 16 bytes, of a neuron's weights
+    static constexpr int kStages = spec::FEW_DOWN_STAGES;
+    static constexpr int kChunks = BYTES * TILES;  // of 16 bytes, of a neuron's weights
+    static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8);
     static constexpr int kWeightBytes = few::kRows * kChunks * 16;
     static constexpr int kHiddenBytes = few::kRows * 16 * (OCTETS < 2 ? 2 : OCTETS);
     static constexpr int kStageBytes = kWeightBytes + kHiddenBytes;
@@ -87,17 +89,18 @@ class Down {
     static constexpr int kSumBytes = few::kWarps * kSums * 4;
     static constexpr unsigned kBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
 
-    const unsigned short *w_down, *hidden;  // w_down from the block's first column on
+    const Weight* w_down;  // from the block's first column on
+    const unsigned short* hidden;
     unsigned list, memory;                  // addresses in shared memory
     int num;                                // of the list
     unsigned row_bytes;                     // of w_down
 
     // Adds the neurons of the list to the sums of a warp.
     __device__ __forceinline__ void multiply(float (&sums)[TILES][OCTETS][4]) const {
-        const int lane = threadIdx.x % 32, step = few::kWarps * TILES;
+        const int lane = threadIdx.x % 32, step = few::kWarps * BLOCKS;
         const int num_groups = (num + few::kRows - 1) / few::kRows;
-        const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
-        const int first = threadIdx.x / 32 * TILES + rank;
+        const int rank = BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
+        const int first = threadIdx.x / 32 * BLOCKS + rank;
 #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
             if (first + i * step < num_groups) bring(i, first + i * step);
@@ -111,9 +114,7 @@ class Down {
             __syncwarp();
             const unsigned at = stage_at(stage);
             unsigned a[TILES][4];
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile)
-                read_transposed(a[tile], at + place_of_chunk(row, 2 * tile + half));
+            read_tiles(a, at, row, half);
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet += 2) {
                 unsigned b[4];
@@ -132,6 +133,28 @@ class Down {
             if (next < num_groups) bring(stage, next);
             commit_copies();
             if (++stage == kStages) stage = 0;
+        }
+    }
+
+    // Both chunks of a tile, turned over: its rows are columns of y, in their order. Of e4m3 a chunk
+    // is a tile, and rows are the even columns, then the odd ones: they lie in one word.
+    __device__ __forceinline__ static void read_tiles(unsigned (&a)[TILES][4], unsigned at, int row,
+                                                      int half) {
+        if constexpr (BYTES == 2) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+                read_transposed(a[tile], at + place_of_chunk(row, 2 * tile + half));
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile += 2) {
+                unsigned words[4];
+                read_transposed(words, at + place_of_chunk(row, tile + half));
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd)
+                        a[tile + i % 2][i / 2 * 2 + odd] = e4m3_pair(words[i], odd, 2 + odd);
+            }
         }
     }
 
@@ -169,7 +192,7 @@ class Down {
     __device__ __forceinline__ float sum_of_blocks(int tile, int column, int token) const {
         float sum = 0;
 #pragma unroll
-        for (int rank = 0; rank < TILES; ++rank)
+        for (int rank = 0; rank < BLOCKS; ++rank)
             sum += load_cluster_float(
                 address_in_block(memory + 4 * place(tile, column, token), rank));
         return sum;
@@ -177,8 +200,9 @@ class Down {
 
   private:
     __device__ __forceinline__ static int place(int tile, int column, int token) {
+        const int row = BYTES == 2 ? column : column / 2 + column % 2 * 8;
         return (tile * OCTETS + token / few::kOctet) * few::kBlockSums +
-               few::place_of_sum(column, token % few::kOctet);
+               few::place_of_sum(row, token % few::kOctet);
     }
 
     __device__ __forceinline__ float sum_at(int i) const {
@@ -195,7 +219,8 @@ class Down {
 
     // Where 16 bytes of a neuron lie: so that the 8 rows of a matrix lie in different banks.
     __device__ __forceinline__ static int place_of_chunk(int row, int chunk) {
-        return (row * kChunks + (chunk ^ (TILES > 1 ? row & 7 : row >> 2 & 1))) * 16;
+        const int turn = kChunks == 8 ? row & 7 : kChunks == 4 ? row >> 1 & 3 : row >> 2 & 1;
+        return (row * kChunks + (chunk ^ turn)) * 16;
     }
 
     // Neurons 16 group .. of the list: weights, and hidden [octet][16][16 bytes]. Zeros behind the
@@ -206,7 +231,7 @@ class Down {
         for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
             const int row = i / kChunks, chunk = i % kChunks, place = group * few::kRows + row;
             copy_async_or_zero(place < num, to + place_of_chunk(row, chunk),
-                               offset_by(w_down + chunk * 8, neuron(place), row_bytes));
+                               offset_by(w_down + chunk * (16 / BYTES), neuron(place), row_bytes));
         }
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
@@ -223,23 +248,29 @@ class Down {
 };
 
 // LISTED: neurons that are listed at a time.
-template <int OCTETS, int TILES, int LISTED>
-__device__ __forceinline__ void down(const unsigned short* w_down, const unsigned short* hidden,
-                                     const unsigned short* fired, const unsigned short* b_down,
-                                     const unsigned short* residual, int M, int N, int K,
-                                     unsigned short* y) {
+template <int BYTES, int OCTETS, int TILES, int BLOCKS, int LISTED>
+__device__ constexpr unsigned needed_bytes(int, int N, int) {
+    return (2 * (LISTED < N ? LISTED : N) + 15) / 16 * 16 +
+           Down<BYTES, OCTETS, TILES, BLOCKS>::kBytes;
+}
+
+template <int BYTES, int OCTETS, int TILES, int BLOCKS, int LISTED>
+__device__ __forceinline__ void down(const few::Weight<BYTES>* w_down,
+                                     const unsigned short* hidden, const unsigned short* fired,
+                                     const unsigned short* b_down, const unsigned short* residual,
+                                     int M, int N, int K, unsigned short* y, const float* scale) {
+    constexpr int kOwn = 16 * TILES / BLOCKS;  // columns of y, of a block
     extern __shared__ uint4 memory[];
     const int cap = LISTED < N ? LISTED : N;
     const unsigned list = opaque(smem_address(memory)), stages = list + (2 * cap + 15) / 16 * 16;
-    if (dynamic_smem_bytes() < (2 * (LISTED < N ? LISTED : N) + 15) / 16 * 16 +
-                                   Down<OCTETS, TILES>::kBytes)
-        __trap();
-    const int rank = TILES > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int first_column = (blockIdx.x - rank) * 16;
+    if (dynamic_smem_bytes() < needed_bytes<BYTES, OCTETS, TILES, BLOCKS, LISTED>(M, N, K)) __trap();
+    const int rank = BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int first_column = (blockIdx.x - rank) * kOwn;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
     const int total = make_list(list, fired, N, 0, cap);
-    Down<OCTETS, TILES> product = {w_down + first_column, hidden, list, stages, 0, 2u * K};
+    Down<BYTES, OCTETS, TILES, BLOCKS> product = {w_down + first_column, hidden, list, stages, 0,
+                                                  1u * BYTES * K};
     float sums[TILES][OCTETS][4] = {};
     for (int from = 0;;) {
         product.num = min(total - from, cap);
@@ -249,49 +280,40 @@ __device__ __forceinline__ void down(const unsigned short* w_down, const unsigne
         make_list(list, fired, N, from, cap);
     }
     product.store(sums);
-    if (TILES > 1) {
+    if (BLOCKS > 1) {
         product.add_warps();
         cluster_sync();
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < M * 16; i += few::kThreads) {
-        const int column = i % 16, token = i / 16, n = first_column + rank * 16 + column;
-        float sum = TILES > 1 ? product.sum_of_blocks(rank, column, token)
-                              : product.sum(0, column, token);
+    for (int i = threadIdx.x; i < M * kOwn; i += few::kThreads) {
+        const int own = rank * kOwn + i % kOwn, token = i / kOwn, n = first_column + own;
+        float sum = BLOCKS > 1 ? product.sum_of_blocks(own / 16, own % 16, token)
+                               : product.sum(own / 16, own % 16, token);
+        if constexpr (BYTES == 1) sum *= scale[n];
         if (b_down) sum += bf16_value(b_down[n]);
         const long long at = static_cast<long long>(token) * K + n;
         if (residual) sum = rounded(sum) + written_value(residual + at);
         y[at] = static_cast<unsigned short>(bf16_bits(sum));
     }
-    if (TILES > 1) cluster_sync();  // the others read this block's sums
+    if (BLOCKS > 1) cluster_sync();  // the others read this block's sums
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(few::kThreads)
-    few_down(const unsigned short* w_down, const unsigned short* hidden,
-             const unsigned short* fired, const unsigned short* b_down,
-             const unsigned short* residual, int M, int N, int K, unsigned short* y) {
-    down<1, 1, kFewListed>(w_down, hidden, fired, b_down, residual, M, N, K, y);
-}
-
-#if __CUDA_ARCH__ >= 900
-#define TWELL_CLUSTER __cluster_dims__(4, 1, 1)
-#else
-#define TWELL_CLUSTER
-#endif
-
-#define TWELL_FEW_DOWN(octets)                                                                 \
-    extern "C" __global__ void TWELL_CLUSTER __launch_bounds__(few::kThreads)                  \
-        few_down_wide_##octets(const unsigned short* w_down, const unsigned short* hidden,     \
-                               const unsigned short* fired, const unsigned short* b_down,      \
-                               const unsigned short* residual, int M, int N, int K,            \
-                               unsigned short* y) {                                            \
-        down<octets, kWideTiles, kAllListed>(w_down, hidden, fired, b_down, residual, M, N, K, \
-                                             y);                                               \
+#define TWELL_FEW_DOWN(name, bytes, octets, tiles, blocks, listed)                              \
+    extern "C" __global__ void TWELL_CLUSTER(blocks) __launch_bounds__(few::kThreads)           \
+        name(const few::Weight<bytes>* w_down, const unsigned short* hidden,                    \
+             const unsigned short* fired, const unsigned short* b_down,                         \
+             const unsigned short* residual, int M, int N, int K, unsigned short* y,            \
+             const float* scale) {                                                              \
+        down<bytes, octets, tiles, blocks, listed>(w_down, hidden, fired, b_down, residual, M, N, \
+                                                   K, y, scale);                                \
     }
 
-TWELL_FEW_DOWN(1)
-TWELL_FEW_DOWN(2)
-TWELL_FEW_DOWN(4)
-TWELL_FEW_DOWN(8)
+#if __CUDA_ARCH__ >= 900
+#define TWELL_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+#define TWELL_CLUSTER(blocks)
+#endif
+
+TWELL_ENTRIES(TWELL_FEW_DOWN)

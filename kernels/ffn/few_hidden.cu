@@ -1,22 +1,26 @@
-// few_hidden: the sparse hidden state of 1 to 64 tokens (tile/few_product.cuh). The gate product is made whole;
-// of what fires, and of nothing else, up follows at once, in the block that found it:
+// few_hidden: the sparse hidden state of 1 to 64 tokens (tile/few_product.cuh). The gate product is
+// made whole; of what fires, and of nothing else, up follows at once, in the block that found it:
 //
 //     gate = x W_gate^T + b_gate        fires where above 0, or NaN
 //     hidden[n, token] = gate * up where it fires, else 0     for each neuron n that fires for any
 //
 // hidden bf16 [N, 8 OCTETS]: rows of neurons that fired for no token are not written, nor what lies
 // behind token M. fired, 16 bits for each row block of 16 neurons: those of the written rows.
-// counts int32 [M], or null: raised by how many neurons fired for each token.
+// counts int32 [M], or null: raised by how many neurons fired for each token. Of the entries that end
+// in _e4m3 the weights are e4m3, and gate_scale and up_scale, float32 [N], are those of their rows:
+// they multiply the sums before the biases are added. Others take null.
 //
 // A block goes through its neurons by up to 128: their gates, then up of those that fired, gathered
 // by their list. Rows of W_down that will be wanted are on their way into L2 meanwhile.
 //
 // Launch: as few_linear; dynamic shared memory as there and 160 + 260 * 8 OCTETS bytes more.
+#include "spec.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/global.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
+#include "tile/e4m3.cuh"
 #include "tile/eights.cuh"
 #include "tile/few_product.cuh"
 #include "tile/fires.cuh"
@@ -26,7 +30,8 @@ namespace {
 
 constexpr int kNeurons = 128;  // that a block has at hand
 constexpr int kRowBlocks = kNeurons / few::kRows;
-constexpr int kLine = 64;      // elements that a prefetch brings
+template <class Weight>
+constexpr int kLineOf = 128 / sizeof(Weight);  // elements that a prefetch brings
 constexpr int kWarpRows = 16;  // fired neurons, at most, of which a warp takes one at a time
 
 // Of the neurons at hand: who fired, and the gates.
@@ -53,48 +58,62 @@ struct alignas(16) AtHand {
 };
 
 // Rows of a weight that will be wanted soon.
-__device__ __forceinline__ void fetch_into_l2(const unsigned short* weight,
+template <class Weight>
+__device__ __forceinline__ void fetch_into_l2(const Weight* weight,
                                               const unsigned char* list, int num, int K) {
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < num; i += few::kWarps)
 #pragma unroll 1
-        for (int at = threadIdx.x % 32 * kLine; at < K; at += 32 * kLine)
+        for (int at = threadIdx.x % 32 * kLineOf<Weight>; at < K; at += 32 * kLineOf<Weight>)
             prefetch_into_l2(weight + static_cast<long long>(list[i]) * K + at);
 }
 
-// x . row of one token, by a warp: eight loads of each under way at once.
-__device__ __forceinline__ float dot_of_warp(const unsigned short* x, const unsigned short* row,
-                                             int K) {
+// x . row of one token, by a warp: 64 weights a lane under way at once.
+template <class Weight>
+__device__ __forceinline__ float dot_of_warp(const unsigned short* x, const Weight* row, int K) {
+    constexpr int kEach = 16 / sizeof(Weight), kLoads = 64 / kEach, kWarp = 32 * kEach;
     float sum = 0;
 #pragma unroll 1
-    for (int first = threadIdx.x % 32 * 8; first < K; first += 8 * 256) {
-        uint4 weights[8] = {}, values[8] = {};
+    for (int first = threadIdx.x % 32 * kEach; first < K; first += kWarp * kLoads) {
+        uint4 weights[kLoads] = {}, values[kLoads][kEach / 8] = {};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            load_streamed_if(first + 256 * i < K, row + first + 256 * i, weights[i]);
-            if (first + 256 * i < K) values[i] = load_written(x + first + 256 * i);
+        for (int i = 0; i < kLoads; ++i) {
+            load_streamed_if(first + kWarp * i < K, row + first + kWarp * i, weights[i]);
+#pragma unroll
+            for (int j = 0; j < kEach; j += 8)
+                if (first + kWarp * i < K)
+                    values[i][j / 8] = load_written(x + first + kWarp * i + j);
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float a[8], b[8];
+        for (int i = 0; i < kLoads; ++i) {
+            float a[kEach], b[8];
             unpack(weights[i], a);
-            unpack(values[i], b);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sum += a[j] * b[j];
+            for (int j = 0; j < kEach; ++j) {
+                if (j % 8 == 0) unpack(values[i][j / 8], b);
+                sum += a[j] * b[j % 8];
+            }
         }
     }
     return sum_over_lanes(sum);
 }
 
 template <class SIZES>
+__device__ constexpr unsigned needed_bytes(int M, int, int K) {
+    return SIZES::kBytes + sizeof(AtHand<few::kOctet * SIZES::kOctets>) + SIZES::x_bytes(M, K);
+}
+
+template <class SIZES>
 __device__ __forceinline__ void hidden_state(
-    const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,
-    const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up,
-    int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {
+    const unsigned short* x, const typename SIZES::Weight* w_gate,
+    const typename SIZES::Weight* w_up, const typename SIZES::Weight* w_down,
+    const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,
+    unsigned short* hidden, unsigned short* fired, int* counts, const float* gate_scale,
+    const float* up_scale) {
+    using Rows = few::ListedRows<typename SIZES::Weight>;
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < SIZES::kBytes + sizeof(AtHand<kTokens>) + SIZES::x_bytes(M, K))
-        __trap();
+    if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
     AtHand<kTokens>& hand =
         *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
     const few::Share share((N + few::kRows - 1) / few::kRows);
@@ -112,18 +131,19 @@ __device__ __forceinline__ void hidden_state(
         __syncthreads();
 
         // the gates of all; then, by the same code, up of those that fired
-        few::ListedRows rows = {w_gate + start,
-                                min(num_blocks * few::kRows, N - first_neuron),
-                                smem_address(hand.list)};
+        Rows rows = {w_gate + start, min(num_blocks * few::kRows, N - first_neuron),
+                     smem_address(hand.list)};
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
             const unsigned short* bias = is_up ? b_up : b_gate;
+            const float* scale = is_up ? up_scale : gate_scale;
             // of one token, and few neurons, a warp takes a row: that saves two exchanges
             if (SIZES::kOctets == 1 && is_up && M == 1 && rows.num <= kWarpRows) {
                 fetch_into_l2(w_down + start, hand.list, rows.num, K);
                 for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
                     const int n = hand.list[i];
                     float up = dot_of_warp(x, rows.weight + static_cast<long long>(n) * K, K);
+                    if constexpr (SIZES::kIsE4m3) up *= scale[first_neuron + n];
                     if (bias) up += bf16_value(bias[first_neuron + n]);
                     if (threadIdx.x % 32 == 0)
                         hidden[static_cast<long long>(first_neuron + n) * kTokens] =
@@ -132,13 +152,14 @@ __device__ __forceinline__ void hidden_state(
                 }
                 break;
             }
-            few::Product<SIZES, few::ListedRows> product(address, x_address, x, M, K, rows);
+            few::Product<SIZES, Rows> product(address, x_address, x, M, K, rows);
             product.begin();
             if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
             if (!is_up && begin == share.begin) {
                 wait_for_previous();
                 let_next_start();
                 product.begin_x();
+                product.settle_x();
             }
             product.run([&](int first, int num) {
                 product.for_each(num, [&](int block, int row, int token) {
@@ -146,6 +167,8 @@ __device__ __forceinline__ void hidden_state(
                     const bool is_there = place < rows.num && token < M;
                     const int n = is_up && is_there ? hand.list[place] : place;
                     float sum = is_there ? product.sum(block, row, token) : 0.f;
+                    if constexpr (SIZES::kIsE4m3)
+                        if (is_there) sum *= scale[first_neuron + n];
                     if (bias && is_there) sum += bf16_value(bias[first_neuron + n]);
                     unsigned bits = is_there ? bf16_bits(sum) : 0;
                     unsigned short& gate = hand.gates[n * kTokens + token];
@@ -184,30 +207,16 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(name, octets, stays, at_once, passes, stages, halves)                  \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) few_hidden_##name(           \
-        const unsigned short* x, const unsigned short* w_gate, const unsigned short* w_up,      \
-        const unsigned short* w_down, const unsigned short* b_gate, const unsigned short* b_up, \
-        int M, int N, int K, unsigned short* hidden, unsigned short* fired, int* counts) {      \
-        hidden_state<few::Sizes<octets, stays, at_once, passes, stages, halves>>(               \
-            x, w_gate, w_up, w_down, b_gate, b_up, M, N, K, hidden, fired, counts);             \
+#define TWELL_FEW_HIDDEN(name, bytes, ...)                                                    \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                            \
+        name(const unsigned short* x, const few::Weight<bytes>* w_gate,                       \
+             const few::Weight<bytes>* w_up, const few::Weight<bytes>* w_down,                \
+             const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,   \
+             unsigned short* hidden, unsigned short* fired, int* counts,                      \
+             const float* gate_scale, const float* up_scale) {                                \
+        hidden_state<few::Sizes<bytes, __VA_ARGS__>>(x, w_gate, w_up, w_down, b_gate, b_up, M, N, \
+                                                     K, hidden, fired, counts, gate_scale,    \
+                                                     up_scale);                               \
     }
 
-#if TWELL_SHARED_KB >= 163
-TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 5, 2)
-TWELL_FEW_HIDDEN(2, 2, true, 1, 3, 4, 2)
-TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 5, 2)
-TWELL_FEW_HIDDEN(2_long, 2, false, 1, 3, 4, 2)
-#else
-TWELL_FEW_HIDDEN(1, 1, true, 1, 3, 3, 2)
-TWELL_FEW_HIDDEN(2, 2, true, 1, 1, 2, 2)
-TWELL_FEW_HIDDEN(1_long, 1, false, 1, 3, 3, 2)
-TWELL_FEW_HIDDEN(2_long, 2, false, 1, 1, 2, 2)
-#endif
-#if TWELL_SHARED_KB >= 227
-TWELL_FEW_HIDDEN(4, 4, false, 1, 3, 3, 2)
-TWELL_FEW_HIDDEN(8, 8, false, 3, 1, 2, 1)
-#else
-TWELL_FEW_HIDDEN(4, 4, false, 1, 1, 1, 2)
-TWELL_FEW_HIDDEN(8, 8, false, 1, 1, 1, 1)
-#endif
+TWELL_ENTRIES(TWELL_FEW_HIDDEN)

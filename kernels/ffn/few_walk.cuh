@@ -20,6 +20,7 @@
 // product has ended. So x may be read before the wait.
 #pragma once
 
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/bf16.cuh"
@@ -35,12 +36,13 @@
 
 namespace few_walk {
 
-constexpr int kBatch = 8;  // pairs of which rows are under way, of a way
-constexpr int kMostThreads = 512, kMostWarps = kMostThreads / 32;
-constexpr int kChunks = 3;  // of 8 gates, that a thread has at a time
+constexpr int kBatch = spec::FEW_WALK_BATCH;  // pairs of which rows are under way, of a way
+constexpr int kMostThreads = spec::FEW_WALK_BLOCK, kMostWarps = kMostThreads / 32;
+constexpr int kChunks = spec::FEW_WALK_CHUNKS;  // of 8 gates, that a thread has at a time
 constexpr int kWords = 4 * kChunks;
 constexpr int kHeadBytes = 2 * kMostWarps * 4 + 16;  // sums of warps; a barrier
-constexpr int kEights = 8;                           // sums of a pair that a warp leaves
+static_assert(kHeadBytes == spec::FEW_WALK_HEAD);
+constexpr int kEights = spec::FEW_WALK_EIGHTS;       // sums of a pair that a warp leaves
 
 using Rows = uint4[kBatch];
 
@@ -51,9 +53,9 @@ struct Sizes {
     int columns;      // of y that a block owns
 
     // Bytes of shared memory.
-    __device__ unsigned parts() const { return 2 * warps * kEights * kBatch * 4; }  // of a way
-    __device__ unsigned slots(int size) const { return 4 * size * ways * columns; }
-    __device__ unsigned bytes(int size) const {
+    __device__ constexpr unsigned parts() const { return 2 * warps * kEights * kBatch * 4; }  // of a way
+    __device__ constexpr unsigned slots(int size) const { return 4 * size * ways * columns; }
+    __device__ constexpr unsigned bytes(int size) const {
         return kHeadBytes + 8 * cap + ways * parts() + slots(size);
     }
 };

@@ -11,6 +11,7 @@
 // memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64. `gate_pack`: 384 threads and
 // tiles of 128 rows. `gate_pack_short`: 256 threads and 64 rows, for inputs so short that 128 would
 // leave much of the chip idle.
+#include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
 #include "ptx/tma.cuh"
@@ -171,5 +172,4 @@ __device__ __forceinline__ void pack_product(const TensorMap* x_map, const Tenso
         pack_product(&x_map, &w_map, shape, packing, heavy_count);                                \
     }
 
-TWELL_GATE_PACK(gate_pack, 2)
-TWELL_GATE_PACK(gate_pack_short, 1)
+TWELL_ENTRIES(TWELL_GATE_PACK)

@@ -16,6 +16,7 @@
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
 // of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
 // w_gate [N, K] and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
+#include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
@@ -168,7 +169,7 @@ struct DownTiles {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
     heavy_gather(const unsigned short* x, const int* heavy_rows, const int* heavy_count,
                  int window_start, int window, int num_inner, unsigned short* x_rows) {
     wait_for_previous();

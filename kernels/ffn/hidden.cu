@@ -13,6 +13,7 @@
 //
 // `hidden_kept` does the same, and keeps what the backward pass needs: of each pair, by its place in
 // `pairs`, gate | up << 16; and the sum of |h| of each block, float32 [blocks].
+#include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
@@ -22,7 +23,7 @@
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = spec::HIDDEN_BLOCK, kWarps = kThreads / 32;
 constexpr int kStep = BATCH * ROUND_RECORDS;  // records that a warp has at a time, one a lane
 
 struct Sums {

@@ -8,6 +8,7 @@
 // Slots behind a count are left as they were. Sets heavy_count to 0 for `plan`.
 //
 // Launch: one block of 256 threads a row, no dynamic shared memory. gate is aligned to 16 bytes.
+#include "spec.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
@@ -16,7 +17,7 @@
 
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = spec::PACK_BLOCK / 32;
 constexpr int kColumns = TILE / 32;  // consecutive ones that a lane looks after
 
 struct Columns {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void pack_tile(const unsigned short* row, int first, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(spec::PACK_BLOCK)
     pack(const unsigned short* gate, int M, int N, int* counts, int* entries, int* heavy_count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long row = blockIdx.x;

@@ -42,6 +42,7 @@
 // Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to
 // 8192, P up to 256, tile_tokens a multiple of 8 up to 1024. counts, entries and heavy_count (0)
 // are those of `gate_pack` or `pack`; the order of entries within a tile does not matter.
+#include "spec.cuh"
 #include "ffn/plan_place.cuh"
 #include "ffn/plan_tile.cuh"
 #include "ptx/cluster.cuh"
@@ -308,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
 }
 
 #if __CUDA_ARCH__ >= 900
-extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kClusterThreads, 2)
+extern "C" __global__ void __cluster_dims__(spec::PLAN_CLUSTER, 1, 1) __launch_bounds__(kClusterThreads, 2)
     plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
                  int tile_tokens, int panel_rows, int num_panels, int group_rounds,
                  int* num_rounds, uint4* rounds, uint4* links, int* pair_start, unsigned* pairs,

@@ -1,6 +1,7 @@
 // What a block of `plan` works on: its part of a tile, its shared memory, and how one warp gets at
 // the entries of eight rows. The lists themselves are made in plan.cu.
 #pragma once
+#include "spec.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/shared.cuh"
 #include "tile/lists.cuh"
@@ -8,7 +9,7 @@
 
 namespace {
 
-constexpr int kMaxThreads = 1024, kClusterThreads = 512;
+constexpr int kMaxThreads = spec::PLAN_BLOCK, kClusterThreads = spec::PLAN_CLUSTER_BLOCK;
 constexpr int kBatch = 8;  // counts that a lane has under way
 constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
 

@@ -26,6 +26,7 @@
 // Launch: blocks of 512 threads, grid (tiles, Q, neuron ranges), Q = ceil(K / 64 /
 // slabs_per_range). Dynamic shared memory: 2 * tile_tokens * 128 bytes; with tile_tokens * 128
 // only, steps are of one slab. K a multiple of 64, tile_tokens of 8, cap * tile_tokens below 2^31.
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/copies.cuh"
@@ -36,9 +37,9 @@
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kSlab = 64;       // columns of K
-constexpr int kRowBytes = 128;  // of a slab
+constexpr int kThreads = spec::UP_BLOCK, kWarps = kThreads / 32;
+constexpr int kSlab = spec::SLAB;       // columns of K
+constexpr int kRowBytes = 2 * kSlab;  // of a slab
 constexpr int kBlock = 32;      // pairs that a warp computes at a time, 8 for each of 4 places
 
 // Pairs of one neuron group, to be computed in the slabs of one step.

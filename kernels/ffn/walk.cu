@@ -21,6 +21,7 @@
 // all; K and N multiples of 8. Dynamic shared memory, with `warps` those of a way: 4 cap (2 + warps)
 // bytes, cap a multiple of kBatch, and 4 ways K with several ways. It may start before the previous
 // kernel has ended (ptx/pdl.cuh).
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
@@ -34,7 +35,7 @@
 namespace {
 
 constexpr int kBatch = 8;  // neurons of which rows are under way
-constexpr int kMostWarps = 32;
+constexpr int kMostWarps = spec::WALK_BLOCK / 32;
 constexpr int kLanes = 4;  // that look after a tile's entries
 constexpr int kHeavy = -1;
 
@@ -295,7 +296,7 @@ __device__ __forceinline__ void set_aside(const unsigned short* x, int K, int* h
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(1024, 1)
+extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     walk(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
          const unsigned short* b_up, const unsigned short* b_down, const int* counts,
          const int* entries, int K, int num_tiles, int num_slots, int cap, int ways,
@@ -315,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         way.run();
 }
 
-extern "C" __global__ void __launch_bounds__(1024, 1)
+extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     walk_gate(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
               const unsigned short* b_up, const unsigned short* b_down, const unsigned short* gate,
               int N, int K, int cap, int ways, int* heavy, unsigned short* y) {

@@ -46,6 +46,16 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], unsigned a0, unsi
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same of f16.
+__device__ __forceinline__ void multiply_add_f16(float (&sums)[4], unsigned a0, unsigned a1,
+                                                 unsigned a2, unsigned a3, unsigned b0,
+                                                 unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // The same where of a only rows 0 - 7 are wanted: sums[0] and sums[1]. Of its other rows a register
 // holds anything, so the other two sums are anything.
 __device__ __forceinline__ void multiply_add_upper(float (&sums)[4], unsigned a0, unsigned a2,

@@ -61,6 +61,12 @@ __device__ __forceinline__ unsigned load_shared_byte(unsigned from) {
     return v;
 }
 
+__device__ __forceinline__ void store_shared(unsigned to, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_shared_floats(unsigned to, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z),
                  "f"(v.w)

@@ -9,31 +9,31 @@
 //
 // A row of a slab is 64 HALVES bytes in a stage, and as many that are asked of L2 at once: 128 are
 // worth it, for L2 takes so many requests a clock, whatever their size. Lane 4 g + t of the mma
-// reads 16 bytes (8 columns) of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half,
-// which are not those that the mma names, but a and b agree. The halves of odd rows are exchanged:
-// so the lanes of two neighbouring rows read from all banks.
+// reads 16 bytes of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half (16 t to 16 t +
+// 15 of e4m3), which are not those that the mma names, but a and b agree. The halves of odd rows
+// are exchanged: so the lanes of two neighbouring rows read from all banks. Rows of x beside e4m3
+// are twice as long, and of odd ones each two neighbouring 16 bytes are exchanged instead.
+//
+// e4m3 weights become bf16 in registers, exactly; their scales are for whoever takes the sums. That
+// takes five instructions for two of them. f16 would take one, but has too little range for x. So
+// of one octet that stays each warp makes its part of each row f16, times a power of two by which
+// the largest is near 2^15; what is lost is below 2^-39 of that. The sums get the power back.
 //
 // The product may start before the kernel in front of it has ended (ptx/pdl.cuh): weights do not
 // depend on it, x does.
 #pragma once
 
 #include "ptx/arithmetic.cuh"
+#include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/copies.cuh"
 #include "ptx/global.cuh"
+#include "ptx/halves.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
-
-// Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and
-// Orin; all other GPUs. What the kernels are built for goes by it.
-#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-#define TWELL_SHARED_KB 227
-#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
-#define TWELL_SHARED_KB 163
-#else
-#define TWELL_SHARED_KB 99
-#endif
+#include "tile/e4m3.cuh"
+#include "tile/few_sizes.cuh"
 
 // A bf16 value that the previous kernel wrote.
 __device__ __forceinline__ float written_value(const unsigned short* from) {
@@ -41,72 +41,6 @@ __device__ __forceinline__ float written_value(const unsigned short* from) {
 }
 
 namespace few {
-
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;         // of a row block
-constexpr int kOctet = 8;         // tokens
-constexpr int kHalf = 32;         // columns of K in half a slab
-constexpr int kHalfBytes = 512;   // of 8 rows of it
-constexpr int kBlockSums = kRows * kOctet;
-
-// What a kernel is built for: octets of tokens, row blocks in a pass, passes between two times that
-// the warps' sums are added up, stages of a warp, halves of a slab. Where STAYS, x stays in shared
-// memory, each warp's slabs in a place of their own, behind all else; else it comes with the
-// weights, again in each pass.
-template <int OCTETS, bool STAYS, int AT_ONCE, int PASSES, int STAGES, int HALVES>
-struct Sizes {
-    static constexpr bool kStays = STAYS;
-    static constexpr int kOctets = OCTETS, kAtOnce = AT_ONCE, kPasses = PASSES;
-    static constexpr int kStages = STAGES, kHalves = HALVES;
-    static constexpr int kSlab = HALVES * kHalf;
-    static constexpr int kPieceBytes = HALVES * kHalfBytes;  // of 8 rows of a slab
-    static constexpr int kStageBytes = (2 * AT_ONCE + (kStays ? 0 : OCTETS)) * kPieceBytes;
-    static constexpr int kRingBytes = kWarps * STAGES * kStageBytes;
-    static constexpr int kSums = PASSES * AT_ONCE * OCTETS * kBlockSums;  // of a warp
-    static constexpr unsigned kBytes = kRingBytes + kWarps * kSums * 4;  // and x_bytes, if it stays
-
-    // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab.
-    __device__ static int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
-    __device__ static unsigned x_bytes(int M, int K) {
-        return kStays ? kWarps * most_slabs(K) * M * 2 * kSlab : 0;
-    }
-};
-
-// Where a sum lies among those of a row block and octet: so that the 32 lanes of a warp, each with
-// row g of token 2t, write to 32 banks.
-__device__ __forceinline__ int place_of_sum(int row, int token) {
-    return (token >> 1 | (token & 1) << 2) * kRows + (row ^ (token >> 2 & 1) * 8);
-}
-
-// The first `num` rows of a weight [., K].
-struct FirstRows {
-    const unsigned short* weight;
-    int num;
-
-    __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
-    __device__ __forceinline__ bool has(int i) const { return i < num; }
-
-    // Row i, in the column of `from` in the first one.
-    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
-                                               unsigned row_bytes) const {
-        return offset_by(from, i, row_bytes);
-    }
-};
-
-// `num` rows of a weight by a list of bytes in shared memory.
-struct ListedRows {
-    const unsigned short* weight;
-    int num;
-    unsigned list;
-
-    __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
-    __device__ __forceinline__ bool has(int i) const { return i < num; }
-
-    __device__ __forceinline__ const void* row(const unsigned short* from, int i,
-                                               unsigned row_bytes) const {
-        return offset_by(from, load_shared_byte(list + i), row_bytes);
-    }
-};
 
 // x times `rows`, whose row blocks are 16 of them each. K a multiple of the slab.
 template <class SIZES, class Rows>
@@ -117,32 +51,44 @@ class Product {
     static constexpr int kChunks = 4 * kHalves;       // of 16 bytes, of a row
     static constexpr int kRowBytes = 16 * kChunks;
     static constexpr int kRowsAtOnce = 32 / kChunks;  // that a warp copies by one instruction
+    static constexpr int kXChunks = SIZES::kWider * kChunks, kXRowBytes = 16 * kXChunks;
+    static constexpr int kXRowsAtOnce = 32 / kXChunks;
+    using Weight = typename SIZES::Weight;
     static constexpr int kSlabStep = kWarps * SIZES::kSlab;  // from a warp's slab to its next
 
   public:
     // `memory`: of the stages and sums; `x_memory`: of x, if it stays.
     __device__ __forceinline__ Product(unsigned memory, unsigned x_memory, const unsigned short* x,
                                        int M, int K, const Rows& rows)
-        : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(2 * K),
+        : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(sizeof(Weight) * K),
           sums_(memory + SIZES::kRingBytes) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
         num_slabs_ = (K / SIZES::kSlab - warp + kWarps - 1) / kWarps;
         copy_row_ = lane / kChunks;
-        const int column = warp * SIZES::kSlab + lane % kChunks * 8;
-        rows_.weight = opaque(rows.weight + column);
-        x_ = opaque(x + column);
+        x_row_ = lane / kXChunks;
+        rows_.weight = opaque(rows.weight + warp * SIZES::kSlab +
+                              lane % kChunks * (16 / static_cast<int>(sizeof(Weight))));
+        x_ = opaque(x + warp * SIZES::kSlab + lane % kXChunks * 8);
         // the halves of odd rows are exchanged
         const int swap_copy = kHalves == 2 ? copy_row_ % 2 * 4 : 0;
         const int swap_read = kHalves == 2 ? g % 2 * 64 : 0;
         const unsigned ring = memory + warp * (kStages * SIZES::kStageBytes);
         copy_to_ = ring + copy_row_ * kRowBytes + (lane % kChunks ^ swap_copy) * 16;
         read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
+        x_to_ = copy_to_, x_from_ = read_from_;
+        if constexpr (SIZES::kIsE4m3) {
+            x_to_ = ring + x_row_ * kXRowBytes + (lane % kXChunks ^ x_row_ % 2) * 16;
+            x_from_ = ring + g * kXRowBytes + (lane % 4 * 2 ^ g % 2) * 16;
+        }
         if constexpr (SIZES::kStays) {
-            to_x_ = x_memory + warp * SIZES::most_slabs(K) * M * kRowBytes - ring;
+            const unsigned bytes = SIZES::most_slabs(K) * M * kXRowBytes + SIZES::kScaleBytes;
+            to_x_ = x_memory + warp * bytes - ring;
+            own_x_ = ring + to_x_;
+            scales_ = own_x_ + bytes - SIZES::kScaleBytes;
             // of tokens that there are not, the last one's row
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet)
-                read_x_[octet] = to_x_ + (min(octet * kOctet + g, M - 1) - g) * kRowBytes;
+                read_x_[octet] = to_x_ + (min(octet * kOctet + g, M - 1) - g) * kXRowBytes;
         }
     }
 
@@ -161,7 +107,21 @@ class Product {
         if constexpr (SIZES::kStays) {
 #pragma unroll 1
             for (int slab = 0; slab < num_slabs_; ++slab)
-                bring_x(slab, to_x_ + slab * M_ * kRowBytes);
+                bring_x(slab, to_x_ + slab * M_ * kXRowBytes);
+        }
+    }
+
+    // Behind begin_x, once: makes the warp's part of x what `multiply` reads.
+    __device__ __forceinline__ void settle_x() const {
+        if constexpr (SIZES::kInF16) {
+            commit_copies();
+            wait_for_copies<0>();
+            __syncwarp();
+            const int lane = threadIdx.x % 32;
+#pragma unroll 1
+            for (int row = lane / kXChunks; row - lane / kXChunks < M_; row += kXRowsAtOnce)
+                settle_row(row, own_x_ + row * kXRowBytes + lane % kXChunks * 16);
+            __syncwarp();
         }
     }
 
@@ -228,6 +188,39 @@ class Product {
     }
 
   private:
+    // A row of the warp's x as f16, in all of its slabs, by kXChunks lanes; `first`: what the lane
+    // has of the first slab. Rows that there are not are left alone.
+    __device__ __forceinline__ void settle_row(int row, unsigned first) const {
+        const bool is_there = row < M_;
+        const unsigned step = M_ * kXRowBytes;
+        unsigned most = 0;  // of the bits without the sign, in both halves
+#pragma unroll 1
+        for (int slab = 0; is_there && slab < num_slabs_; ++slab) {
+            const uint4 v = load_shared(first + slab * step);
+            most = __vmaxu2(__vmaxu2(most, __vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff)),
+                            __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+        }
+        most = max(most & 0xffff, most >> 16);
+#pragma unroll
+        for (int i = kXChunks / 2; i > 0; i /= 2)
+            most = max(most, __shfl_xor_sync(~0u, most, i));
+        // times 2^(14 - its exponent), by the bits of that power: a bf16 is 2^(bits >> 7 - 127)
+        const unsigned power = min(268 - (most >> 7), 253u), pair = power << 7 | power << 23;
+#pragma unroll 1
+        for (int slab = 0; is_there && slab < num_slabs_; ++slab) {
+            const uint4 v = load_shared(first + slab * step);
+            store_shared(first + slab * step, make_uint4(scaled_f16(v.x, pair), scaled_f16(v.y, pair),
+                                                         scaled_f16(v.z, pair), scaled_f16(v.w, pair)));
+        }
+        if (is_there && threadIdx.x % kXChunks == 0)
+            store_shared_float(scales_ + 4 * row, __uint_as_float((254 - power) << 23));
+    }
+
+    __device__ __forceinline__ static unsigned scaled_f16(unsigned values, unsigned powers) {
+        const unsigned scaled = multiply_add_pairs(values, powers, 0x80008000);
+        return f16_pair(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xffff0000u));
+    }
+
     // The warp's slab `slab` of the pass that begins with row block `first`; it goes to `stage`.
     struct Step {
         int first, slab, stage;
@@ -244,7 +237,7 @@ class Product {
 
     __device__ __forceinline__ void bring_rows(const Step& step) const {
         const unsigned to = copy_to_ + step.stage * SIZES::kStageBytes;
-        const unsigned short* from = rows_.weight + step.slab * kSlabStep;
+        const Weight* from = rows_.weight + step.slab * kSlabStep;
         const int first = step.first * kRows + copy_row_;
 #pragma unroll
         for (int i = 0; i < 2 * kAtOnce * 8; i += kRowsAtOnce)
@@ -258,12 +251,12 @@ class Product {
     }
 
     __device__ __forceinline__ void bring_x(int slab, unsigned place) const {
-        const unsigned to = copy_to_ + place;
+        const unsigned to = x_to_ + place;
         const unsigned short* from = x_ + slab * kSlabStep;
 #pragma unroll
-        for (int i = 0; i < kOctets * kOctet; i += kRowsAtOnce)
-            copy_async_if(copy_row_ + i < M_, to + i * kRowBytes,
-                          offset_by(from, copy_row_ + i, row_bytes_));
+        for (int i = 0; i < kOctets * kOctet; i += kXRowsAtOnce)
+            copy_async_if(x_row_ + i < M_, to + i * kXRowBytes,
+                          offset_by(from, x_row_ + i, SIZES::kWider * row_bytes_));
     }
 
     // What was not brought is anything: it stays in the sums of rows and tokens that there are not.
@@ -278,22 +271,64 @@ class Product {
                 low[i] = load_shared(from + 2 * i * SIZES::kPieceBytes);
                 high[i] = load_shared(from + (2 * i + 1) * SIZES::kPieceBytes);
             }
+            if constexpr (SIZES::kIsE4m3) {
+                // 8 of the 16 columns at a time
 #pragma unroll
-            for (int octet = 0; octet < kOctets; ++octet) {
-                const unsigned x_from =
-                    SIZES::kStays
-                        ? (read_from_ ^ half * 64) + read_x_[octet] + slab * M_ * kRowBytes
-                        : from + (2 * kAtOnce + octet) * SIZES::kPieceBytes;
-                const uint4 b = load_shared(x_from);
+                for (int part = 0; part < 2; ++part) {
+                    uint4 lower[kAtOnce], upper[kAtOnce];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    if (i >= num) break;
-                    float(&own)[4] = sums[i][octet];
-                    multiply_add(own, low[i].x, high[i].x, low[i].y, high[i].y, b.x, b.y);
-                    multiply_add(own, low[i].z, high[i].z, low[i].w, high[i].w, b.z, b.w);
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        lower[i] = widened(low[i], part);
+                        upper[i] = widened(high[i], part);
+                    }
+                    multiply_octets(sums, lower, upper, stage, slab, half, part, num);
                 }
+            } else {
+                multiply_octets(sums, low, high, stage, slab, half, 0, num);
             }
         }
+    }
+
+    // Eight of the e4m3 values, as what x is.
+    __device__ __forceinline__ static uint4 widened(const uint4& sixteen, int part) {
+        const unsigned first = part ? sixteen.z : sixteen.x, second = part ? sixteen.w : sixteen.y;
+        return SIZES::kInF16 ? e4m3_as_f16(first, second) : e4m3_as_bf16(first, second);
+    }
+
+    __device__ __forceinline__ void multiply_octets(float (&sums)[kAtOnce][kOctets][4],
+                                                    const uint4 (&low)[kAtOnce],
+                                                    const uint4 (&high)[kAtOnce], int stage,
+                                                    int slab, int half, int part, int num) const {
+#pragma unroll
+        for (int octet = 0; octet < kOctets; ++octet) {
+            const uint4 b = load_shared(x_at(octet, stage, slab, half, part));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (i >= num) break;
+                float(&own)[4] = sums[i][octet];
+                multiply_pair(own, low[i].x, high[i].x, low[i].y, high[i].y, b.x, b.y);
+                multiply_pair(own, low[i].z, high[i].z, low[i].w, high[i].w, b.z, b.w);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void multiply_pair(float (&sums)[4], unsigned a0, unsigned a1,
+                                                         unsigned a2, unsigned a3, unsigned b0,
+                                                         unsigned b1) {
+        if constexpr (SIZES::kInF16)
+            multiply_add_f16(sums, a0, a1, a2, a3, b0, b1);
+        else
+            multiply_add(sums, a0, a1, a2, a3, b0, b1);
+    }
+
+    // Where the lane reads 8 columns of x.
+    __device__ __forceinline__ unsigned x_at(int octet, int stage, int slab, int half,
+                                             int part) const {
+        const unsigned from = SIZES::kIsE4m3 ? (x_from_ ^ part * 16) + half * 128
+                                             : read_from_ ^ half * 64;
+        return SIZES::kStays ? from + read_x_[octet] + slab * M_ * kXRowBytes
+                             : from + stage * SIZES::kStageBytes +
+                                   2 * kAtOnce * SIZES::kPieceBytes + octet * SIZES::kXPieceBytes;
     }
 
     __device__ __forceinline__ void store(const float (&sums)[kAtOnce][kOctets][4], int first,
@@ -307,26 +342,23 @@ class Product {
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+                for (int j = 0; j < 4; ++j) {
+                    float sum = sums[i][octet][j];
+                    if constexpr (SIZES::kInF16)
+                        sum *= load_shared_float(scales_ + 4 * (octet * kOctet + token + j % 2));
                     store_shared_float(to + 4 * ((i * kOctets + octet) * kBlockSums +
-                                           place_of_sum(row + j / 2 * 8, token + j % 2)),
-                                 sums[i][octet][j]);
+                                                 place_of_sum(row + j / 2 * 8, token + j % 2)),
+                                       sum);
+                }
         }
     }
 
     Rows rows_;                // from the lane's column on
     const unsigned short* x_;  // the same
-    int M_, num_blocks_, num_slabs_, copy_row_;
-    unsigned row_bytes_, sums_, copy_to_, read_from_;
+    int M_, num_blocks_, num_slabs_, copy_row_, x_row_;
+    unsigned row_bytes_, sums_, copy_to_, read_from_, x_to_, x_from_;
     unsigned to_x_, read_x_[kOctets];  // from the warp's first stage to its x; where a lane reads
-};
-
-// The row blocks [begin, end) of this block of threads, of `num` in all.
-struct Share {
-    int begin, end;
-
-    __device__ __forceinline__ explicit Share(int num)
-        : begin(num * blockIdx.x / gridDim.x), end(num * (blockIdx.x + 1) / gridDim.x) {}
+    unsigned own_x_, scales_;  // of the warp: addresses of its x, and of its rows' powers of two
 };
 
 }  // namespace few

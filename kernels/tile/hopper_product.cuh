@@ -17,6 +17,7 @@
 // of 64 x 64 if across, 128-byte swizzle.
 #pragma once
 
+#include "spec.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/registers.cuh"
@@ -28,18 +29,20 @@
 
 namespace product {
 
-constexpr int kGroupRows = 64;
-constexpr int kBlockColumns = 256;
-constexpr int kBlockInner = 64;
-constexpr int kStages = 4;
+constexpr int kGroupRows = spec::INPUT_BOX_ROWS;
+constexpr int kBlockColumns = 2 * spec::WEIGHT_BOX_ROWS;
+constexpr int kBlockInner = spec::PRODUCT_INNER;
+constexpr int kStages = spec::PRODUCT_STAGES;
 constexpr int kGroupBytes = kGroupRows * kBlockInner * 2;
 constexpr int kColumnsBytes = kBlockColumns * kBlockInner * 2;
 constexpr int kStageBytes = 2 * kGroupBytes + kColumnsBytes;
+static_assert(kStageBytes == spec::PRODUCT_STAGE_BYTES);
 constexpr int kPipelineBytes = kStages * kStageBytes + 1024;  // 1024: to align the first stage
-constexpr int kPatchBytes = 8 * 4096;                         // 4 KB a multiplying warp
+constexpr int kPatchBytes = spec::PATCH_BYTES;                // 4 KB a multiplying warp
 constexpr int kPairsAtATime = 8;  // of row blocks: multiplied with all columns before going on
 
 constexpr int threads(int groups) { return 128 * (1 + groups); }
+static_assert(threads(2) == spec::PRODUCT_BLOCK && threads(1) == spec::SHORT_PRODUCT_BLOCK);
 
 template <int GROUPS>
 struct Shape {

@@ -2,14 +2,15 @@
 // `plan` writes them, `up` reads the pairs, `hidden` and `down` the rounds; the head of plan.cu
 // describes them.
 #pragma once
+#include "spec.cuh"
 
-constexpr int TILE = 256;   // gate columns that a cell of counts and entries spans
-constexpr int GROUP = 8;    // consecutive tokens that share rounds: the n of one mma
-constexpr int ROUND = 16;   // slots a round holds: the k of one mma
+using spec::TILE;   // gate columns that a cell of counts and entries spans
+using spec::GROUP;  // consecutive tokens that share rounds: the n of one mma
+using spec::ROUND;  // slots a round holds: the k of one mma
 constexpr int CLASSES = 8;  // bank classes: columns whose low three bits are equal share banks
-constexpr int NEURONS = 8;  // consecutive neurons whose pairs lie together: the n of one mma
+constexpr int NEURONS = GROUP;  // consecutive neurons whose pairs lie together: the n of one mma
 
-constexpr int COLUMN_BITS = 13;  // of a code: token in group << 13 | column in panel
+using spec::COLUMN_BITS;  // of a code: token in group << 13 | column in panel
 constexpr int COLUMN_MASK = (1 << COLUMN_BITS) - 1;
 constexpr unsigned PAD = 0x8000;  // value of a slot without a pair: -0, which adds nothing
 
@@ -18,7 +19,7 @@ constexpr int NOT_FINITE = 1 << 30;  // in a count: the tile holds NaN or Inf
 // A round is four records of 16 bytes, one for each thread of a quad. Record t holds the slots
 // 2t, 2t + 1, 2t + 8, 2t + 9: four values, then their four codes, 16 bits each.
 constexpr int ROUND_RECORDS = 4;
-constexpr int ROUND_HALVES = 32;  // 16-bit units of a round
+constexpr int ROUND_HALVES = spec::ROUND_BYTES / 2;  // 16-bit units of a round
 constexpr int CODE_HALVES = 4;    // a slot's code lies so many units behind its value
 
 constexpr unsigned NO_LINK = ~0u;  // of a slot without a pair

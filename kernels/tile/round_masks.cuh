@@ -5,10 +5,11 @@
 //   lane. Lane 4 g + t has, in bit i of byte j, whether slot j of record t in round i holds a pair
 //   of token g; of rounds that there are not, anything. Pads count as pairs of token 0.
 #pragma once
+#include "spec.cuh"
 #include "tile/lists.cuh"
 
-constexpr int BATCH = 8;  // rounds that have their masks together
-constexpr int BATCH_MASKS = 32;
+using spec::BATCH;  // rounds that have their masks together
+using spec::BATCH_MASKS;
 
 __device__ __forceinline__ int batches_of(int num_rounds) {
     return (num_rounds + BATCH - 1) / BATCH;

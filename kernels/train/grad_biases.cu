@@ -2,15 +2,16 @@
 // neuron, over the lists of neurons (grad_lists.cuh). Adds to what is there if *heavy_count > 0.
 //
 // Launch: blocks of 128 threads, a warp a four of neurons; sums float32 [2, N].
+#include "spec.cuh"
 #include "tile/bf16.cuh"
 #include "tile/lists.cuh"
 #include "tile/warp.cuh"
 #include "train/grad_lists.cuh"
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(spec::GRAD_BIASES_BLOCK)
     grad_biases(const int2* heads, const unsigned* codes, const uint2* pairs, int N, int num_panels,
                 const int* heavy_count, float* sums) {
-    const int four = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int four = blockIdx.x * (spec::GRAD_BIASES_BLOCK / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (four * FOUR >= N) return;
     float found[FOUR][2] = {};
     for (int panel = 0; panel < num_panels; ++panel) {

@@ -26,6 +26,7 @@
 // order_heavy puts the list of heavy rows in ascending order: `plan` leaves it in one of time, and
 // sums over its rows shall not depend on that. Launch: one block of 256 threads, 4 * (256 +
 // ceil(M / 32)) bytes of dynamic shared memory.
+#include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/copies.cuh"
 #include "ptx/handover.cuh"
@@ -36,9 +37,10 @@
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = spec::GRAD_HEAVY_BLOCK;
 constexpr int kTile = 128, kInner = 64, kHalf = 64;
 constexpr int kOperandBytes = kTile * kInner * 2, kStageBytes = 2 * kOperandBytes, kStages = 3;
+static_assert(kStages * kStageBytes == spec::GRAD_HEAVY_SMEM);
 
 // Until so many units are done; `seen`: how many were, when the block last looked.
 __device__ __forceinline__ void wait_for_units(const unsigned* done, int needed, int& seen) {

@@ -18,6 +18,7 @@
 // Launch: grid (ceil(rows / 8), panels), blocks of 128 threads. Dynamic shared memory: 64 * W + 32
 // * W + 6 * kMapSlots bytes, W = ceil(panel_rows / 64) rounded up to even. num_listed, the
 // rounds given away so far, is 0 before; there is room for 8 rounds a list and those of all pairs.
+#include "spec.cuh"
 #include "tile/bf16.cuh"
 #include "tile/lists.cuh"
 #include "tile/round_masks.cuh"
@@ -26,8 +27,8 @@
 
 namespace {
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kMapSlots = 2048;  // slots that are written at a time
+constexpr int kThreads = spec::GRAD_LISTS_BLOCK, kWarps = kThreads / 32;
+constexpr int kMapSlots = spec::GRAD_MAP_SLOTS;  // slots that are written at a time
 constexpr unsigned kNoPair = ~0u;
 constexpr int kHalves = 2;
 

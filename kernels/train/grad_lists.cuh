@@ -17,9 +17,10 @@
 // Slots prefer other rows of their bank class (tile/lists.cuh); which slot a pair takes depends on
 // the pairs alone, never on time.
 #pragma once
+#include "spec.cuh"
 #include "tile/round_masks.cuh"
 
-constexpr int FOUR = 4;            // rows that share rounds: their two values are the n of one mma
+constexpr int FOUR = spec::GRAD_FOUR;  // rows that share rounds: their two values are the n of one mma
 constexpr int LIST_ALIGNMENT = BATCH;  // of a list's first round
 constexpr int FOUR_MASKS = 16;     // words for 8 rounds
 constexpr int CODES_TOGETHER = 4;  // rounds

@@ -11,13 +11,14 @@
 // All in the order of `pairs` (plan.cu). penalty: a float32 on the device, or null.
 //
 // Launch: grid (tiles, any), blocks of 256 threads. tile_tokens * cap and stride: multiples of 4.
+#include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "tile/bf16.cuh"
 #include "tile/lists.cuh"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = spec::GRAD_PAIRS_BLOCK;
 
 __device__ __forceinline__ unsigned grads_of(float sum, unsigned kept, float penalty) {
     const float gate = bf16_value(kept & 0xffff), up = bf16_value(kept >> 16);

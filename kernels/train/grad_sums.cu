@@ -30,6 +30,7 @@
 // 16, panel_rows of 8, chunk of 4; matrices contiguous, at multiples of 16 bytes. Dynamic shared
 // memory: panel_rows * 32 (grad_x: 64) + 49152 bytes, 49152 = 16 * 2 * 16 * 96. Without out0 (and
 // out1) the last panel leaves its sums in sums0 (and sums1).
+#include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"
@@ -43,7 +44,7 @@
 
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = spec::GRAD_SUMS_BLOCK, kWarps = kThreads / 32;
 constexpr int kCodeBytes = 32;                 // of a round
 constexpr int kStep = 2 * BATCH, kStages = 2;  // rounds of a step, at most
 constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
@@ -441,6 +442,7 @@ __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* 
                                            Target target, int chunk, int num_others,
                                            int panel_rows, int num_panels) {
     constexpr unsigned kStageBytes = kWarps * kStages * Values<KIND>::kStageBytes;
+    static_assert(kStageBytes <= spec::GRAD_STAGES);
     if (dynamic_smem_bytes() < panel_rows * 32u * kSets<KIND> + kStageBytes) __trap();
     int loaded = -1;
 #pragma unroll 1

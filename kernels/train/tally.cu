@@ -3,12 +3,13 @@
 //
 // Launch: any grid of blocks of 256 threads; sums float32 [blocks]. num_columns a multiple of 8,
 // hidden at a multiple of 16 bytes.
+#include "spec.cuh"
 #include "tile/bf16.cuh"
 #include "tile/warp.cuh"
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = spec::GATHER_BLOCK, kWarps = kThreads / 32;
 
 __device__ __forceinline__ float sum_of_pair(unsigned pair) {
     return fabsf(bf16_value(pair & 0xffff)) + fabsf(bf16_value(pair >> 16));

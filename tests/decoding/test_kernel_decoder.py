@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_model import gated_ffns, use_kernels
-from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import plan_attend
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
@@ -211,7 +211,7 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     assert module.why_not_one_kernel(takes) is None
     assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))
     mixed = tiny("llama", **wide)
-    monkeypatch.setattr(module, "_window", lambda model, i: 40 if model is mixed and i else None)
+    monkeypatch.setattr(module, "window_of", lambda model, i: 40 if model is mixed and i else None)
     assert "the same window" in module.why_not_one_kernel(mixed)
     takes.lm_head.bias = nn.Parameter(torch.zeros(512))
     assert "no bias" in module.why_not_one_kernel(takes)

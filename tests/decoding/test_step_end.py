@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from launched import Launches, kind_of, parameters
+from launched import Launches, assert_taken
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.sampler import Field, Variant, fields_of
@@ -44,7 +44,7 @@ def test_the_kernel_is_launched_as_its_source_says(B, V, blocks):
     end(torch.zeros(B, V, dtype=torch.bfloat16), fired, rows, told, Variant(drawn=True))
     ((name, grid, block, args, _),) = kernels.made
     assert (name, grid, block) == ("choose", (blocks, B), 256)
-    assert [kind_of(argument) for argument in args] == parameters(name)
+    assert_taken(name, args)
     assert args[0].dtype == torch.float32
     with pytest.raises(ValueError, match="a multiple of 4 tokens, not 10"):
         end(torch.zeros(B, 10), fired, rows, told, Variant())

@@ -1,24 +1,26 @@
-// A GPU for kernels of ours on a CPU: blocks that run at the same time, warps, barriers. Each thread
-// is a stack of its own; one runs at a time, and gives way where it must wait. The order is random,
-// by a seed. What kernels do by inline assembly is in instructions.h.
+// A GPU for the kernels on a CPU: what CUDA C++ has beside C++. It goes in front of each source,
+// which g++ compiles as it is; ptx/ stands in for kernels/ptx, gpu.cpp launches, judge.h judges.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <random>
-#include <vector>
 
 #define __device__
+#define __global__
 #define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ thread_local  // gpu.cpp says of which block
 #define __CUDA_ARCH__ 900
 
 struct Dim {
     unsigned x, y, z;
+};
+struct int2 {
+    int x, y;
 };
 struct uint2 {
     unsigned x, y;
@@ -32,102 +34,41 @@ struct float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace emulator {
 
-constexpr int kMostWarps = 16, kMostWords = 6;
+Dim thread_index(), block_index(), grid_size(), block_size();
+int lane();
+void give_way();
+[[noreturn]] void fail(const char* what);
 
-struct Warp {
-    int arrived = 0;
-    unsigned turn = 0;
-    uint64_t words[2][32][kMostWords];
-};
+// What each of the 32 lanes brings, to all. Orders no memory.
+void of_all_lanes(uint64_t own, uint64_t* all);
+uint64_t of_lane(uint64_t own, int other);
+void meet_in_warp();                       // and orders memory
+void meet_in_block(int which, int num);  // of `num` threads, too
 
-struct Mbarrier {
-    int missing, expected;
-    long bytes;
-    unsigned phase;
-    void settle() {
-        if (missing == 0 && bytes == 0) ++phase, missing = expected;
-    }
-};
+// `to` and `from`: any address, or one in shared memory.
+enum Kind { kWeak, kStrong, kConstant };  // strong: as other blocks have it at this moment
+void read(void* to, const void* from, int num_bytes, Kind kind = kWeak);
+void write(void* to, const void* from, int num_bytes, Kind kind = kWeak);
+void* shared(unsigned at);
 
-struct Block {
-    std::vector<uint4> shared;
-    Warp warps[kMostWarps];
-    std::map<unsigned, Mbarrier> mbarriers;
-    int arrived[16] = {};
-    unsigned turn[16] = {};
-    char* memory() { return reinterpret_cast<char*>(shared.data()); }
-    size_t bytes() { return shared.size() * sizeof(uint4); }
-};
-
-struct Thread {
-    void* stack;
-    Dim index, block_index;
-    Block* block;
-    bool done;
-};
-
-struct Copy {
-    Block* block;
-    unsigned to;
-    const void* from;
-    unsigned num_bytes, mbarrier;
-};
-
-inline Thread* thread;
-inline Dim grid, block_dim;
-inline void* scheduler;
-inline std::vector<Copy> copies;
-
-extern "C" void switch_stack(void** kept, void* to);
-asm(R"(
-.globl switch_stack
-.type switch_stack, @function
-switch_stack:
-    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
-)");
-
-inline void give_way() {
-    Thread* own = thread;
-    switch_stack(&own->stack, scheduler);
+template <class T>
+T load(const void* from, Kind kind = kWeak) {
+    if (kind == kStrong) give_way();
+    T value;
+    read(&value, from, sizeof value, kind);
+    return value;
 }
-
-[[noreturn]] inline void fail(const char* what) {
-    std::printf("%s: block %u, thread %u\n", what, thread->block_index.x, thread->index.x);
-    std::fflush(stdout);
-    std::_Exit(2);
-}
-
-inline int lane() { return thread->index.x % 32; }
-
-// What each of the 32 lanes brings, to all.
-inline uint64_t (*exchange(const uint64_t* own, int num))[kMostWords] {
-    Warp& warp = thread->block->warps[thread->index.x / 32];
-    const unsigned turn = warp.turn;
-    std::copy(own, own + num, warp.words[turn & 1][lane()]);
-    if (++warp.arrived == 32)
-        warp.arrived = 0, ++warp.turn;
-    else
-        while (warp.turn == turn) give_way();
-    return warp.words[turn & 1];
-}
-
-inline void wait_for_block(int which, int num) {
-    Block& block = *thread->block;
-    const unsigned turn = block.turn[which];
-    if (++block.arrived[which] == num)
-        block.arrived[which] = 0, ++block.turn[which];
-    else
-        while (block.turn[which] == turn) give_way();
+template <class T>
+void store(void* to, const T& value, Kind kind = kWeak) {
+    write(to, &value, sizeof value, kind);
 }
 
 template <class To, class From>
@@ -136,82 +77,25 @@ inline To bits(From value) {
     std::memcpy(&same, &value, std::min(sizeof same, sizeof value));
     return same;
 }
-
 template <class T>
 inline T from_lane(T value, int other) {
-    const uint64_t word = bits<uint64_t>(value);
-    return bits<T>(exchange(&word, 1)[other][0]);
+    return bits<T>(of_lane(bits<uint64_t>(value), other));
 }
-
-// Runs `body` in every thread; copies come in at random. Whether all came to their end.
-template <class Body>
-inline bool run(int num_blocks, int num_threads, size_t shared_bytes, unsigned seed,
-                const Body& body) {
-    constexpr size_t kStack = 16384;
-    static const Body* the_body;
-    the_body = &body;
-    grid = {static_cast<unsigned>(num_blocks), 1, 1};
-    block_dim = {static_cast<unsigned>(num_threads), 1, 1};
-    const int num = num_blocks * num_threads, num_warps = num / 32;
-    std::vector<Block> blocks(num_blocks);
-    std::vector<Thread> threads(num);
-    char* stacks = static_cast<char*>(std::aligned_alloc(4096, kStack * num));
-    void (*const entry)() = [] {
-        (*the_body)(thread->block->memory());
-        thread->done = true;
-        while (true) give_way();
-    };
-    for (auto& block : blocks) {  // what nobody wrote is NaN
-        block.shared.assign(shared_bytes / 16, {~0u, ~0u, ~0u, ~0u});
-    }
-    std::vector<int> order(num_warps);
-    for (int i = 0; i < num; ++i) {
-        void** top = reinterpret_cast<void**>(stacks + kStack * (i + 1)) - 2;
-        *--top = nullptr;
-        *--top = reinterpret_cast<void*>(entry);
-        for (int j = 0; j < 6; ++j) *--top = nullptr;
-        threads[i] = {top,
-                      {static_cast<unsigned>(i % num_threads), 0, 0},
-                      {static_cast<unsigned>(i / num_threads), 0, 0},
-                      &blocks[i / num_threads],
-                      false};
-    }
-    for (int i = 0; i < num_warps; ++i) order[i] = i;
-    std::mt19937 random(seed);
-    for (int pass = 0; pass < 30000; ++pass) {
-        if (pass % 16 == 0) std::shuffle(order.begin(), order.end(), random);
-        for (int warp : order) {
-            if (random() % 4 == 0) continue;
-            for (int i = 0; i < 4 * 32; ++i) {
-                thread = &threads[warp * 32 + i % 32];
-                if (!thread->done) switch_stack(&scheduler, thread->stack);
-            }
-        }
-        for (size_t i = 0; i < copies.size();) {
-            if (random() % 3) {
-                ++i;
-                continue;
-            }
-            const Copy copy = copies[i];
-            copies[i] = copies.back(), copies.pop_back();
-            std::memcpy(copy.block->memory() + copy.to, copy.from, copy.num_bytes);
-            Mbarrier& mbarrier = copy.block->mbarriers[copy.mbarrier];
-            mbarrier.bytes -= copy.num_bytes, mbarrier.settle();
-        }
-        if (std::all_of(threads.begin(), threads.end(), [](auto& t) { return t.done; })) {
-            std::free(stacks);
-            return copies.empty();
-        }
-    }
-    return false;
+template <class T, class Combine>
+inline T over_lanes(T value, const Combine& combine) {
+    uint64_t all[32];
+    of_all_lanes(bits<uint64_t>(value), all);
+    for (int i = 0; i < 32; ++i)
+        if (i != lane()) value = combine(value, bits<T>(all[i]));
+    return value;
 }
 
 }  // namespace emulator
 
-#define threadIdx (emulator::thread->index)
-#define blockIdx (emulator::thread->block_index)
-#define gridDim emulator::grid
-#define blockDim emulator::block_dim
+#define threadIdx emulator::thread_index()
+#define blockIdx emulator::block_index()
+#define gridDim emulator::grid_size()
+#define blockDim emulator::block_size()
 
 template <class T>
 inline T __shfl_sync(unsigned, T value, int from, int width = 32) {
@@ -221,90 +105,51 @@ template <class T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
     return emulator::from_lane(value, emulator::lane() ^ mask);
 }
+template <class T>
+inline T __shfl_up_sync(unsigned, T value, int distance) {
+    const int from = emulator::lane() - distance;
+    return emulator::from_lane(value, from < 0 ? emulator::lane() : from);
+}
 inline unsigned __ballot_sync(unsigned, bool value) {
-    const uint64_t word = value;
-    auto all = emulator::exchange(&word, 1);
-    unsigned found = 0;
-    for (int i = 0; i < 32; ++i) found |= static_cast<unsigned>(all[i][0]) << i;
-    return found;
+    const unsigned own = static_cast<unsigned>(value) << emulator::lane();
+    return emulator::over_lanes(own, [](unsigned a, unsigned b) { return a | b; });
 }
+inline bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value); }
 inline int __reduce_max_sync(unsigned, int value) {
-    const uint64_t word = static_cast<int64_t>(value);
-    auto all = emulator::exchange(&word, 1);
-    int found = value;
-    for (int i = 0; i < 32; ++i) found = std::max(found, static_cast<int>(all[i][0]));
-    return found;
+    return emulator::over_lanes(value, [](int a, int b) { return std::max(a, b); });
 }
-inline void __syncwarp() {
-    const uint64_t word = 0;
-    emulator::exchange(&word, 1);
+inline int __reduce_min_sync(unsigned, int value) {
+    return emulator::over_lanes(value, [](int a, int b) { return std::min(a, b); });
 }
-inline void __syncthreads() { emulator::wait_for_block(0, blockDim.x); }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    return emulator::over_lanes(value, [](unsigned a, unsigned b) { return a | b; });
+}
+inline void __syncwarp() { emulator::meet_in_warp(); }
+inline void __syncthreads() { emulator::meet_in_block(0, blockDim.x); }
 [[noreturn]] inline void __trap() { emulator::fail("trap"); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(unsigned value) { return __builtin_ffs(value); }
 inline unsigned __float_as_uint(float value) { return emulator::bits<unsigned>(value); }
 inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return emulator::bits<float>(value); }
 inline float __int_as_float(int value) { return emulator::bits<float>(value); }
 template <class T>
-inline T __shfl_up_sync(unsigned, T value, int distance) {
-    return emulator::from_lane(value, std::max(emulator::lane() - distance, 0));
-}
-template <class T>
 inline T __ldg(const T* from) {
-    return *from;
+    return emulator::load<T>(from, emulator::kConstant);
 }
 template <class T>
 inline T __ldcg(const T* from) {
-    return *from;
+    return emulator::load<T>(from);
 }
-
-// Shared memory at an address as kernels have it, and what lies anywhere.
-inline char* own_shared(unsigned at, unsigned num_bytes) {
-    if (at % num_bytes || at + num_bytes > emulator::thread->block->bytes())
-        emulator::fail("no such shared memory");
-    return emulator::thread->block->memory() + at;
+inline int atomicAdd(int* to, int value) {
+    const auto before = emulator::load<int>(to, emulator::kStrong);
+    emulator::store<int>(to, before + value, emulator::kStrong);
+    return before;
 }
-
-template <class T>
-inline T read_as(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
+inline unsigned atomicOr(unsigned* to, unsigned bits) {
+    const auto before = emulator::load<unsigned>(to, emulator::kStrong);
+    emulator::store<unsigned>(to, before | bits, emulator::kStrong);
+    return before;
 }
-
-// As kernels/ptx has them.
-inline unsigned bf16_rounded(float value) {
-    const unsigned all = __float_as_uint(value);
-    return value != value ? 0x7fff : (all + 0x7fff + (all >> 16 & 1)) >> 16;
-}
-inline unsigned bf16_pair(float low, float high) {
-    return bf16_rounded(low) | bf16_rounded(high) << 16;
-}
-inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
-    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
-    unsigned bytes = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned which = selector >> 4 * i, byte = both >> 8 * (which & 7) & 255;
-        bytes |= (which & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
-    }
-    return bytes;
-}
-
-inline int atomicAdd(int* to, int value) { return (*to += value) - value; }
-inline size_t __cvta_generic_to_shared(const void* pointer) {
-    return static_cast<const char*>(pointer) - emulator::thread->block->memory();
-}
-inline unsigned smem_address(const void* pointer) { return __cvta_generic_to_shared(pointer); }
-template <class T>
-inline T opaque(T value) {
-    return value;
-}
-inline unsigned greater_or_nan_pair(unsigned a, unsigned b) {
-    const auto half = [&](int shift) {
-        const float low = __uint_as_float(a >> shift << 16), high = __uint_as_float(b >> shift << 16);
-        return low <= high ? 0u : 0xffffu << shift;
-    };
-    return half(0) | half(16);
-}
+size_t __cvta_generic_to_shared(const void* pointer);
 using std::max, std::min;

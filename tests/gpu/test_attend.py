@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3 import modeling_qwen3
 
 from twellctl.bundle.twell_launch import kernels_for
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
     attend,
@@ -22,7 +23,7 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
 )
-from twellctl.decoding.pages import PAGE, pages_for
+from twellctl.decoding.pages import pages_for
 from twellctl.here.own_kernels import own_kernels
 
 pytestmark = [

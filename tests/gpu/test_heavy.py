@@ -5,13 +5,8 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources, tensor_map
-from twellctl.bundle.twell_plan import (
-    DOWN_BOX_ROWS,
-    HEAVY_SMEM,
-    INPUT_BOX_ROWS,
-    PRODUCT_BLOCK,
-    product_grid,
-)
+from twellctl.bundle.twell_plan import HEAVY_SMEM, product_grid
+from twellctl.bundle.twell_spec import INPUT_BOX_ROWS, PRODUCT_BLOCK, PRODUCT_INNER
 from twellctl.here.resources import kernel_files
 
 pytestmark = [
@@ -49,7 +44,7 @@ def run_down(
     """y `[M, K]`, over NaN."""
     (M, N), K = hidden.shape, w_down.shape[1]
     y = torch.full((M, K), torch.nan, dtype=torch.bfloat16, device="cuda")
-    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, DOWN_BOX_ROWS)
+    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, PRODUCT_INNER)
     kernels.launch(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),

@@ -7,9 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder, why_not_one_kernel
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.timed import timed_run
+from twellctl.models.quantised import round_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +107,53 @@ def test_tokens_are_the_models_own(family, sparse):
         usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))  # of bf16 itself
         found = shortfall(wanted, torch.tensor(written, device="cuda"))
         assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
+FP8_FAMILIES = {
+    "llama": {},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"head_dim": 64},
+    "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
+    "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
+}
+
+
+def dequantised(model):
+    """The model in float64 with plain layers, of the very weights that the FP8 layers hold."""
+    judge = AutoModelForCausalLM.from_config(model.config).eval().to("cuda", torch.float64)
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    for name in [name for name in weights if name.endswith(".weight_scale")]:
+        weights[name.removesuffix("_scale")] *= weights.pop(name)
+    judge.load_state_dict(weights)
+    return judge
+
+
+@pytest.mark.parametrize("family", FP8_FAMILIES)
+def test_steps_over_fp8_weights(family):
+    """Each form of a step, sparse or dense, is as near to float64 as such a step in bf16."""
+    model = make(family, FP8_FAMILIES[family] | {"intermediate_size": 1408})
+    round_model(model)
+    judge = dequantised(model)
+    assert KernelDecoder.why_not(model) is None
+    decoders = {sparse: KernelDecoder(model, sparse) for sparse in (False, True)}
+    for decoder in decoders.values():
+        decoder.open_cache(40)
+    for B in (1, 3, 16, 17, 64):
+        tokens = torch.randint(1, 1000, (B,), dtype=torch.int32, device="cuda")
+        pages = torch.arange(1, B + 1, dtype=torch.int32, device="cuda")[:, None] % 39 + 1
+        inputs = tokens, torch.zeros_like(tokens), pages
+        with torch.inference_mode():
+            wanted = judge(tokens[:, None].long()).logits[:, 0]
+        found = {
+            f"{sparse} {name}": form(*inputs)
+            for sparse, decoder in decoders.items()
+            for name, form in decoder.forms(B).items()
+        }
+        assert {"False dense", "True union", "True dense"} <= found.keys()
+        for name, (logits, _) in found.items():
+            error = (logits - wanted).norm() / wanted.norm()
+            assert error < 0.02, (name, B)
+        assert (found["True union"][1] - found["True dense"][1]).abs().max() <= 8
 
 
 def make_for_one_kernel(family: str):

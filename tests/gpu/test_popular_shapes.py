@@ -18,8 +18,8 @@ from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.pages import PAGE
 from twellctl.here.own_kernels import own_kernels
 
 pytestmark = [

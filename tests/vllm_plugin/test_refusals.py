@@ -17,9 +17,11 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TWELL = {"format_version": 1, "tile": 32, "slots": [8, 8], "densities": [0.1, 0.2]}
 
 
-def check(*, quantized=False, lora=False, hidden_act="relu", **changes):
+def check(*, quantized=False, lora=False, hidden_act="relu", fp8=False, **changes):
     twell = {key: value for key, value in (TWELL | changes).items() if value is not None}
     config = SimpleNamespace(twell=twell, num_hidden_layers=2, hidden_act=hidden_act)
+    if fp8:
+        config.quantization_config = {"quant_method": "compressed-tensors"}
     check_served("some/model", config, quantized=quantized, lora=lora)
 
 
@@ -51,6 +53,8 @@ def test_an_export_with_a_profile_is_served():
             "hidden_act is 'silu', of an export it is 'relu'",
         ),
         ({"quantized": True}, "in bf16: drop --quantization, or serve it densely"),
+        ({"fp8": True, "quantized": True}, "is served densely: add --model-impl transformers"),
+        ({"fp8": True, "densities": None}, "is served densely: add --model-impl transformers"),
         ({"lora": True}, "no adapters: drop --enable-lora, or serve it densely"),
     ],
 )

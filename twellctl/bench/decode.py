@@ -270,6 +270,7 @@ def _open_model(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Subject:
+    checkpoint.require_unquantised()
     checkpoint.require_relu()
     settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.length)
     tokenizer = load_tokenizer(checkpoint)

@@ -18,10 +18,10 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from twellctl.bench.dense_ffn import fresh_compiler
 from twellctl.bench.results import DENSE, TWELL
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
-from twellctl.decoding.pages import PAGE
 from twellctl.decoding.timed import timed_run
 from twellctl.models.loading import quiet_transformers
 

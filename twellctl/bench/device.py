@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from twellctl import __version__
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.machine import CUPY_WHEELS, version_of
+from twellctl.version import __version__
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TWELL_ROUTE", "TWELL_PORTABLE")

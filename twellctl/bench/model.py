@@ -198,6 +198,7 @@ def _open_model(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Subject:
+    checkpoint.require_unquantised()
     checkpoint.require_relu()
     settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.seq_len)
     tokenizer = load_tokenizer(checkpoint)

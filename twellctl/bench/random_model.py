@@ -23,7 +23,7 @@ from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
-from twellctl.models.checkpoint import open_config_file, refuse_unsupported
+from twellctl.models.checkpoint import open_config_file, refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
 
 BUILT_IN = {
@@ -112,6 +112,7 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
     name, given = "random Llama", BUILT_IN
     if config is not None:
         name, given = config, open_config_file(config)[1]
+        refuse_quantised(name, given)
         refuse_unsupported(name, given)
     given = given | PLAIN
     if layers is not None:

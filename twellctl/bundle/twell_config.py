@@ -1,10 +1,12 @@
 """The "twell" block of config.json and the format's numbers. Standard library only.
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
-              "source": str, "source_act": str, "densities": [float a layer]}
+              "source": str, "source_act": str, "densities": [float a layer],
+              "rounded_from": str}
 
 `densities`, the share of neurons that fire, are there if a profile measured them. `source_act` is
 the activation of the model that this one was made from, `source` its id on the hub, if it has one.
+`rounded_from` names the model whose weights an FP8 export has (twell_fp8_config.py).
 """
 
 FORMAT_VERSION = 1

@@ -6,7 +6,7 @@
     few_linear:  one product
 
 Nothing is read back by the host, so a CUDA graph can hold it all. What the kernels do stands in
-kernels/tile/few_product.cuh and in their heads; their sizes are repeated here and nowhere else.
+kernels/tile/few_product.cuh and in their heads.
 """
 
 from dataclasses import dataclass
@@ -24,24 +24,23 @@ from .twell_few_walk import (
 )
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
+from .twell_spec import (
+    E4M3,
+    FEW_DOWN_STAGES,
+    FEW_OCTETS,
+    FEW_ROWS,
+    FEW_STAYING,
+    FEW_WARPS,
+    FewSizes,
+    few_down_entries,
+    few_entries,
+    shared_kb,
+)
 from .twell_weights import FFN
 
 FEW_TOKENS = 64
-_BLOCK, _WARPS = 256, 8
-_ROWS = 16  # of a row block
-_DOWN_COLUMNS = 16
-_DOWN_STAGES, _WIDE_TILES = 4, 4
+_BLOCK = 32 * FEW_WARPS
 _DOWN_STATIC = 32  # bytes of shared memory that few_down declares; the other kernels have none
-_DOWN_LISTED = 2048  # neurons that few_down lists at a time
-# of few::Sizes by octets of tokens: row blocks in a pass, passes, stages of a warp, halves; as the
-# kernels are built for GPUs with much shared memory, and with little
-_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
-_SHORT_PASS = {1: (1, 3, 4, 2)}
-_AHEAD_PASS = {1: (1, 3, 7, 2), 2: (1, 3, 6, 2)}
-_GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
-_SMALL_PASS = {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)}
-_SMALL_GATED_PASS = {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)}
-_STAYING = (1, 2)  # octets of which x may stay in shared memory
 _ANY_LENGTH = 1 << 20  # of x: too long to stay
 
 
@@ -66,118 +65,101 @@ class FewPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_few(M: int, N: int, K: int, limits: Limits) -> FewPlan:
-    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K."""
+def plan_few(M: int, N: int, K: int, limits: Limits, end: str = "") -> FewPlan:
+    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K; `end` E4M3: of e4m3
+    weights."""
     octets = _octets(M)
     at_hand = 160 + 260 * 8 * octets
-    kilobytes = _shared_kb(limits.capability)
-    passes = _PASS if kilobytes >= (163 if octets <= 2 else 227) else _SMALL_PASS
-    gated_passes = _GATED_PASS if kilobytes >= (163 if octets == 1 else 227) else _SMALL_GATED_PASS
     return FewPlan(
         octets,
-        _linear(M, N, K, passes, False, limits),
-        _linear(M, N, K, passes, True, limits),
-        _product("few_gated", M, K, octets, gated_passes, 32 * octets, limits),
-        _product("few_hidden", M, K, octets, passes, at_hand, limits),
-        _down(octets, N, M > 2, limits),
+        _linear(M, N, K, False, limits, end),
+        _linear(M, N, K, True, limits, end),
+        _product("few_gated", M, K, 32 * octets, limits, end),
+        _product("few_hidden", M, K, at_hand, limits, end),
+        _down(f"few_down_wide_{octets}{end}" if M > 2 else f"few_down{end}", N, limits, end),
     )
 
 
 def _octets(M: int) -> int:
-    return next(octets for octets in _PASS if 8 * octets >= M)
+    return next(octets for octets in FEW_OCTETS if 8 * octets >= M)
 
 
-def _down(octets: int, N: int, wide: bool, limits: Limits) -> Launch:
+def _down(name: str, N: int, limits: Limits, end: str) -> Launch:
     """few_down.cu: Down::kBytes, and its list."""
-    tiles = _WIDE_TILES if wide and limits.capability >= (9, 0) else 1
-    stages = _DOWN_STAGES * (512 * tiles + 256 * max(octets, 2))
-    listed = N if wide else min(N, _DOWN_LISTED)
-    smem_bytes = ceil_div(2 * listed, 16) * 16 + _WARPS * max(stages, 512 * tiles * octets)
-    return Launch(f"few_down_wide_{octets}" if wide else "few_down", smem_bytes)
+    sizes = few_down_entries(limits.capability, end)[name]
+    stages = FEW_DOWN_STAGES * 256 * (sizes.weight_bytes * sizes.tiles + max(sizes.octets, 2))
+    list_bytes = ceil_div(2 * min(N, sizes.listed), 16) * 16
+    size = list_bytes + FEW_WARPS * max(stages, 512 * sizes.tiles * sizes.octets)
+    return Launch(name, size)
 
 
-def _shared_kb(capability: tuple[int, int]) -> int:
-    """few.cuh: TWELL_SHARED_KB."""
-    if (9, 0) <= capability < (12, 0):
-        return 227
-    return 163 if capability in ((8, 0), (8, 7)) else 99
-
-
-def _linear(
-    M: int,
-    N: int,
-    K: int,
-    passes: dict[int, tuple[int, int, int, int]],
-    ahead: bool,
-    limits: Limits,
-) -> Launch:
+def _linear(M: int, N: int, K: int, ahead: bool, limits: Limits, end: str) -> Launch:
     """few_linear: as _product, or where there is much shared memory another of its builds."""
-    octets = _octets(M)
-    plain = _product("few_linear", M, K, octets, passes, 0, limits)
-    kind, others = ("ahead", _AHEAD_PASS) if ahead else ("short", _SHORT_PASS)
-    if _shared_kb(limits.capability) < 227 or octets not in others:
+    octets, entries = _octets(M), few_entries("few_linear", limits.capability, end)
+    plain = _product("few_linear", M, K, 0, limits, end)
+    other = f"few_linear_{octets}_{'ahead' if ahead else 'short'}{end}"
+    if shared_kb(limits.capability) < 227 or other not in entries:
         return plain
-    row_blocks = max(1, ceil_div(ceil_div(N, _ROWS), limits.num_sms))
-    wanted = row_blocks * ceil_div(K, 64 * _WARPS)  # stages that hold all of a block's weights
-    if wanted <= passes[octets][2] if ahead else wanted > others[octets][2]:
+    row_blocks = max(1, ceil_div(ceil_div(N, FEW_ROWS), limits.num_sms))
+    wanted = row_blocks * ceil_div(K, 64 * FEW_WARPS)  # stages that hold all of a block's weights
+    stages = entries[f"few_linear_{octets}" if ahead else other].stages
+    if wanted <= stages if ahead else wanted > stages:
         return plain
-    other = _product("few_linear", M, K, octets, others, 0, limits)
-    if "long" in other.name:
-        return plain
-    return Launch(f"{other.name}_{kind}", other.smem_bytes)
+    size = product_bytes(entries[other], M, K)
+    return Launch(other, size) if size <= limits.smem_bytes else plain
 
 
-def _product(
-    kernel: str,
-    M: int,
-    K: int,
-    octets: int,
-    passes: dict[int, tuple[int, int, int, int]],
-    more_bytes: int,
-    limits: Limits,
-) -> Launch:
-    """few.cuh: kBytes and x_bytes of its Sizes. x stays if that fits."""
-    at_once, num_passes, stages, halves = passes[octets]
-    sums = num_passes * at_once * octets * 512
-    if octets in _STAYING:
-        x = _WARPS * ceil_div(K, 32 * halves * _WARPS) * M * 64 * halves
-        size = _WARPS * (stages * 2 * at_once * 512 * halves + sums) + x + more_bytes
-        if size <= limits.smem_bytes:
-            return Launch(f"{kernel}_{octets}", size)
-    size = _WARPS * (stages * (2 * at_once + octets) * 512 * halves + sums) + more_bytes
-    return Launch(f"{kernel}_{octets}" + "_long" * (octets in _STAYING), size)
+def _product(kernel: str, M: int, K: int, more_bytes: int, limits: Limits, end: str) -> Launch:
+    """x stays if that fits."""
+    octets, entries = _octets(M), few_entries(kernel, limits.capability, end)
+    name = f"{kernel}_{octets}{end}"
+    size = product_bytes(entries[name], M, K) + more_bytes
+    if octets in FEW_STAYING and size > limits.smem_bytes:
+        name = f"{kernel}_{octets}_long{end}"
+        size = product_bytes(entries[name], M, K) + more_bytes
+    return Launch(name, size)
 
 
-def few_kernels(M: int, limits: Limits) -> tuple[str, ...]:
+def product_bytes(sizes: FewSizes, M: int, K: int) -> int:
+    """few_product.cuh: kBytes and x_bytes of its Sizes."""
+    weight_bytes, octets, stays, at_once, passes, stages, halves = sizes
+    wider = 2 // weight_bytes  # x is
+    stage = (2 * at_once + (0 if stays else octets * wider)) * 512 * halves
+    x_row = 64 * halves * wider  # of a slab
+    powers = 32 if (weight_bytes, octets) == (1, 1) else 0  # of rows of x that a warp makes f16
+    x = ceil_div(2 * K, x_row * FEW_WARPS) * M * x_row + powers if stays else 0
+    return FEW_WARPS * (stages * stage + passes * at_once * octets * 512 + x)
+
+
+def few_kernels(M: int, limits: Limits, end: str = "") -> tuple[str, ...]:
     """All entries of the FFN for `M` tokens here: products, of inputs of any length, and down."""
-    few_down = ("few_down",) if M <= 2 else ()
-    return (*_entries(_octets(M)), *few_down, *few_walk_kernels(M, limits))
+    few_down = (f"few_down{end}",) if M <= 2 else ()
+    few_walk = () if end else few_walk_kernels(M, limits)
+    return (*_entries(_octets(M), end), *few_down, *few_walk)
 
 
-def _entries(octets: int) -> tuple[str, ...]:
+def _entries(octets: int, end: str) -> tuple[str, ...]:
     """The builds for so many octets of tokens."""
-    names = _products(octets, "few_linear", "few_hidden")
-    short = [f"few_linear_{octets}_short"] if octets in _SHORT_PASS else []
-    ahead = [f"few_linear_{octets}_ahead"] if octets in _AHEAD_PASS else []
-    return (*names, *short, *ahead, f"few_down_wide_{octets}")
+    products = (*_builds("few_linear", octets, end), *_builds("few_hidden", octets, end))
+    return (*products, f"few_down_wide_{octets}{end}")
 
 
-def _products(octets: int, *kernels: str) -> list[str]:
-    names = [f"{kernel}_{octets}" for kernel in kernels]
-    return names + ([f"{name}_long" for name in names] if octets in _STAYING else [])
+def _builds(family: str, octets: int, end: str) -> list[str]:
+    of_any_gpu = few_entries(family, (9, 0), end).items()
+    return [name for name, sizes in of_any_gpu if sizes.octets == octets]
 
 
-# all entries of the FFN for few tokens, on any device
+# all entries of the FFN for few tokens, on any device; exports have no e4m3 ones
 FEW_KERNELS = (
-    *(entry for octets in _PASS for entry in _entries(octets)),
+    *(entry for octets in FEW_OCTETS for entry in _entries(octets, "")),
     "few_down",
     *FEW_WALK_KERNELS,
 )
 
 
-def few_gated_kernels(M: int) -> tuple[str, ...]:
+def few_gated_kernels(M: int, end: str = "") -> tuple[str, ...]:
     """The entries of `few_gated`, which the decode engine alone launches: no export has them."""
-    return tuple(_products(_octets(M), "few_gated"))
+    return tuple(_builds("few_gated", _octets(M), end))
 
 
 def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
@@ -186,19 +168,19 @@ def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
 
 
-def takes_few(M: int, N: int, limits: Limits) -> bool:
+def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:
     """Whether `few_union` takes `M` tokens of any length on this device."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, N, _ANY_LENGTH, limits)
+    plan = plan_few(M, N, _ANY_LENGTH, limits, end)
     return _fits(limits, plan.hidden, plan.down)
 
 
-def takes_few_dense(M: int, limits: Limits) -> bool:
+def takes_few_dense(M: int, limits: Limits, end: str = "") -> bool:
     """Whether `few_gated` and `few_linear` take `M` inputs, of any length."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, 0, _ANY_LENGTH, limits)
+    plan = plan_few(M, 0, _ANY_LENGTH, limits, end)
     return _fits(limits, plan.linear, plan.gated)
 
 
@@ -208,6 +190,11 @@ def _fits(limits: Limits, *launches: Launch) -> bool:
 
 def _static(name: str) -> int:
     return _DOWN_STATIC if name.startswith("few_down") else 0
+
+
+def end_of(weight: Tensor) -> str:
+    """What ends the names of the entries that take `weight`."""
+    return E4M3 if weight.dtype == torch.float8_e4m3fn else ""
 
 
 def few_union(
@@ -225,9 +212,9 @@ def few_union(
     `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
     neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
     """
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_few(M, N, K, limits)
-    blocks = ceil_div(N, _ROWS)
+    M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_gate)
+    plan = plan_few(M, N, K, limits, end)
+    blocks = ceil_div(N, FEW_ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
     kernels.launch(
@@ -236,7 +223,7 @@ def few_union(
         _BLOCK,
         (
             *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K),
-            *(hidden, fired, counts),
+            *(hidden, fired, counts, ffn.s_gate, ffn.s_up),
         ),
         plan.hidden.smem_bytes,
         overlap=overlap,
@@ -244,9 +231,9 @@ def few_union(
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,
-        (K // _DOWN_COLUMNS,),
+        (K // few_down_entries(limits.capability, end)[plan.down.name].own_columns,),
         _BLOCK,
-        (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y),
+        (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y, ffn.s_down),
         plan.down.smem_bytes,
         overlap=overlap,
     )
@@ -279,6 +266,7 @@ def few_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     residual: Tensor | None = None,
     wide: bool = False,
     ahead: bool = False,
@@ -286,18 +274,19 @@ def few_linear(
 ) -> Tensor:
     """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16.
 
+    An e4m3 weight has its `scale`, float32 `[N]`, and rows of a multiple of 128.
     `wide`: the result is float32, not rounded, and there is no `residual`. `ahead`: it overlaps
     short kernels that leave shared memory for more of its weights. The result is the same.
     """
     M, (N, K) = x.shape[0], weight.shape
-    plan = plan_few(M, N, K, limits)
+    plan = plan_few(M, N, K, limits, end_of(weight))
     y = x.new_empty(M, N, dtype=torch.float32 if wide else x.dtype)
     launch = plan.ahead if ahead else plan.linear
     kernels.launch(
         launch.name,
-        (min(ceil_div(N, _ROWS), limits.num_sms),),
+        (min(ceil_div(N, FEW_ROWS), limits.num_sms),),
         _BLOCK,
-        (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None))),
+        (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None)), scale),
         launch.smem_bytes,
         overlap=overlap,
     )
@@ -315,13 +304,16 @@ def few_gated(
 ) -> Tensor:
     """The dense hidden state, `[M, K]` to `[M, N]`; `counts` as in `few_union`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_few(M, N, K, limits)
+    plan = plan_few(M, N, K, limits, end_of(ffn.w_gate))
     hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,
-        (min(ceil_div(N, _ROWS), limits.num_sms),),
+        (min(ceil_div(N, FEW_ROWS), limits.num_sms),),
         _BLOCK,
-        (x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
+        (
+            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
+            *(ffn.s_gate, ffn.s_up),
+        ),
         plan.gated.smem_bytes,
         overlap=overlap,
     )

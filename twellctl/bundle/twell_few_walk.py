@@ -4,7 +4,7 @@
 
 Its time goes by pairs (token, neuron that fired), where that of few_hidden and few_down goes by the
 union of what fires; any density is exact, few_walk has no limits to run into. What it does stands
-in kernels/ffn/few_walk.cuh; its sizes are repeated here and nowhere else.
+in kernels/ffn/few_walk.cuh.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,16 @@ from torch import Tensor
 
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div, round_up
+from .twell_spec import (
+    FEW_WALK_BATCH,
+    FEW_WALK_BLOCK,
+    FEW_WALK_CHUNKS,
+    FEW_WALK_EIGHTS,
+    FEW_WALK_HEAD,
+    WALK_SIZES,
+)
 from .twell_weights import FFN
 
-WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
 FEW_WALK_KERNELS = tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
@@ -26,9 +33,7 @@ WALK_TOKENS = range(4, 65)
 WALK_BYTES, WALK_GROWS = 250_000, 16
 LINEAR_TOKENS = 32  # up to here the gate product is few_linear's
 _HOPPER = (9, 0)
-_MOST_THREADS, _MOST_WAYS = 512, 2
-_BATCH, _EIGHTS, _CHUNKS = 8, 8, 3
-_HEAD_BYTES = 144
+_MOST_WAYS = 2
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
 
@@ -59,7 +64,7 @@ def few_walk_kernels(M: int, limits: Limits) -> tuple[str, ...]:
 
 def takes_few_walk(M: int, N: int, K: int, limits: Limits) -> bool:
     """Whether few_walk takes `M` tokens on this device."""
-    if not few_walk_kernels(M, limits) or K > 8 * _MOST_THREADS:
+    if not few_walk_kernels(M, limits) or K > 8 * FEW_WALK_BLOCK:
         return False
     return _plan(N, K, WALK_SIZES[-1]).smem_bytes <= limits.smem_bytes
 
@@ -72,12 +77,12 @@ def suits_few_walk(M: int, N: int, K: int, density: float | None) -> bool:
 @lru_cache(maxsize=4096)
 def _plan(N: int, K: int, size: int) -> FewWalkPlan:
     warps = 2 * ceil_div(K, 8 * 64)
-    ways = min(_MOST_WAYS, _MOST_THREADS // (32 * warps))
-    all_ = _CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
+    ways = min(_MOST_WAYS, FEW_WALK_BLOCK // (32 * warps))
+    all_ = FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
     columns = 8 * ceil_div(K // 8, size)
-    parts, slots = 2 * warps * _EIGHTS * _BATCH * 4, 4 * size * ways * columns
-    smem_bytes = _HEAD_BYTES + 8 * cap + ways * parts + slots
+    parts, slots = 2 * warps * FEW_WALK_EIGHTS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
+    smem_bytes = FEW_WALK_HEAD + 8 * cap + ways * parts + slots
     name = f"few_walk_{size}" + "_all" * all_
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from .twell_plan import (
-    BATCH,
-    GROUP,
-    ROUND,
     Limits,
     Plan,
     ceil_div,
@@ -18,14 +15,18 @@ from .twell_plan import (
     round_up,
     split_down,
 )
+from .twell_spec import (
+    BATCH,
+    GRAD_FOUR,
+    GRAD_HEAVY_BLOCK,
+    GRAD_MAP_SLOTS,
+    GRAD_STAGES,
+    GROUP,
+    ROUND,
+)
 
-GRAD_FOUR = 4  # rows whose sums share rounds
-GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128
-GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
-GRAD_HEAVY_SMEM = 98304
-GRAD_STAGES = 49152  # bytes of shared memory of grad_sums beside its panel
 MOST_TRAINED_TOKENS = 131072
-_MAP_BYTES = 6 * 2048  # of grad_lists: what it writes at a time
+_MAP_BYTES = 6 * GRAD_MAP_SLOTS  # of grad_lists: a place and a code a slot
 _X_CHUNK = 6144
 _WINDOW_BYTES = 36 << 20
 

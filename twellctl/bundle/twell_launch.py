@@ -21,53 +21,12 @@ from torch import Tensor
 from .twell_cubin import static_shared
 from .twell_driver import clusters_at_once, start
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
+from .twell_spec import ENTRY_FILES
 
-_OCTETS = ("1", "1_long", "2", "2_long", "4", "8")
-SOURCES = {  # the entries of each source, by its path in kernels/
-    "ffn/gate_pack.cu": ("gate_pack", "gate_pack_short"),
-    "ffn/pack.cu": ("pack",),
-    "ffn/plan.cu": ("plan", "plan_cluster"),
-    "ffn/up.cu": ("up",),
-    "ffn/hidden.cu": ("hidden", "hidden_kept"),
-    "ffn/down.cu": ("down",),
-    "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
-    "ffn/walk.cu": ("walk", "walk_gate"),
-    "ffn/few_linear.cu": tuple(
-        f"few_linear_{n}" for n in (*_OCTETS, "1_short", "1_ahead", "2_ahead")
-    ),
-    "ffn/few_hidden.cu": tuple(f"few_hidden_{octets}" for octets in _OCTETS),
-    "ffn/few_down.cu": ("few_down", *(f"few_down_wide_{octets}" for octets in (1, 2, 4, 8))),
-    "ffn/few_walk.cu": tuple(
-        f"few_walk_{n}{all_}" for n in (2, 3, 4, 6, 8) for all_ in ("", "_all")
-    ),
-    "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
-    "train/grad_lists.cu": ("list_neurons", "list_tokens"),
-    "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
-    "train/grad_biases.cu": ("grad_biases",),
-    "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
-    "train/tally.cu": ("tally",),
-    "decode/attend.cu": tuple(f"attend_{D}_{heads}" for D in (64, 96, 128) for heads in (1, 2, 4)),
-    "decode/choose.cu": ("choose",),
-    "decode/few_gated.cu": tuple(f"few_gated_{octets}" for octets in _OCTETS),
-    "decode/norm.cu": ("rms_norm", "embed_norm"),
-    **{
-        f"decode/step_{K}.cu": tuple(
-            f"step_{K}_{D}{form}" for D in (64, 128) for form in ("", "_dense")
-        )
-        for K in (1536, 2048, 3072, 3584, 4096)
-    },
-    "decode/step_rows_2048.cu": tuple(f"step_rows_2048_{D}" for D in (64, 128)),
-}
-ENTRY_FILES = {entry: source for source, entries in SOURCES.items() for entry in entries}
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and dynamic together
 _BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
-
-
-def entry_file(name: str) -> str:
-    """The source where entry `name` lies."""
-    return ENTRY_FILES.get(name, f"{name}.cu")
 
 
 class LoadError(KernelError):
@@ -209,7 +168,7 @@ class KernelSet:
         self._shared[name] = limit - static
 
     def _load(self, names: list[str]) -> None:
-        files = {name: entry_file(name) for name in names}
+        files = {name: ENTRY_FILES.get(name, f"{name}.cu") for name in names}
         for name, file in files.items():
             if file not in self._sources:
                 raise KernelError(f"{file}, where kernel {name} should be, is not in this export")

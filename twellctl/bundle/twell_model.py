@@ -22,11 +22,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from .twell_bundle import read_bundle, write_bundle
+from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from .twell_config import check_twell
 from .twell_ffn import register_sources, sparse_ffn, train_ffn
+from .twell_fp8 import Fp8Linear, fp8_ffn, refuse_gradients
+from .twell_fp8_config import is_fp8
+from .twell_quantizer import with_own_layers
 from .twell_reasons import say_once
 from .twell_route import check_route
 from .twell_train import FfnMeter
@@ -76,6 +80,9 @@ class TwellFFN:
         activation = getattr(self, activation_name(self))
         linears = (*projections, self.down_proj)
         meter = self.twell_meter
+        in_fp8 = all(is_plain(m, Fp8Linear) for m in linears)
+        if in_fp8 and is_plain(activation, nn.ReLU):
+            return self._in_fp8(x, projections)
         if not (all(is_plain(m, nn.Linear) for m in linears) and is_plain(activation, nn.ReLU)):
             # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
             if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
@@ -112,6 +119,12 @@ class TwellFFN:
         if end is not None:
             end(y)
         return y
+
+    def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:
+        refuse_gradients(x)
+        weights = [projection.fp8_weight for projection in projections]
+        gate, up = weights if len(weights) > 1 else weights[0].chunk(2)
+        return fp8_ffn(x, gate, up, self.down_proj.fp8_weight)
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -205,6 +218,12 @@ class TwellModel:
         source = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         route = check_route(kwargs.pop("twell_route", "auto"), "twell_route")
         bundle = read_bundle(pretrained_model_name_or_path, **source)
+        config = kwargs.get("config")
+        if not isinstance(config, PreTrainedConfig):
+            where = config or pretrained_model_name_or_path
+            config = cls.config_class.from_pretrained(where, **source)
+        if is_fp8(vars(config)):
+            kwargs["config"] = with_own_layers(config)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._twell_bundle = bundle
@@ -228,7 +247,9 @@ class TwellModel:
             self._complete(Path(save_directory))
 
     def _complete(self, folder: Path) -> None:
-        write_bundle(folder, self._twell_bundle)
+        files = {name: text for name, text in self._twell_bundle.items() if name != MANIFEST}
+        in_fp8 = is_fp8(self.config.to_dict())
+        write_bundle(folder, make_bundle(files, folder.glob("*.safetensors") if in_fp8 else ()))
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         stock_class = type(self).__name__.removeprefix(_PREFIX)

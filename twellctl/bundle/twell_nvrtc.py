@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from .twell_cache import cache_dir, keep
+from .twell_spec import SPEC, spec
 
 PACKAGES = {  # what to install beside torch, by its CUDA
     "12": "'cupy-cuda12x>=14,<15' nvidia-cuda-nvrtc-cu12",
@@ -55,6 +56,12 @@ def with_headers(name: str, sources: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
+def compiled_files(name: str, sources: Mapping[str, bytes], arch: str) -> dict[str, bytes]:
+    """What is read when `sources[name]` is compiled for `arch`: it, its headers and its spec."""
+    files = with_headers(name, sources)
+    return files | {SPEC: spec(name, files, arch)}
+
+
 class Nvrtc:
     """One NVRTC library."""
 
@@ -73,7 +80,7 @@ class Nvrtc:
 
         `KernelError` holds the compiler's first error.
         """
-        headers = with_headers(name, sources)
+        headers = compiled_files(name, sources, arch)
         del headers[name]
         strings = ctypes.c_char_p * len(headers)
         program = ctypes.c_void_p()
@@ -189,7 +196,7 @@ def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
 
 def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int, int]) -> str:
     parts = [repr((version, arch, OPTIONS, name)).encode()]
-    for key, text in sorted(with_headers(name, sources).items()):
+    for key, text in sorted(compiled_files(name, sources, arch).items()):
         parts += [key.encode(), text]
     digest = hashlib.sha256()
     for part in parts:

@@ -1,7 +1,7 @@
 """How the kernels are laid over a problem and a device: shapes and limits in, grids and sizes out.
 
-Pure functions, no torch. What a kernel's head says about its launch is repeated here and nowhere
-else. M tokens, K hidden size, N neurons, S slots a tile of TILE columns.
+Pure functions, no torch. Sizes that the kernels share stand in twell_spec.py. M tokens, K hidden
+size, N neurons, S slots a tile of TILE columns.
 """
 
 from dataclasses import dataclass
@@ -9,22 +9,33 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from .twell_config import MAX_COLUMNS, TILE
+from .twell_spec import (
+    BATCH,
+    BATCH_MASKS,
+    COLUMN_BITS,
+    DOWN_BLOCK,
+    DOWN_COLUMNS,
+    DOWN_STAGES,
+    GROUP,
+    HIDDEN_BLOCK,
+    INPUT_BOX_ROWS,
+    PATCH_BYTES,
+    PLAN_BLOCK,
+    PLAN_CLUSTER,
+    PLAN_CLUSTER_BLOCK,
+    PRODUCT_STAGE_BYTES,
+    PRODUCT_STAGES,
+    ROUND,
+    ROUND_BYTES,
+    SLAB,
+    UP_BLOCK,
+)
 
-GROUP = 8  # tokens that one round of `down` serves; neurons that one fragment of `up` holds
-ROUND = 16  # slots of a round
-ROUND_BYTES = 64
-BATCH, BATCH_MASKS = 8, 32  # rounds that have their masks together, and how many words those are
 MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
-MAX_PANEL_ROWS = 8192  # a column in its panel: 13 bits
-UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
-PLAN_CLUSTER = 8  # blocks that plan a tile together
-PACK_BLOCK = GATHER_BLOCK = 256
-PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256
-GATE_PACK_SMEM = 4 * 49152 + 1024  # tile/hopper_product.cuh: kPipelineBytes
-HEAVY_SMEM = GATE_PACK_SMEM + 8 * 4096  # tile/hopper_product.cuh: kPipelineBytes + kPatchBytes
-DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
-PARTS_BLOCK, PARTS_BLOCKS = 256, 16  # that go through the pairs of a tile
-INPUT_BOX_ROWS, WEIGHT_BOX_ROWS, DOWN_BOX_ROWS = 64, 128, 64  # of tensor maps
+MAX_PANEL_ROWS = 1 << COLUMN_BITS
+GATE_PACK_SMEM = PRODUCT_STAGES * PRODUCT_STAGE_BYTES + 1024  # to align the first stage
+HEAVY_SMEM = GATE_PACK_SMEM + PATCH_BYTES
+PARTS_BLOCKS = 16  # that go through the pairs of a tile
 PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
 _TRAINING_PARTIAL_BYTES = 192 << 20
@@ -117,12 +128,12 @@ class Plan:
     @cached_property
     def up_smem(self) -> int:
         """Dynamic shared memory of `up`: two slabs of the tile's x."""
-        return 2 * self.tile_tokens * 128
+        return 2 * self.tile_tokens * 2 * SLAB
 
     @cached_property
     def down_smem(self) -> int:
         """Dynamic shared memory of `down`: the panel, and the stages of its warps."""
-        return self.panel_rows * 32 + DOWN_STAGES
+        return self.panel_rows * 2 * DOWN_COLUMNS + DOWN_STAGES
 
     @cached_property
     def up_grid(self) -> tuple[int, int, int]:
@@ -219,8 +230,8 @@ def _lay_plan(
     half = (limits.smem_bytes + 1024) // 2 - 1024 - STATIC_SMEM
     if num_tiles > limits.num_sms:
         most = half if least + 16384 <= half else most
-    elif least_plan_smem(N, tile_tokens, num_panels, 1024) <= most:
-        block, least = 1024, least_plan_smem(N, tile_tokens, num_panels, 1024)
+    elif least_plan_smem(N, tile_tokens, num_panels, PLAN_BLOCK) <= most:
+        block, least = PLAN_BLOCK, least_plan_smem(N, tile_tokens, num_panels, PLAN_BLOCK)
     return block, min(most, least + pair_bytes * tile_tokens * cap)
 
 

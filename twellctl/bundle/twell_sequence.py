@@ -20,25 +20,9 @@ from torch import Tensor
 from .twell_config import TILE
 from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import (
-    BATCH_MASKS,
-    DOWN_BLOCK,
-    DOWN_BOX_ROWS,
     GATE_PACK_SMEM,
-    GATHER_BLOCK,
     HEAVY_SMEM,
-    HIDDEN_BLOCK,
-    INPUT_BOX_ROWS,
-    PACK_BLOCK,
-    PARTS_BLOCK,
     PARTS_BLOCKS,
-    PLAN_CLUSTER,
-    PLAN_CLUSTER_BLOCK,
-    PRODUCT_BLOCK,
-    ROUND,
-    ROUND_BYTES,
-    SHORT_PRODUCT_BLOCK,
-    UP_BLOCK,
-    WEIGHT_BOX_ROWS,
     Plan,
     chunk_tokens,
     gate_pack_is_short,
@@ -46,6 +30,24 @@ from .twell_plan import (
     hopper_cap,
     make_plan,
     product_grid,
+)
+from .twell_spec import (
+    BATCH_MASKS,
+    DOWN_BLOCK,
+    GATHER_BLOCK,
+    GRAD_PAIRS_BLOCK,
+    HIDDEN_BLOCK,
+    INPUT_BOX_ROWS,
+    PACK_BLOCK,
+    PLAN_CLUSTER,
+    PLAN_CLUSTER_BLOCK,
+    PRODUCT_BLOCK,
+    PRODUCT_INNER,
+    ROUND,
+    ROUND_BYTES,
+    SHORT_PRODUCT_BLOCK,
+    UP_BLOCK,
+    WEIGHT_BOX_ROWS,
 )
 from .twell_weights import FFN
 
@@ -252,7 +254,7 @@ def launch_hidden_kept(
         kernels.launch(
             "add_parts",
             (plan.num_tiles, PARTS_BLOCKS),
-            PARTS_BLOCK,
+            GRAD_PAIRS_BLOCK,
             (
                 *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.pair_start, plan.N),
                 *(plan.tile_tokens, plan.cap),
@@ -373,7 +375,7 @@ def launch_heavy(
         (product_grid(window, K, limits.num_sms),),
         PRODUCT_BLOCK,
         (
-            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, DOWN_BOX_ROWS)),
+            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, PRODUCT_INNER)),
             *(ffn.b_down, heavy.rows, heavy.count, heavy.flags, heavy.start, window, N, K, y),
         ),
         HEAVY_SMEM,

@@ -18,11 +18,6 @@ import torch
 from torch import Tensor
 
 from .twell_grad_plan import (
-    GRAD_BIASES_BLOCK,
-    GRAD_HEAVY_BLOCK,
-    GRAD_HEAVY_SMEM,
-    GRAD_LISTS_BLOCK,
-    GRAD_PAIRS_BLOCK,
     GradPlan,
     heavy_grad_window,
     make_grad_plan,
@@ -30,7 +25,7 @@ from .twell_grad_plan import (
     training_cap,
 )
 from .twell_launch import KernelSet, Limits
-from .twell_plan import DOWN_BLOCK, PARTS_BLOCKS, ceil_div, make_plan
+from .twell_plan import PARTS_BLOCKS, ceil_div, make_plan
 from .twell_sequence import (
     PairLists,
     heavy_products,
@@ -40,6 +35,14 @@ from .twell_sequence import (
     launch_plan,
     launch_up,
     packed_buffers,
+)
+from .twell_spec import (
+    GRAD_BIASES_BLOCK,
+    GRAD_HEAVY_BLOCK,
+    GRAD_HEAVY_SMEM,
+    GRAD_LISTS_BLOCK,
+    GRAD_PAIRS_BLOCK,
+    GRAD_SUMS_BLOCK,
 )
 from .twell_weights import FFN
 
@@ -261,7 +264,7 @@ class _Backward:
             self.kernels.launch(
                 name,
                 (plan.K // 16, of_pass.weight_splits),
-                DOWN_BLOCK,
+                GRAD_SUMS_BLOCK,
                 (
                     *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K),
                     *(rows, panels, kept.heavy_count, *sums, *out),
@@ -301,7 +304,7 @@ class _Backward:
         self.kernels.launch(
             "grad_x",
             (plan.K // 16, of_pass.x_shares),
-            DOWN_BLOCK,
+            GRAD_SUMS_BLOCK,
             (
                 *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
                 *(plan.M, plan.N, plan.K, rows, panels, of_pass.x_chunk, sums, grad),

@@ -18,6 +18,7 @@ from torch import Tensor
 from .twell_launch import KernelSet, Limits
 from .twell_plan import STATIC_SMEM, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
+from .twell_spec import WALK_BLOCK
 from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
@@ -25,7 +26,7 @@ GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
-_MOST_THREADS, _MOST_OF_A_WAY, _MOST_WAYS = 1024, 512, 4  # threads: of all at a time
+_MOST_OF_A_WAY, _MOST_WAYS = 512, 4  # threads of a way; ways at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -45,7 +46,7 @@ def plan_walk(M: int, N: int, K: int, limits: Limits) -> WalkPlan:
     chunks = ceil_div(K, 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
     ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
-    while ways < _MOST_WAYS and 2 * ways * threads * tokens <= _MOST_THREADS:
+    while ways < _MOST_WAYS and 2 * ways * threads * tokens <= WALK_BLOCK:
         ways *= 2
     cap = min(hopper_cap(N), _MOST_CAP)
     size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 else 0)

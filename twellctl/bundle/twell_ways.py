@@ -29,7 +29,8 @@ FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
 class Problem:
     """M tokens, N neurons and inputs of K on a device; `hopper`: whether by Hopper's kernels.
 
-    `in_place`: W_down lies as the kernels read it; else each call copies it.
+    `in_place`: W_down lies as the kernels read it; else each call copies it. `end`: what ends the
+    names of the entries for few tokens that take such weights ("" for bf16).
     """
 
     M: int
@@ -38,11 +39,12 @@ class Problem:
     limits: Limits
     hopper: bool
     in_place: bool = True
+    end: str = ""
 
     @property
     def few(self) -> bool:
         """Whether it goes by the kernels for few tokens."""
-        return takes_few(self.M, self.N, self.limits)
+        return takes_few(self.M, self.N, self.limits, self.end)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> 
 WAYS = (
     Way(
         "pairs",
-        lambda p: p.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits),
+        lambda p: p.hopper and p.few and not p.end and takes_few_walk(p.M, p.N, p.K, p.limits),
         _without_slots(few_pairs),
         suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density),
     ),

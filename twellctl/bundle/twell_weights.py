@@ -11,7 +11,8 @@ class FFN:
     """The weights of one gated FFN, all three by rows of neurons; biases `[N]`, `[N]`, `[K]`.
 
     `w_gate`, `w_up` and `w_down` are `[N, K]`: the last is an nn.Linear's weight turned over, so
-    that what a neuron adds to y lies together. The kernels want all contiguous.
+    that what a neuron adds to y lies together. The kernels want all contiguous. Weights in e4m3
+    have scales, float32: `[N]` and `[N]` of their rows, and `[K]` of the columns of `w_down`.
     """
 
     w_gate: Tensor
@@ -20,6 +21,9 @@ class FFN:
     b_gate: Tensor | None
     b_up: Tensor | None
     b_down: Tensor | None
+    s_gate: Tensor | None = None
+    s_up: Tensor | None = None
+    s_down: Tensor | None = None
 
     @cached_property
     def N(self) -> int:
@@ -33,6 +37,6 @@ class FFN:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Weights, and the biases there are."""
-        weights = (self.w_gate, self.w_up, self.w_down)
-        return (*weights, *(b for b in (self.b_gate, self.b_up, self.b_down) if b is not None))
+        """Weights, and the biases and scales there are."""
+        more = (self.b_gate, self.b_up, self.b_down, self.s_gate, self.s_up, self.s_down)
+        return (self.w_gate, self.w_up, self.w_down, *(t for t in more if t is not None))

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl import __version__
 from twellctl.cli import bench, measure
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
 from twellctl.screens import serving, ui
 from twellctl.training.recipe import Recipe
+from twellctl.version import __version__
 
 MAKE, USE = "Make a model sparse", "Use it"
 app = typer.Typer(
@@ -126,17 +126,19 @@ def finetune(
         model = open_config(from_scratch)
     check_report_to(settings.report_to)
     ui.doing("loading PyTorch and transformers")
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
     if dry_run:
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
         tried = try_out(model, settings, ui.note, ui.doing)
-        ui.dry_run(tried, as_flags(tried.changes))
+        if is_first:
+            ui.dry_run(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
 
     result = run(model, out, settings, resume=resume, overwrite=overwrite, recipe_file=recipe_file)
-    if os.environ.get("RANK", "0") == "0":  # torchrun and accelerate count their processes so
+    if is_first:
         ui.finetuned(result)
 
 
@@ -155,8 +157,19 @@ def export(
         Path | None,
         typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp8",
+            help="Round the weights of linear layers, but the LM head, to FP8 (e4m3) with a scale "
+            "for each row.",
+        ),
+    ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Cut the weights anew, like 2GB. [default: as they are]")
+        str | None,
+        typer.Option(
+            help="Cut the weights anew, like 2GB. [default: as they are; 5GB with --quantize]"
+        ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -164,7 +177,7 @@ def export(
 
     It does so wherever transformers runs, also where twellctl is not installed.
     """
-    ui.doing(f"checking the weights of {model} and copying them")
+    ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
 
     ui.exported(
@@ -173,6 +186,7 @@ def export(
             out,
             profile=profile,
             evaluation=evaluation,
+            quantize=quantize,
             shard_size=shard_size,
             overwrite=overwrite,
         )

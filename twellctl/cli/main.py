@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 import types
 
 from twellctl.cli import interrupts
@@ -11,6 +12,8 @@ from twellctl.cli.command import ReaderLeft
 from twellctl.errors import TwellError
 from twellctl.here.bytecode import keep_bytecode
 from twellctl.screens import ui
+
+SECONDS_TO_SPEAK = 10  # of the first process
 
 
 def main() -> None:
@@ -30,6 +33,8 @@ def main() -> None:
 
 def _told(error: BaseException) -> int:
     """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
+    if not getattr(error, "of_one_process", False):
+        _let_the_first_speak()
     if isinstance(error, KeyboardInterrupt) or interrupts.came():
         ui.fail("interrupted")
         return 130
@@ -49,6 +54,15 @@ def _told(error: BaseException) -> int:
     where = context.command_path if context else "twellctl"
     ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
     return getattr(error, "exit_code", 2)
+
+
+def _let_the_first_speak() -> None:
+    """Wait where a launcher has started several processes, most of which fail for one reason.
+
+    It ends the others soon after the first one has.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    time.sleep(SECONDS_TO_SPEAK + 2 * min(rank, 8) if rank else 0)
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_launch import KernelSet
-from twellctl.decoding.pages import PAGE
+from twellctl.bundle.twell_spec import (
+    ATTEND_BLOCK,
+    ATTEND_LOADS,
+    HEAD_DIMS,
+    HEADS_A_BLOCK,
+    NORM_PARTS,
+    NORM_WARPS,
+    PAGE,
+)
 
-HEAD_DIMS = (64, 96, 128)
-HEADS_A_BLOCK = (1, 2, 4)
-LONGEST_ROW = 16384  # K of the norms
-_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
-_MAX_WARPS, _MAX_SPLITS = 8, 64
+LONGEST_ROW = 32 * NORM_WARPS * NORM_PARTS * 8  # K of the norms
+_MAX_WARPS, _MAX_SPLITS = ATTEND_BLOCK // 32, 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
 _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do
@@ -86,7 +91,7 @@ def _heads_of_block(sharing: int) -> int:
 def batch_positions(D: int) -> int:
     """Positions that a warp of `attend` takes at a time."""
     lanes = 8 if D <= 64 else 16  # of a position
-    return _LOADS * 32 // lanes
+    return ATTEND_LOADS * 32 // lanes
 
 
 def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int) -> AttendPlan:
@@ -270,4 +275,4 @@ def embed_norm(
 
 
 def _norm_block(K: int) -> int:
-    return min(1024, -(-K // 256) * 32)
+    return min(32 * NORM_WARPS, -(-K // 256) * 32)

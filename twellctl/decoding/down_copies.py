@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from twellctl.bundle.twell_weights import FFN
 
@@ -21,6 +22,23 @@ _FREE_SHARE = 0.5  # of what is free
 def is_little(num_bytes: int, total: float) -> bool:
     """Whether copies of `num_bytes` are made on a GPU of `total` bytes."""
     return num_bytes <= _SHARE * total
+
+
+class BothLayouts:
+    """The FFNs of all layers with `w_down` `[K, N]`, which are there: those of an FP8 model, whose
+    prompts are computed densely."""
+
+    def __init__(self, ffns: Sequence[FFN], downs: Sequence[Tensor]):
+        self._ffns = [replace(f, w_down=down) for f, down in zip(ffns, downs, strict=True)]
+
+    def fit(self) -> bool:
+        return True
+
+    def __getitem__(self, layer: int) -> FFN:
+        return self._ffns[layer]
+
+    def drop(self) -> None:
+        """Nothing: the model has them."""
 
 
 class DownCopies:

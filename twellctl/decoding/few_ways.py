@@ -37,7 +37,7 @@ def _by_columns(
     if ffn.N % 64:  # more than few_linear takes
         return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
     how = {"residual": residual, "overlap": overlap}
-    return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
+    return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, scale=ffn.s_down, **how)
 
 
 def _in_place(

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import PagedCache, cached_shapes
-from twellctl.decoding.pages import PAGE
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers

@@ -1,4 +1,5 @@
-"""A decoder over our own kernels, for Llama and its kin in bf16 on an NVIDIA GPU.
+"""A decoder over our own kernels, for Llama and its kin on an NVIDIA GPU: in bf16, or with linear
+layers in FP8, whose weights are e4m3 and whose inputs stay bf16.
 
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
@@ -13,7 +14,8 @@ up to 16, may be one launch in the place of all that, if the model is such that 
 (step_forms.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
-The model is made over for that: q, k and v lie together, and down by rows of neurons.
+The model is made over for that: q, k and v lie together, and down by rows of neurons. In FP8
+prompts are computed densely, and W_down is there in both layouts.
 """
 
 from collections.abc import Mapping
@@ -26,23 +28,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import (
-    few_gated_kernels,
-    few_kernels,
     few_linear,
-    takes_few,
-    takes_few_dense,
 )
+from twellctl.bundle.twell_fp8 import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
-    activation_name,
     by_rows_of_neurons,
     gated_ffns,
-    is_plain,
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import (
@@ -54,28 +51,29 @@ from twellctl.decoding.attention import (
     plan_attend,
     rms_norm,
     rotary_tables,
-    why_no_norm,
-    why_not_attend,
 )
-from twellctl.decoding.down_copies import DownCopies
+from twellctl.decoding.down_copies import BothLayouts, DownCopies
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.pages import PAGE, pages_for
+from twellctl.decoding.kernel_fit import (
+    entry_end,
+    head_dim,
+    most_rows,
+    step_sizes,
+    why_not,
+    why_not_one_kernel,
+    window_of,
+)
+from twellctl.decoding.pages import pages_for
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
-    StepSizes,
     WholeStep,
-    most_rows_at_once,
-    why_no_whole_step,
 )
 from twellctl.here.own_kernels import own_kernels
 
-_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class KernelDecoder:
@@ -90,16 +88,20 @@ class KernelDecoder:
     @staticmethod
     def why_not(model: PreTrainedModel) -> str | None:
         """None if `model` can be driven so, else what stands against it."""
-        return _why_not(model)
+        return why_not(model)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True):
         self._model, self._sparse = model, sparse
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
-        self.max_rows = _most_rows(model)
+        self.max_rows, self._end = most_rows(model), entry_end(model)
+        self._turned: dict[nn.Module, Tensor] = {}  # of FP8, W_down by rows of neurons
         if sparse:
             _put_over_twell(model)
+            if self._end:  # now, so that the cache is sized by what is left
+                downs = {layer.mlp: layer.mlp.down_proj.weight for layer in model.model.layers}
+                self._turned = {mlp: down.t().contiguous() for mlp, down in downs.items()}
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
         self._plain = HFDecoder(model)
@@ -123,7 +125,12 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
-        self._copies = DownCopies([layer.ffn for layer in self._layers], self.device)
+        ffns = [layer.ffn for layer in self._layers]
+        if self._end:
+            downs = [layer.mlp.down_proj.weight for layer in body.layers]
+            self._copies: DownCopies | BothLayouts = BothLayouts(ffns, downs)
+        else:
+            self._copies = DownCopies(ffns, self.device)
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
         # for any number of rows: some want more room than the most rows do
@@ -132,11 +139,11 @@ class KernelDecoder:
         self._workspace = open_workspace(plans, self.device)
         self._whole_steps = self._make_whole_steps()
         config, num_layers = self._model.config, len(self._layers)
-        of = f"{_step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
+        of = f"{step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
         told = None not in self._densities
         self._choice = FormChoice(
             self.device,
-            f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
+            f"{of} {'sparse' if self._sparse else 'dense'}{self._end} {own_kernels()[:12]}",
             config.intermediate_size,
             sum(self._densities) / num_layers if told else None,
         )
@@ -169,7 +176,7 @@ class KernelDecoder:
         ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
-            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper)
+            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper, end=self._end)
             ways = few_ways(problem, self._densities) | ways
         return {
             **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
@@ -225,7 +232,7 @@ class KernelDecoder:
             WholeStep,
             self.kernels,
             self._limits,
-            _step_sizes(self._model),
+            step_sizes(self._model),
             layers,
             self._model.get_input_embeddings().weight,
             body.norm.weight,
@@ -239,12 +246,12 @@ class KernelDecoder:
     def _linear(
         self, x: Tensor, linear: Linear, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
-        how = {"residual": residual, "ahead": ahead, "overlap": True}
+        how = {"scale": linear.scale, "residual": residual, "ahead": ahead, "overlap": True}
         return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
         if (B, width) not in self._plans:
-            config, D = self._model.config, _head_dim(self._model)
+            config, D = self._model.config, head_dim(self._model)
             heads = config.num_attention_heads, config.num_key_value_heads
             self._plans[B, width] = plan_attend(B, *heads, D, width * PAGE, self._limits.num_sms)
         return self._plans[B, width]
@@ -259,71 +266,55 @@ class KernelDecoder:
                 keys,
                 values,
                 attention.scaling,
-                _window(self._model, attention.layer_idx),
+                window_of(self._model, attention.layer_idx),
                 None if q_norm is None else q_norm.weight,
                 None if k_norm is None else k_norm.weight,
                 self._eps,
             ),
-            Linear(attention.o_proj.weight, attention.o_proj.bias),
+            _linear(attention.o_proj),
             layer.post_attention_layernorm.weight,
             self._ffn_of(layer.mlp),
         )
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:
-        weight = mlp.down_proj.weight
-        weight.data = by_rows_of_neurons(weight.data) if self._sparse else weight.data.contiguous()
-        gate, up = _gate_and_up(mlp)
-        return FFN(
-            gate.weight,
-            up.weight,
-            weight.t() if self._sparse else weight,
-            gate.bias,
-            up.bias,
-            mlp.down_proj.bias,
-        )
+        (gate, up), down = _gate_and_up(mlp), _linear(mlp.down_proj)
+        if self._end:
+            w_down = self._turned.get(mlp, down.weight)
+        elif self._sparse:
+            down.weight.data = by_rows_of_neurons(down.weight.data)
+            w_down = down.weight.t()
+        else:
+            down.weight.data = down.weight.data.contiguous()
+            w_down = down.weight
+        biases, scales = (gate.bias, up.bias, down.bias), (gate.scale, up.scale, down.scale)
+        return FFN(gate.weight, up.weight, w_down, *biases, *scales)
 
 
 def _by_neurons(ffn: FFN) -> FFN:
     return replace(ffn, w_down=ffn.w_down.t().contiguous())
 
 
-def why_not_one_kernel(model: PreTrainedModel) -> str | None:
-    """None if steps of one row are one launch, else why they are many."""
-    layers = range(model.config.num_hidden_layers)
-    if len({_window(model, i) for i in layers}) > 1:
-        return "a step in one kernel has the same window in all layers"
-    if model.lm_head.bias is not None:
-        return "a step in one kernel has no bias of the LM head"
-    if not takes_hopper_kernels(model.device.index):
-        return "a step in one kernel is for Hopper, and not with TWELL_PORTABLE=1"
-    return why_no_whole_step(_step_sizes(model), device_limits(model.device.index))
-
-
-def _step_sizes(model: PreTrainedModel) -> StepSizes:
-    config = model.config
-    return StepSizes(
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        _head_dim(model),
-        config.vocab_size,
-    )
+def _linear(module: nn.Linear) -> Linear:
+    scale = module.weight_scale.flatten() if isinstance(module, Fp8Linear) else None
+    return Linear(module.weight, module.bias, scale)
 
 
 def _qkv(attention: nn.Module) -> Linear:
     if hasattr(attention, "qkv_proj"):
-        return Linear(attention.qkv_proj.weight, attention.qkv_proj.bias)
+        return _linear(attention.qkv_proj)
     return _put_together([attention.q_proj, attention.k_proj, attention.v_proj])
 
 
 def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
     if not hasattr(mlp, "gate_up_proj"):
-        gate, up = mlp.gate_proj, mlp.up_proj
-        return Linear(gate.weight, gate.bias), Linear(up.weight, up.bias)
-    fused = mlp.gate_up_proj
-    biases = (None, None) if fused.bias is None else fused.bias.chunk(2)
-    gate, up = (Linear(*of) for of in zip(fused.weight.chunk(2), biases, strict=True))
-    return gate, up
+        return _linear(mlp.gate_proj), _linear(mlp.up_proj)
+    fused = _linear(mlp.gate_up_proj)
+    gate, up = zip(*(_halves(t) for t in (fused.weight, fused.bias, fused.scale)), strict=True)
+    return Linear(*gate), Linear(*up)
+
+
+def _halves(tensor: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (None, None) if tensor is None else tensor.chunk(2)
 
 
 def _put_together(linears: list[nn.Linear]) -> Linear:
@@ -333,7 +324,8 @@ def _put_together(linears: list[nn.Linear]) -> Linear:
     for linear, part in zip(linears, whole.split(parts), strict=True):
         linear.weight.data = part
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    return Linear(whole, bias)
+    scales = [_linear(linear).scale for linear in linears]
+    return Linear(whole, bias, None if scales[0] is None else torch.cat(scales))
 
 
 def _put_over_twell(model: PreTrainedModel) -> None:
@@ -346,104 +338,3 @@ def _put_over_twell(model: PreTrainedModel) -> None:
 
 def _is_over_twell(model: PreTrainedModel) -> bool:
     return any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model))
-
-
-def _head_dim(model: PreTrainedModel) -> int:
-    return model.model.layers[0].self_attn.head_dim
-
-
-def _window(model: PreTrainedModel, layer_idx: int) -> int | None:
-    kinds = getattr(model.config, "layer_types", None)
-    if kinds and kinds[layer_idx] != "sliding_attention":
-        return None
-    if getattr(model.config, "use_sliding_window", True):
-        return getattr(model.config, "sliding_window", None)
-    return None
-
-
-def _why_not(model: PreTrainedModel) -> str | None:
-    name, config = type(model).__name__, model.config
-    if (said := HFDecoder.why_not(model)) is not None:
-        return said
-    if model.device.type != "cuda" or torch.version.cuda is None:
-        return "the decode kernels need an NVIDIA GPU"
-    if other := {parameter.dtype for parameter in model.parameters()} - {torch.bfloat16}:
-        return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
-    if config.model_type not in _FAMILIES:
-        return f"the decode kernels know {', '.join(_FAMILIES)}, not {config.model_type}"
-    limits = device_limits(model.device.index)
-    if limits.capability < (8, 0):
-        return "the decode kernels need compute capability 8.0 or newer"
-    if said := what_is_missing():
-        return said
-    if said := why_not_attend(
-        config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
-    ):
-        return said
-    if (size := 2 * model.model.rotary_emb.inv_freq.numel()) != _head_dim(model):
-        said = f"{name} {size} of {_head_dim(model)} columns"
-        return f"the attention kernel turns whole heads by their positions, {said}"
-    if said := why_no_norm(config.hidden_size):
-        return said
-    if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
-        return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
-    if not _most_rows(model):
-        return "the decode kernels need more shared memory than this GPU has"
-    return _why_not_layers(model) or _why_no_kernels(model)
-
-
-def _most_rows(model: PreTrainedModel) -> int:
-    """How many rows the kernels take in one step here; 0: none."""
-    N, limits = model.config.intermediate_size, device_limits(model.device.index)
-    taken = (B for B in _BATCHES if takes_few(B, N, limits) and takes_few_dense(B, limits))
-    return max(taken, default=0)
-
-
-def _why_no_kernels(model: PreTrainedModel) -> str | None:
-    """None if all that a step launches is compiled and loaded, else why it is not."""
-    config, index = model.config, model.device.index
-    limits = device_limits(index)
-    heads = config.num_attention_heads, config.num_key_value_heads, _head_dim(model)
-    attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    tokens = range(1, _most_rows(model) + 1)
-    few = {name for M in tokens for name in (*few_kernels(M, limits), *few_gated_kernels(M))}
-    others = ["embed_norm", "rms_norm", "choose", attention]
-    if why_not_one_kernel(model) is None:
-        sizes = _step_sizes(model)
-        others += [sizes.entry(sparse) for sparse in (True, False)]
-        if most_rows_at_once(sizes, limits, sparse=True) > 1:
-            others.append(sizes.rows_entry)
-    try:
-        kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
-    except KernelError as error:
-        return str(error)
-    return None
-
-
-def _why_not_layers(model: PreTrainedModel) -> str | None:
-    name = type(model).__name__
-    head, embeddings = model.lm_head, model.model.embed_tokens
-    if not (is_plain(head, nn.Linear) and is_plain(embeddings, nn.Embedding)):
-        return f"the embeddings or the LM head of {name} are not plain layers"
-    for layer in model.model.layers:
-        parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
-        if parts != _LAYER_PARTS:
-            return f"the layers of {name} have other parts than the decode kernels know"
-        if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
-            return f"the FFNs of {name} are not ReLU"
-        for part, linear in layer.named_modules():
-            if linear._forward_hooks or linear._forward_pre_hooks:
-                return f"{part or 'a layer'} of {name} has hooks, which no step would call"
-            if not hasattr(linear, "out_features"):
-                continue
-            if not is_plain(linear, nn.Linear):
-                what = type(linear).__name__
-                return f"{part} of {name} is not a plain linear layer ({what})"
-            if linear.in_features % 64 and part != "mlp.down_proj":
-                return f"{part} of {name} has {linear.in_features} inputs, no multiple of 64"
-    return None
-
-
-def _is_relu(activation: nn.Module) -> bool:
-    probe = torch.tensor([-1.0, 0.0, 2.0, 100.0])
-    return torch.equal(activation(probe), torch.relu(probe))

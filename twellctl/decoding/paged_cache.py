@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from twellctl.decoding.pages import PAGE
+from twellctl.bundle.twell_spec import PAGE
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A page holds the keys and values of `PAGE` consecutive tokens of one sequence, i
 0 belongs to nobody: rows that only fill up a batch write there.
 """
 
-PAGE = 64
+from twellctl.bundle.twell_spec import PAGE
 
 
 def pages_for(num_tokens: int) -> int:

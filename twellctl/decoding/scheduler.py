@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
-from twellctl.decoding.pages import PAGE, PagePool, pages_for
+from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 

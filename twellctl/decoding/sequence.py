@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, fields_of, variant_of
 
 _numbers = itertools.count()

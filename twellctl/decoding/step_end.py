@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
+from twellctl.bundle.twell_spec import CHOOSE_BLOCK
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.sampler import Field, Variant, choose, cut, log_probabilities
 
-NO_TOKEN = (
-    -1
-)  # told in the place of a token whose logit is NaN; kernels/decode/choose.cu does the same
-_BLOCK, _LOGITS = 256, 1024  # threads; logits that they take at a time
+NO_TOKEN = -1  # told for a token whose logit is NaN; kernels/decode/choose.cu does the same
+_LOGITS = 4 * CHOOSE_BLOCK  # that a block takes at a time
 _BLOCKS_AT_ONCE = 1024  # more would wait for each other
 
 
@@ -115,7 +114,7 @@ class StepEnd:
         self._kernels.launch(
             "choose",
             (blocks, B),
-            _BLOCK,
+            CHOOSE_BLOCK,
             (
                 *(logits, V, fields, fields.stride(0), fired, len(fired)),
                 *(records, records.stride(-2), records.stride(0) if records.dim() > 2 else 0),

@@ -10,29 +10,33 @@ from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet, Limits
 from twellctl.bundle.twell_plan import ceil_div
+from twellctl.bundle.twell_spec import (
+    MOST_OF_BLOCK,
+    ROWS_BLOCK,
+    ROWS_GROUPS,
+    ROWS_K,
+    ROWS_OCTETS,
+    ROWS_PARTS,
+    ROWS_SOURCES,
+    ROWS_TASKS,
+    ROWS_TOKENS,
+    STEP_HEAD_DIMS,
+    STEP_QUAD,
+    STEP_WARPS,
+)
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
 
-# of kernels/decode/step_block.cuh
-_THREADS = 288
-_QUAD = 4  # rows, the least that a block has
-# by hidden size: quads of x, and rows of the gate, that a block has at most
-MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
-_HEAD_DIMS = (64, 128)
-
-# of kernels/decode/step_rows_block.cuh
-_ROWS, _ROWS_K, _ROWS_THREADS = 16, 2048, 384
-_OCTETS = 6  # of gates, of a block, at most
-_OWNERS, _PARTS, _SOURCES = 128, 16, 9
-_TASKS = {64: 4, 128: 2}  # heads of rows, of a block, at most; by head size
+_THREADS = 32 * (STEP_WARPS + 1)  # a warp asks for weights
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`weight` `[N, K]`, `bias` `[N]` or None."""
+    """`weight` `[N, K]`, `bias` `[N]` or None; of an e4m3 weight its `scale`, float32 `[N]`."""
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,16 @@ class StepSizes:
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
     K, num_sms = sizes.K, limits.num_sms
-    if K not in MOST_OF_BLOCK or sizes.D not in _HEAD_DIMS or sizes.H * sizes.D != K:
+    if K not in MOST_OF_BLOCK or sizes.D not in STEP_HEAD_DIMS or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
         taken = ", ".join(map(str, MOST_OF_BLOCK))
         return f"the kernel of a whole step takes {taken} in heads of 64 or 128, not {said}"
     own_quads, most_rows = MOST_OF_BLOCK[K]
-    if ceil_div(K // _QUAD, num_sms) > own_quads or num_sms < sizes.H:
+    if ceil_div(K // STEP_QUAD, num_sms) > own_quads or num_sms < sizes.H:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
-    if ceil_div(sizes.N // _QUAD, num_sms) * _QUAD > most_rows or sizes.N % _QUAD:
+    if ceil_div(sizes.N // STEP_QUAD, num_sms) * STEP_QUAD > most_rows or sizes.N % STEP_QUAD:
         return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
-    if sizes.V % _QUAD:
+    if sizes.V % STEP_QUAD:
         return f"a vocabulary of {sizes.V} is no multiple of 4"
     return None
 
@@ -85,11 +89,12 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
 def most_rows_at_once(sizes: StepSizes, limits: Limits, *, sparse: bool) -> int:
     """How many rows a step in one kernel may have, for a model that `step` takes."""
     blocks = limits.num_sms
-    if not sparse or sizes.K != _ROWS_K or not _OWNERS <= blocks <= _PARTS * _SOURCES:
+    least, most = ROWS_PARTS * ROWS_GROUPS, ROWS_PARTS * ROWS_SOURCES
+    if not sparse or sizes.K != ROWS_K or not least <= blocks <= most:
         return 1
-    if sizes.N % 8 or sizes.V % 8 or ceil_div(sizes.N // 8, blocks) > _OCTETS:
+    if sizes.N % 8 or sizes.V % 8 or ceil_div(sizes.N // 8, blocks) > ROWS_OCTETS:
         return 1
-    return min(_ROWS, _TASKS[sizes.D] * blocks // sizes.H)
+    return min(ROWS_TOKENS, 64 * ROWS_TASKS // sizes.D * blocks // sizes.H)
 
 
 class WholeStep:
@@ -143,7 +148,7 @@ class WholeStep:
         self._kernels.launch(
             self._entry if B == 1 else sizes.rows_entry,
             (self._limits.num_sms,),
-            _THREADS if B == 1 else _ROWS_THREADS,
+            _THREADS if B == 1 else ROWS_BLOCK,
             (
                 *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
                 *(*inputs, *self._weights),
@@ -165,8 +170,8 @@ class WholeStep:
             sizes, blocks = self._sizes, self._limits.num_sms
             K, columns = sizes.K, (sizes.H + 2 * self._kv_heads) * sizes.D
             # x three times, q, k and v, two bf16 a word; what fired; hidden; parts of y
-            turn = _ROWS * (3 * K + columns) // 2
-            turn += blocks * (8 + 8 * _OCTETS * _ROWS // 2) + _PARTS * _ROWS * K
+            turn = ROWS_TOKENS * (3 * K + columns) // 2
+            turn += blocks * (8 + 8 * ROWS_OCTETS * ROWS_TOKENS // 2) + ROWS_PARTS * ROWS_TOKENS * K
             words = torch.full((4 * turn,), -1, dtype=torch.int32, device=self._epoch.device)
             self._of_rows[B] = words, torch.zeros_like(self._epoch)
         return self._of_rows[B]

@@ -6,10 +6,9 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import twellctl
-from twellctl import __version__
+from twellctl.version import __version__
 
-_CHECKOUT = Path(twellctl.__file__).resolve().parent.parent
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache

@@ -25,15 +25,15 @@ def bundle_files() -> dict[str, bytes]:
     Of the kernels these are the sources of what its code may launch, their headers, and README.md,
     which draws the format.
     """
-    from twellctl.bundle.twell_launch import entry_file
     from twellctl.bundle.twell_nvrtc import with_headers
     from twellctl.bundle.twell_reasons import ALL_KERNELS
+    from twellctl.bundle.twell_spec import ENTRY_FILES
 
     code = Path(__file__).resolve().parent.parent / "bundle"
     files = {path.name: path.read_bytes() for path in sorted(code.glob("*.py"))}
     del files["__init__.py"]
     sources = kernel_files()
     kernels = {"README.md": (resource_dir("kernels") / "README.md").read_bytes()}
-    for source in {entry_file(entry) for entry in ALL_KERNELS}:
+    for source in {ENTRY_FILES[entry] for entry in ALL_KERNELS}:
         kernels |= with_headers(source, sources)
     return files | {f"twell_kernels/{name}": kernels[name] for name in sorted(kernels)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
@@ -62,6 +63,12 @@ _IN_VLLM = """ Where twellctl is installed, too,
 _OVER_TWELL = """ With
 `trust_remote_code=True` it loads {ours} from this folder instead, which skips the neurons
 that do not fire and gives the same logits up to rounding. twellctl need not be installed."""
+_FP8 = """
+Its linear layers, but the LM head, are FP8: weights in e4m3 with a scale for each row, inputs
+rounded to e4m3 with a scale for each token. Figures below were measured before that rounding."""
+_FP8_STOCK = """ It needs the
+package compressed-tensors. With `trust_remote_code=True` it loads {ours} from this
+folder instead, which needs neither that package nor twellctl and computes the same."""
 _CONVERTED = """
 It was converted and not fine-tuned since: fine-tune it before use."""
 
@@ -90,18 +97,19 @@ def write_card(
     figures = Figures(_report(folder), profile, evaluation)
     base = config["twell"].get("source")
     stock = (config.get("architectures") or ["class"])[0]
-    served = is_served_over_twell(stock, profiled="densities" in config["twell"])
+    served = is_served_over_twell(config)
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
+    in_fp8 = is_fp8(config)
     fresh = not figures.report and config["twell"]["source_act"] != "relu"
     card = _CARD.format(
-        front=front_matter(name, base, source, _metrics(figures)),
+        front=front_matter(name, base, source, [] if in_fp8 else _metrics(figures)),
         name=name,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
-        state=_CONVERTED if fresh else "",
+        state=(_CONVERTED if fresh else "") + (_FP8 if in_fp8 else ""),
         density=_density(config["twell"], figures.report, profile),
         sections="".join(_sections(figures)),
         stock=f"`{stock}`",
-        over_twell=_OVER_TWELL.format(ours=f"`{ours}`") if ours else "",
+        over_twell=(_FP8_STOCK if in_fp8 else _OVER_TWELL).format(ours=f"`{ours}`") if ours else "",
         densely=serve_command(name, over_twell=False),
         in_vllm=_IN_VLLM.format(command=serve_command(name, over_twell=True)) if served else "",
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
+from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, reason, shown
 from twellctl.files.strict_json import read_json
 from twellctl.models.shards import (
@@ -34,6 +35,7 @@ SIZES = (
 )
 _BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
+_FP8 = "F8_E4M3"  # as safetensors spells it
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
@@ -85,6 +87,11 @@ class Checkpoint:
         return self.activation in SILU
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether it is an FP8 export."""
+        return is_fp8(self.config)
+
+    @property
     def twell(self) -> dict:
         """The "twell" block of config.json, checked; a default one for a model that has none.
 
@@ -98,6 +105,15 @@ class Checkpoint:
             raise TwellError(f"{self.name}: config.json's {error}") from error
         is_public = _HUB_ID.fullmatch(str(twell.get("source")))
         return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
+
+    def require_unquantised(self) -> None:
+        """Refuse an FP8 export, whose weights are for inference alone."""
+        if self.is_fp8:
+            origin = self.config["twell"].get("rounded_from")
+            raise TwellError(
+                f"{self.name} is quantised already (FP8): take the model that it was exported "
+                f"from{f', {shown(origin)}' if origin else ''}"
+            )
 
     def require_relu(self) -> None:
         """Refuse a model whose FFNs are not ReLU (yet)."""
@@ -142,9 +158,11 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
             f"{name} holds an adapter: merge it into its model first (merge_and_unload)"
         )
     config = read_json(path / "config.json")
+    if not is_fp8(config):
+        refuse_quantised(name, config)
     refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
-    _refuse_quantised(name, tensors)
+    _refuse_dtypes(name, tensors, {_FP8} if is_fp8(config) else set())
     ffn = ffn_shape(name, config, tensors)
     _compare_sizes(name, config, tensors, ffn)
     checkpoint = Checkpoint(name, path, config, tensors, shards, ffn)
@@ -202,8 +220,8 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def refuse_unsupported(name: str, config: dict) -> None:
-    """`TwellError` for what no command works on: quantised, multimodal, remote code, not causal."""
+def refuse_quantised(name: str, config: dict) -> None:
+    """`TwellError` for a model that config.json says is quantised."""
     quantised = config.get("quantization_config") or config.get("compression_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -211,6 +229,10 @@ def refuse_unsupported(name: str, config: dict) -> None:
             f"{name} is quantised ({method or 'unknown method'}): "
             "take the original bf16, fp16 or fp32 model"
         )
+
+
+def refuse_unsupported(name: str, config: dict) -> None:
+    """`TwellError` for what no command works on: multimodal, remote code, not causal."""
     if towers := [key for key in config if key in ("text_config", "vision_config", "audio_config")]:
         raise TwellError(f"{name} is multimodal ({towers[0]}): take a text-only model")
     model_type = config.get("model_type")
@@ -244,8 +266,9 @@ def _transformers_has(model_type: str) -> bool:
     return package is not None and (Path(package.origin).parent / "models" / folder).is_dir()
 
 
-def _refuse_quantised(name: str, tensors: dict[str, TensorInfo]) -> None:
-    odd = {tensor.dtype for tensor in tensors.values()} - {*FLOATS, *_OTHER_DTYPES}
+def _refuse_dtypes(name: str, tensors: dict[str, TensorInfo], taken: set[str]) -> None:
+    """Refuse tensors that are neither floats nor of the dtypes `taken`."""
+    odd = {tensor.dtype for tensor in tensors.values()} - {*FLOATS, *_OTHER_DTYPES, *taken}
     odd |= {n.rsplit(".", 1)[-1] for n in tensors if n.endswith((".qweight", ".weight_packed"))}
     if odd:
         raise TwellError(
@@ -270,7 +293,7 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
             f"{name} ({config['model_type']}) has {len(gated)} gated FFNs in {num_layers} layers: "
             "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
-    return _common_shape(name, gated)
+    return _common_shape(name, gated, (_FP8,) if is_fp8(config) else FLOATS)
 
 
 def _compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:
@@ -327,16 +350,21 @@ def _size(name: str, config: dict, key: str) -> None:
         )
 
 
-def _common_shape(name: str, ffns: list[dict[str, TensorInfo]]) -> FfnShape:
+def _common_shape(
+    name: str, ffns: list[dict[str, TensorInfo]], dtypes: tuple[str, ...]
+) -> FfnShape:
     K, N = ffns[0]["down_proj"].shape if len(ffns[0]["down_proj"].shape) == 2 else (0, 0)
     expected = {"down_proj": (K, N), "gate_proj": (N, K), "up_proj": (N, K)}
     expected["gate_up_proj"] = (2 * N, K)
+    remedy = "take a model with equal FFNs in all layers"
+    if _FP8 in dtypes:
+        remedy = "export the model again"
     for ffn in ffns:
         for part, tensor in ffn.items():
-            if tensor.shape != expected[part] or tensor.dtype not in FLOATS:
+            if tensor.shape != expected[part] or tensor.dtype not in dtypes:
                 raise TwellError(
                     f"{name}: {tensor.name} is {list(tensor.shape)} of {tensor.dtype}, expected "
-                    f"{list(expected[part])} of floats: take a model with equal FFNs in all layers"
+                    f"{list(expected[part])} of {' or '.join(dtypes)}: {remedy}"
                 )
     if N > MAX_COLUMNS:
         raise TwellError(f"{name} has {N} neurons a layer: TwELL holds at most {MAX_COLUMNS}")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from twellctl.bundle.twell_model import activation_name, gated_ffns
@@ -20,8 +21,8 @@ from twellctl.models.loading import skeleton
 _K, _N = 8, 24
 
 
-def stock_class(checkpoint: Checkpoint) -> str:
-    """The transformers class of the model; `TwellError` if its FFNs cannot run over TwELL."""
+def exportable_skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The stock model on the meta device; `TwellError` if its FFNs cannot run over TwELL."""
     name, kind = checkpoint.name, checkpoint.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise TwellError(
@@ -29,13 +30,13 @@ def stock_class(checkpoint: Checkpoint) -> str:
             "know as a causal language model: pip install -U transformers"
         )
     model = skeleton(checkpoint)
-    stock, ffns = type(model).__name__, gated_ffns(model)
+    ffns = gated_ffns(model)
     if len(ffns) != checkpoint.ffn.num_layers or not is_plain_ffn(ffns[0]):
         raise TwellError(
-            f"{name} ({stock}) has FFNs that compute more than down(act(gate) * up), which TwELL "
-            "would leave out: it cannot be exported"
+            f"{name} ({type(model).__name__}) has FFNs that compute more than "
+            "down(act(gate) * up), which TwELL would leave out: it cannot be exported"
         )
-    return stock
+    return model
 
 
 @torch.no_grad()

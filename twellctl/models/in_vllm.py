@@ -3,6 +3,8 @@
 This imports no vLLM; the plugin itself is `twellctl/vllm`.
 """
 
+from twellctl.bundle.twell_fp8_config import is_fp8
+
 # vLLM's classes that the plugin stands in for; each has gate_up_proj and down_proj in its layers.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -14,9 +16,10 @@ ARCHITECTURES = (
 DENSELY = "--model-impl transformers"  # vLLM's transformers backend runs what transformers does
 
 
-def is_served_over_twell(architecture: str, *, profiled: bool) -> bool:
-    """Whether the plugin takes an export of this class, `profiled` or not."""
-    return profiled and architecture in ARCHITECTURES
+def is_served_over_twell(config: dict) -> bool:
+    """Whether the plugin takes an export with this config.json: in bf16, with a profile."""
+    (name, *_) = config.get("architectures") or [""]
+    return name in ARCHITECTURES and "densities" in config["twell"] and not is_fp8(config)
 
 
 def serve_command(model: object, *, over_twell: bool) -> str:

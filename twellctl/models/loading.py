@@ -4,10 +4,11 @@ import collections
 import contextlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -22,6 +23,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
+from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_quantizer import with_own_layers
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.models.checkpoint import Checkpoint
 
@@ -35,11 +38,12 @@ def default_device() -> torch.device:
 
 
 def told_of_place(model: PreTrainedModel) -> str:
-    """Where a model lies and in what, in words: its device and the dtype of its weights."""
+    """Where a model lies and in what, in words: its device and the dtypes of its weights."""
     name = str(model.device)
     if model.device.type == "cuda":
         name = f"{name}, {torch.cuda.get_device_name(model.device)}"
-    return f"{name}, {str(model.dtype).removeprefix('torch.')}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{name}, {dtype}" + (", linear layers in FP8" if is_fp8(model.config.to_dict()) else "")
 
 
 def load_model(
@@ -60,7 +64,7 @@ def load_model(
         return _random_model(checkpoint, dtype, device)
     extra = {} if activation is None else {"hidden_act": activation}
     model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
-    _refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
+    refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
     return model
 
 
@@ -78,7 +82,7 @@ def check_stored_weights(checkpoint: Checkpoint) -> None:
     for shard in checkpoint.shards:
         with safe_open(checkpoint.path / shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a handle, no dict
-                _refuse_not_finite(checkpoint, [(name, file.get_tensor(name))])
+                refuse_not_finite(checkpoint, [(name, file.get_tensor(name))])
 
 
 @contextlib.contextmanager
@@ -105,6 +109,9 @@ def _no_model_of(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[No
 def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
     """The stock model with its weights, all of which are there and of the right shape."""
     with _no_model_of(checkpoint):
+        if checkpoint.is_fp8:
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+            how["config"] = with_own_layers(config)
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             trust_remote_code=False,
@@ -126,13 +133,13 @@ def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
     return model
 
 
-def _refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]]) -> None:
     """`TwellError` that names tensor and file. One read of each tensor, one wait for the device."""
     floats = {name: t.detach() for name, t in named if t.is_floating_point() and t.numel()}
     if not floats:
         return
     # the least and the largest, through which NaN goes: 5 GB/s on one core, isfinite() 0.2
-    ends = torch.stack([torch.stack(t.aminmax()).float() for t in floats.values()])
+    ends = torch.stack([_ends(t) for t in floats.values()])
     for name, sound in zip(floats, ends.isfinite().all(1).tolist(), strict=True):
         if not sound:
             stored = checkpoint.tensors.get(name)
@@ -141,6 +148,13 @@ def _refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor
                 f"{name} holds NaN or infinity ({file}): fetch it again, or go back to a "
                 "checkpoint from before the weights broke"
             )
+
+
+def _ends(tensor: Tensor) -> Tensor:
+    """float32 [least, largest]."""
+    if tensor.itemsize == 1:  # e4m3 does not compare
+        tensor = tensor.bfloat16()
+    return torch.stack(tensor.aminmax()).float()
 
 
 def _random_model(
@@ -159,6 +173,25 @@ def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
         config = AutoConfig.for_model(**given)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return json.loads(config.to_json_string()), model
+
+
+def without_values(
+    checkpoint: Checkpoint, dtype: torch.dtype, activation: str | None = None
+) -> PreTrainedModel:
+    """The model in eval mode, its weights on the meta device: `load_model` says what is refused.
+
+    Its buffers are there. What the weights hold is not looked at.
+    """
+    if checkpoint.shards:
+        config = skeleton(checkpoint).config
+    else:
+        config = AutoConfig.for_model(**checkpoint.config)
+    if activation is not None:
+        config.hidden_act = activation
+    with _no_model_of(checkpoint), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model.eval()
 
 
 def without_mask(model: PreTrainedModel, seq_len: int) -> None:
@@ -227,11 +260,17 @@ def quiet_transformers() -> Iterator[None]:
 
 def as_stored(state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """`state` in the source's dtypes, less what is another name of a tensor there (a tied head)."""
-    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
-    usual = collections.Counter(stored.values()).most_common(1)[0][0]
+    dtype_of, stored = stored_dtypes(checkpoint), checkpoint.tensors
     there = {state[name].data_ptr() for name in stored if name in state}
     return {
-        name: tensor.to(dtype=stored.get(name, usual))
+        name: tensor.to(dtype=dtype_of(name))
         for name, tensor in state.items()
         if name in stored or tensor.data_ptr() not in there
     }
+
+
+def stored_dtypes(checkpoint: Checkpoint) -> Callable[[str], torch.dtype]:
+    """The dtype of a tensor in the source, by name; of one that is not there, the usual one."""
+    stored = {name: DTYPES.get(tensor.dtype) for name, tensor in checkpoint.tensors.items()}
+    usual = collections.Counter(stored.values()).most_common(1)[0][0]
+    return lambda name: stored.get(name, usual)

@@ -145,11 +145,28 @@ def dry_run(result: Any, changes: str) -> None:
         "evaluations and checkpoints not counted"
     )
     peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
-    say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}")
+    say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
+    for plan in result.on_several:
+        say(_on_several(plan))
     if result.speedup is not None:
         say(f"an FFN of this shape at the target: {result.speedup:.2f} times as fast as dense")
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
+
+
+def _over_processes(result: Any) -> str:
+    if result.num_processes == 1:
+        return ""
+    share = "some rows of student, teacher and optimizer" if result.is_sharded else "a replica"
+    return f", the most of {result.num_processes} processes; each holds {share}"
+
+
+def _on_several(plan: Any) -> str:
+    """Before the first block, of an `OnSeveral`."""
+    size = f"{plan.least_bytes / 2**30:.1f} GiB each before the first block"
+    if plan.is_sharded:
+        return f"on {plan.num_gpus} such GPUs: sharded, {size}"
+    return f"on {plan.num_gpus} or more such GPUs: a replica on each, {size}"
 
 
 def profiled(result: Any, saved_as: Any = None) -> None:
@@ -215,7 +232,11 @@ def exported(result: Any) -> None:
     slots = f"{low} to {high}" if low < high else f"{low}"
     how = "from the profile" if result.profiled else "no profile given"
     say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
-    say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
+    if result.quantize == "fp8":
+        say("its linear layers are FP8; from_pretrained(..., trust_remote_code=True) loads it, and")
+        say("without that transformers needs the package compressed-tensors")
+    else:
+        say("it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without")
     if result.over_twell_in_vllm:
         say("vLLM serves it over TwELL where twellctl is installed, dense with")
         say("--model-impl transformers")

@@ -13,6 +13,7 @@ from twellctl.errors import UsageError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
     checkpoint_activations,
+    default_device,
     in_autocast_dtype,
     load_model,
     without_mask,
@@ -24,10 +25,13 @@ from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
+from twellctl.training.memory import is_to_be_sharded
 from twellctl.training.optimizer import make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
+from twellctl.training.sharded_trainer import ShardedTrainer, share_directions
+from twellctl.training.sharded_weights import load_sharded
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, is_fresh
 from twellctl.training.trainer import SparseTrainer
@@ -42,25 +46,26 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
+    sharded = is_to_be_sharded(checkpoint, recipe)
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
     return dataclasses.replace(
         recipe,
-        compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
+        compile=_compiles(recipe, sharded) if recipe.compile is None else recipe.compile,
         penalty=penalty,
         seq_len=recipe.seq_len or min(1024, longest),
         learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
     )
 
 
-def _compiles(recipe: Recipe) -> bool:
+def _compiles(recipe: Recipe, sharded: bool) -> bool:
     one_process = os.environ.get("WORLD_SIZE", "1") == "1"
-    return torch.cuda.is_available() and one_process and not recipe.lora_rank
+    return torch.cuda.is_available() and (one_process or sharded) and not recipe.lora_rank
 
 
 def _captures(recipe: Recipe) -> bool:
     """Whether steps are replayed as CUDA graphs: what they do may not change from step to step."""
     fixed = recipe.penalty == "count" and not recipe.gradient_checkpointing
-    return recipe.compile and fixed and _compiles(recipe)
+    return recipe.compile and fixed and _compiles(recipe, sharded=False)
 
 
 def build_trainer(
@@ -73,18 +78,21 @@ def build_trainer(
 ) -> SparseTrainer:
     """All that a run trains with, loaded; `recipe` is one that `for_model` has completed."""
     train, held_out = blocks
-    model = _student(checkpoint, recipe)
+    sharded = is_to_be_sharded(checkpoint, recipe)
+    model = _student(checkpoint, recipe, sharded)
     fresh, num_neurons = is_fresh(checkpoint), checkpoint.ffn.intermediate_size
     soften = recipe.soften if fresh and recipe.penalty == "count" else 0.0
     progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, soften)
+    if sharded:
+        share_directions(penalty.gates)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     _note_what_is_slow(model, recipe, arguments, progress)
-    taught_by = _taught_by(teacher, recipe)
-    trainer = SparseTrainer(
+    taught_by = _taught_by(teacher, recipe, sharded)
+    trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
         schedule=_schedule(recipe, num_neurons, arguments.max_steps),
         teacher=taught_by,
@@ -94,7 +102,7 @@ def build_trainer(
         soften=soften,
         leeway=0.0 if fresh else LEEWAY,
         compiled=recipe.compile,
-        captures=_captures(recipe),
+        captures=_captures(recipe) and not sharded,
         note=progress.note,
         model=model,
         args=arguments,
@@ -111,10 +119,14 @@ def build_trainer(
     return trainer
 
 
-def _student(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
+def _student(checkpoint: Checkpoint, recipe: Recipe, sharded: bool) -> PreTrainedModel:
     """The model to train, and what of it is trained."""
     torch.manual_seed(recipe.seed)
-    model = load_model(checkpoint, dtype=getattr(torch, recipe.param_dtype))
+    dtype = getattr(torch, recipe.param_dtype)
+    if sharded:
+        model = load_sharded(checkpoint, default_device(), dtype)
+    else:
+        model = load_model(checkpoint, dtype=dtype)
     without_mask(model, recipe.seq_len)
     model.config.use_cache = False
     return with_lora(model, recipe) if recipe.lora_rank else model.requires_grad_(True)
@@ -133,8 +145,8 @@ def _note_what_is_slow(
         progress.note(said)
 
 
-def _taught_by(teacher: Teacher | None, recipe: Recipe) -> PreTrainedModel | None:
-    taught_by = teacher and teacher.load()
+def _taught_by(teacher: Teacher | None, recipe: Recipe, sharded: bool) -> PreTrainedModel | None:
+    taught_by = teacher and teacher.load(sharded)
     if taught_by is not None:
         without_mask(taught_by, recipe.seq_len)
     return taught_by

@@ -4,7 +4,13 @@ from pathlib import Path
 
 from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError, shown
-from twellctl.models.checkpoint import Checkpoint, ffn_shape, open_config_file, refuse_unsupported
+from twellctl.models.checkpoint import (
+    Checkpoint,
+    ffn_shape,
+    open_config_file,
+    refuse_quantised,
+    refuse_unsupported,
+)
 from twellctl.models.loading import without_weights
 from twellctl.models.shards import TensorInfo
 from twellctl.training.recipe import Recipe
@@ -26,6 +32,7 @@ def open_config(config: str | Path) -> Checkpoint:
             f"{name} has hidden_act {shown(given.get('hidden_act'))}: --from-scratch trains ReLU, "
             'write "relu" there'
         )
+    refuse_quantised(name, given)
     refuse_unsupported(name, given)
     complete, model = without_weights(name, given)
     dtype = STORED.get(str(complete.get("dtype") or "float32"))

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from twellctl.training.sharding import whole
+
 LOGITS_AT_ONCE = 1 << 25  # elements of one tensor of logits; some six such exist, in float32
+COMPILED_LOGITS_AT_ONCE = 1 << 28  # three exist, in the head's dtype; few of them cost time
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,14 @@ class HeadLoss:
 
     def logit_rows(self, num_rows: int) -> Iterator[slice]:
         """Slices that cover `num_rows` rows, of as many as may have their logits at once."""
-        rows = max(1, LOGITS_AT_ONCE // len(self.head.weight))
+        at_once = COMPILED_LOGITS_AT_ONCE if self.compiled else LOGITS_AT_ONCE
+        rows = max(1, at_once // len(self.head.weight))
         return (slice(start, start + rows) for start in range(0, num_rows, rows))
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) of the head in `dtype`."""
-        weight, bias = self.head.weight, self.head.bias
-        return weight.to(dtype), None if bias is None else bias.to(dtype)
+        """(weight, bias) of the head in `dtype`, whole: a sharded one is gathered."""
+        weight, bias = whole(self.head.weight), self.head.bias
+        return weight.to(dtype), None if bias is None else whole(bias).to(dtype)
 
     def _forward(self, hidden: Tensor) -> Tensor:
         states = hidden[:, :-1].flatten(0, 1)

@@ -2,7 +2,8 @@
 
 Muon takes the momentum of a matrix, makes all its singular values about 1 and scales it to the size
 of an AdamW step: so rates are of the same order for both. It keeps one number a weight where AdamW
-keeps two. The shifts of gates have a rate of their own.
+keeps two. The shifts of gates have a rate of their own. Where weights are sharded so is all state
+(`muon_owners`).
 """
 
 import math
@@ -10,7 +11,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
+
+from twellctl.training.muon_owners import by_owners
+from twellctl.training.sharding import local
 
 SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
@@ -40,18 +45,23 @@ class Muon(torch.optim.AdamW):
         weights = [p for p in group["params"] if p.grad is not None]
         for shape in sorted(set(map(_shape, weights))):
             same, size = [p for p in weights if _shape(p) == shape], AT_ONCE // math.prod(shape)
-            for start in range(0, len(same), max(1, size)):
-                self._step_some(same[start : start + max(1, size)], group)
+            size = max(1, size) * num_owners(same[0])
+            for start in range(0, len(same), size):
+                self._step_some(same[start : start + size], group)
 
     def _step_some(self, weights: list[Tensor], group: dict) -> None:
-        gradients = [p.grad for p in weights]
-        momenta = [self._momentum(p) for p in weights]
+        held = [local(p) for p in weights]
+        gradients = [local(p.grad) for p in weights]
+        momenta = [local(self._momentum(p)) for p in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-        steps = orthogonal(torch.stack(ahead)).to(weights[0].dtype)
+        if num_owners(weights[0]) > 1:
+            steps = by_owners(ahead, len(weights[0]), orthogonal)
+        else:
+            steps = list(orthogonal(torch.stack(ahead)).to(weights[0].dtype))
         size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, list(steps), alpha=-group["lr"] * size)
+        torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(held, steps, alpha=-group["lr"] * size)
 
     def _momentum(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -59,6 +69,23 @@ class Muon(torch.optim.AdamW):
             state["step"] = torch.zeros(())  # AdamW looks for one when it loads a state
             state["momentum"] = torch.zeros_like(weight)
         return state["momentum"]
+
+    def allocate(self) -> None:
+        """Make the state that steps keep, of zeros, for a checkpoint to be read into."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["matrices"]:
+                    self._momentum(p)
+                elif not self.state[p]:
+                    on = p.device if group["fused"] else "cpu"
+                    self.state[p]["step"] = torch.zeros((), device=on)
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+
+
+def num_owners(weight: Tensor) -> int:
+    """Over how many processes a matrix is sharded."""
+    return weight.device_mesh.size() if isinstance(weight, DTensor) else 1
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -128,18 +128,19 @@ class PricedGates:
             gate.shift.data.copy_(torch.tensor(values["shift"]))
             gate.direction.copy_(torch.tensor(values["direction"]))
 
+    @torch.no_grad()
     def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Make the shifts part of the gate's weights in `state`, `model`'s, and take them out."""
+        """Make the shifts part of those gate weights that `state` of `model` has; take them out."""
         names = {id(module): name for name, module in model.named_modules()}
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
-            name = names[id(ffn)]
-            shift = state.pop(f"{name}.{activation_name(ffn)}.shift")
-            weight = state[f"{names[id(_gate_product(ffn))]}.weight"]
-            moved = weight[: self.num_neurons].float()
-            moved -= torch.outer(shift, gate.direction).to(moved.device)
-            weight = weight.clone()
-            weight[: self.num_neurons] = moved
-            state[f"{names[id(_gate_product(ffn))]}.weight"] = weight
+            state.pop(f"{names[id(ffn)]}.{activation_name(ffn)}.shift", None)
+            name = f"{names[id(_gate_product(ffn))]}.weight"
+            if name in state:
+                weight = state[name].clone()
+                moved = weight[: self.num_neurons].float()
+                moved -= torch.outer(gate.shift, gate.direction).to(moved.device)
+                weight[: self.num_neurons] = moved
+                state[name] = weight
 
     def remove(self) -> None:
         """Give the FFNs back their own activation."""

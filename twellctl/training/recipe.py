@@ -136,11 +136,18 @@ class Recipe:
     )
     lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
     gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
+    shard: str = setting(
+        "auto",
+        "Of several processes, each holds some rows of all weights of student, teacher and "
+        "optimizer. auto: where it does not have the memory for all of them.",
+        choices=("auto", "always", "never"),
+    )
     compile: bool | None = setting(
         None,
-        "Compile the layers (of --gradient-checkpointing the FFNs), and on a GPU replay the parts "
-        "of steps as a CUDA graph: half a minute at the start, then up to three times as fast. "
-        "[default: on a GPU, without LoRA, in one process]",
+        "Compile the layers (of --gradient-checkpointing the FFNs), and on a lone GPU replay the "
+        "parts of steps as a CUDA graph: half a minute at the start, then up to three times as "
+        "fast. "
+        "[default: on a GPU, without LoRA, in one process or sharded]",
     )
 
     save_steps: int = setting(

@@ -33,6 +33,7 @@ FREE = (
     "micro_batch_size",
     "gradient_checkpointing",
     "compile",
+    "shard",
 )
 
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.carried import REPORT_FILE
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.loading import load_model
+from twellctl.models.loading import default_device, load_model
 from twellctl.training.recipe import Recipe
+from twellctl.training.sharded_weights import load_sharded
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,13 @@ class Teacher:
     checkpoint: Checkpoint
     activation: str | None = None
 
-    def load(self) -> PreTrainedModel:
-        """The frozen model."""
+    def load(self, sharded: bool = False) -> PreTrainedModel:
+        """The frozen model; `sharded` over all processes, each has some rows of it."""
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        model = load_model(self.checkpoint, dtype=dtype, activation=self.activation)
+        if sharded:
+            model = load_sharded(self.checkpoint, default_device(), dtype, self.activation)
+        else:
+            model = load_model(self.checkpoint, dtype=dtype, activation=self.activation)
         return model.requires_grad_(False)
 
 

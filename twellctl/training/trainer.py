@@ -5,10 +5,11 @@ the tokens of the step, plus what `PricedGates` (or `FfnPenalty`) and `LayerStat
 backward pass.
 """
 
+import contextlib
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import SLOPE, PricedGates
 from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
+from twellctl.training.sharded_checkpoints import is_sharded_checkpoint, read_training_state
 from twellctl.training.sparsity import FfnPenalty
 
+SCHEDULER_FILE = "scheduler.pt"  # in a checkpoint, as transformers calls it
 LOST = 3  # so many evaluations in a row above the first end a run,
 RECOVERS = 0.1  # unless they make up this share of what they are above it
 PARTS_BEFORE_CAPTURE = 2  # parts of steps: the first compiles
@@ -49,8 +52,21 @@ class StepReport:
         return sum(self.density_by_layer) / len(self.density_by_layer)
 
 
+@contextlib.contextmanager
+def full_disk_told() -> Iterator[None]:
+    """`OSError` for the RuntimeError by which torch's writer says that a disk is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise OSError(f"torch did not write a checkpoint, is there room left? {error}") from error
+
+
 class SparseTrainer(Trainer):
     """A Trainer for blocks of `input_ids` that penalises and counts what fires."""
+
+    is_sharded = False
 
     def __init__(
         self,
@@ -76,6 +92,7 @@ class SparseTrainer(Trainer):
         self.model_accepts_loss_kwargs = (
             False  # our loss is a mean: Trainer divides by accumulation
         )
+        self.muon = self.optimizer
         self.penalty = penalty
         self.schedule = schedule
         self.head = HeadLoss(self.model, compiled)
@@ -117,8 +134,12 @@ class SparseTrainer(Trainer):
             if self._captures and self._parts_run == PARTS_BEFORE_CAPTURE:
                 self._capture(model, ids)
         if self.accelerator.sync_gradients:  # clipping would spread what is not finite
-            self._checked = last_not_finite(self.model)
+            self._checked = self._check_gradients()
         return loss
+
+    def _check_gradients(self) -> tuple[list[str], Tensor]:
+        """As `last_not_finite`, when all of a step's gradients are there."""
+        return last_not_finite(self.model)
 
     def _capture(self, model: nn.Module, ids: Tensor) -> None:
         num_parts = self.current_gradient_accumulation_steps
@@ -251,14 +272,34 @@ class SparseTrainer(Trainer):
         self.penalty.state = state["gates"]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        try:
+        with full_disk_told():
             super()._save_checkpoint(model, trial)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # how torch's writer says that the disk is full
-            raise OSError(
-                f"torch did not write a checkpoint, is there room left? {error}"
-            ) from error
+
+    def checkpoint_saved(self) -> None:
+        """The checkpoint of this step is written: it counts."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            self.complete(folder, self.sparsity_state())
+
+    def complete(self, folder: Path, state: dict[str, Any]) -> None:
+        """Make a checkpoint count, with the `sparsity_state` of its step; drop older ones."""
+        mark_complete(folder, state)
+        self.keep_good_checkpoint()
+        drop_old_checkpoints(folder.parent, self.state.best_model_checkpoint)
+
+    def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
+        if not is_sharded_checkpoint(Path(checkpoint)):  # else it comes with the optimizer
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_sharded_checkpoint(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        read_training_state(Path(checkpoint), self.model, self.muon)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE))
+        rates = self.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.muon.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.report is not None:
@@ -279,10 +320,11 @@ class SparseTrainer(Trainer):
         """
         self.model.eval()
         found = []
-        for ids in self._my_held_out():
+        for ids, counts in self._my_held_out():
             self.penalty.begin(ids.numel(), 1.0)
             loss = self._held_out_loss(self.head, ids)
-            found.append(torch.cat([loss.view(1), self.penalty.measured()[1]]))
+            if counts:
+                found.append(torch.cat([loss.view(1), self.penalty.measured()[1]]))
         loss, *self.held_out_by_layer = self._means(found, 1 + len(self.penalty.ffns))
         density = sum(self.held_out_by_layer) / len(self.held_out_by_layer)
         metrics = {"eval_loss": loss, "eval_density": density}
@@ -298,8 +340,11 @@ class SparseTrainer(Trainer):
         """The teacher's held-out cross-entropy on the same blocks."""
         if self.teacher is None or self.eval_dataset is None:
             return None
-        found = [self._held_out_loss(self.teacher, ids).view(1) for ids in self._my_held_out()]
-        (loss,) = self._means(found, 1)
+        found = [
+            (self._held_out_loss(self.teacher, ids).view(1), counts)
+            for ids, counts in self._my_held_out()
+        ]
+        (loss,) = self._means([loss for loss, counts in found if counts], 1)
         _check_held_out(loss, "take another --teacher, or none")
         return loss
 
@@ -308,10 +353,13 @@ class SparseTrainer(Trainer):
             return head.losses(ids).cross_entropy
 
     def _my_held_out(self):
-        """Single blocks, so that every one weighs the same however many processes share them."""
+        """(ids, whether they count) of single blocks, so that every one weighs the same.
+
+        However many processes share them, that is.
+        """
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         for index in range(rank, len(self.eval_dataset), world):
-            yield self.eval_dataset[index]["input_ids"][None].to(self.args.device)
+            yield self.eval_dataset[index]["input_ids"][None].to(self.args.device), True
 
     def _means(self, found: list[Tensor], size: int) -> list[float]:
         """Of vectors `[size]`, over those of all processes; one may have none."""
@@ -378,11 +426,7 @@ class SparsityCallback(TrainerCallback):
             control.should_save = True  # so that a failure to write the result loses nothing
 
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            run = Path(args.output_dir)
-            mark_complete(run / f"checkpoint-{state.global_step}", self.trainer.sparsity_state())
-            self.trainer.keep_good_checkpoint()
-            drop_old_checkpoints(run, self.trainer.state.best_model_checkpoint)
+        self.trainer.checkpoint_saved()
 
     def restore_signals(self) -> None:
         """Put back the signal handlers that were there before training."""

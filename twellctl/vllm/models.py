@@ -60,7 +60,9 @@ class _Densely:
         if hasattr(model_config.hf_config, "twell"):
             (name, *_) = model_config.hf_config.architectures
             why = f"the plugin has no class for {name}"
-            if name in ARCHITECTURES:
+            if getattr(model_config.hf_config, "quantization_config", None):
+                why = "its linear layers are FP8"
+            elif name in ARCHITECTURES:
                 why = f"without {DENSELY} it would run over TwELL"
             what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
             _say(logging.WARNING, what)

@@ -36,6 +36,8 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
             f"{model}: in config.json hidden_act is {config.hidden_act!r}, of an export it is "
             "'relu': export it again"
         )
+    if getattr(config, "quantization_config", None):
+        raise TwellError(f"{model}: an FP8 export is served densely: add {DENSELY}")
     if "densities" not in twell:
         raise TwellError(
             f"{model}: its config.json holds no profile, from which routes come: export it with "

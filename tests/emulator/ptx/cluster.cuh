@@ -1,0 +1,9 @@
+#pragma once
+
+#include "ptx/shared.cuh"
+
+unsigned cluster_rank();
+void cluster_arrive_relaxed();
+void cluster_wait();
+unsigned address_in_block(unsigned own, unsigned rank);
+void store_cluster_async(unsigned to, unsigned barrier, const float4& v);

@@ -1,0 +1,6 @@
+#pragma once
+
+template <class T>
+inline T opaque(T value) {
+    return value;
+}

@@ -1,0 +1,246 @@
+"""A warm process that forks the processes of sharded runs (for test_sharded*.py).
+
+It reads a line for each run: [job, number of processes, words]. When all have ended it writes what
+each of them returned, or the error that it ended with, as [[rank's answer], ...]. It never runs a
+backward pass itself, since torch would then refuse one in what it forks.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.distributed as dist
+from finetune_runs import InterruptAt, small
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from twellctl.dry_run import dry_run
+from twellctl.errors import TwellError
+from twellctl.finetune import finetune
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.training import optimizer, sharded_weights
+from twellctl.training.from_scratch import open_config
+from twellctl.training.optimizer import make_optimizer
+from twellctl.training.processes import check_same, from_all
+from twellctl.training.progress import Progress
+from twellctl.training.sharded_checkpoints import CheckpointWriter
+from twellctl.training.sharded_trainer import ShardedTrainer
+from twellctl.training.termination import answered
+
+ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95)
+SHAPES = [(7, 5), (7, 5), (7, 5), (7, 5), (3, 8), (2, 9), (16, 4), (1, 6)]
+
+
+def muon(at_once: int) -> float:
+    """How far the sharded optimizer is from the whole one after three steps."""
+    dist.init_process_group("gloo")
+    optimizer.AT_ONCE = at_once
+    whole, cut = _matrices(), _matrices()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(cut, mesh=mesh)
+    makers = [make_optimizer(model, (), ARGUMENTS) for model in (whole, cut)]
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for p, part in zip(whole.parameters(), cut.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=draw)
+            part.grad = distribute_tensor(p.grad, mesh, part.placements)
+        for made in makers:
+            made.step()
+    pairs = zip(whole.parameters(), cut.parameters(), strict=True)
+    return max((p - part.full_tensor()).abs().max().item() for p, part in pairs)
+
+
+def _matrices() -> nn.Module:
+    """A model whose matrices are those of layers; some have fewer rows than there are processes."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(n, m) for m, n in SHAPES))
+    return nn.Sequential(OrderedDict(model=nn.Sequential(OrderedDict(layers=layers))))
+
+
+def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
+    """(coefficient, density) that `finetune --shard always` ends with in this process.
+
+    `how`: `file_bytes` of what is written; the steps at which the first process is interrupted
+    (`interrupt_at`), and the others are killed (`kill_at`) or can write no more (`full_at`); after
+    how many checkpoints the first can write no more (`first_full_after`); whether they are killed
+    at the first save (`kill_in_save`), whether to `resume`.
+    """
+    sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
+    recipe = small(**{"batch_size": 6, "micro_batch_size": 1, "shard": "always"} | changes)
+    done = finetune(model, out, recipe, resume=how.get("resume", False), progress=_progress(how))
+    return [done.l1, done.density]
+
+
+def _progress(how: dict) -> Progress:
+    if os.environ.get("RANK", "0") == "0":
+        if "first_full_after" in how:
+            _fill_after(how["first_full_after"])
+        at = how.get("interrupt_at")
+        return InterruptAt(at) if at else Progress(silent=True)
+    if how.get("kill_in_save"):
+        CheckpointWriter.begin = _kill
+    if "kill_at" in how:
+        _act_at(how["kill_at"], _kill)
+    if "full_at" in how:
+        _act_at(how["full_at"], _fill)
+    return Progress(silent=True)
+
+
+def _kill(*given) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fill() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (999, -1))
+
+
+def _fill_after(count: int) -> None:
+    write, begun = ShardedTrainer._write_small_state, []
+
+    def writing(trainer, folder):
+        begun.append(folder)
+        if len(begun) > count:
+            _fill()
+        write(trainer, folder)
+
+    ShardedTrainer._write_small_state = writing
+
+
+def _act_at(step: int, act) -> None:
+    """Let a trainer `act` as it begins to end a step."""
+    finish = ShardedTrainer.finish_step
+
+    def acting(trainer, interrupted):
+        if trainer.state.global_step == step:
+            act()
+        return finish(trainer, interrupted)
+
+    ShardedTrainer.finish_step = acting
+
+
+def draw(config: str) -> dict[str, list[float]]:
+    """Sums of each weight and of its squares, of random ones."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    made = sharded_weights.load_sharded(open_config(config), torch.device("cpu"), torch.float32)
+    wholes = {name: p.detach().full_tensor() for name, p in made.named_parameters()}
+    return {name: [w.sum().item(), w.std().item()] for name, w in wholes.items()}
+
+
+def load(model: str) -> list[str]:
+    """The weights and buffers that are not what one process loads."""
+    dist.init_process_group("gloo")
+    checkpoint, cpu = open_checkpoint(model), torch.device("cpu")
+    cut = sharded_weights.load_sharded(checkpoint, cpu, torch.float32)
+    whole = load_model(checkpoint, dtype=torch.float32, device=cpu)
+    pairs = zip(whole.named_parameters(), cut.parameters(), strict=True)
+    wrong = [name for (name, p), part in pairs if not torch.equal(p, part.full_tensor())]
+    pairs = zip(whole.named_buffers(), cut.buffers(), strict=True)
+    return wrong + [name for (name, one), other in pairs if not torch.equal(one, other)]
+
+
+def dry(model: str, changes: dict) -> list:
+    """What a dry run tells this process."""
+    found = dry_run(model, small(**{"batch_size": 4, "micro_batch_size": 1} | changes))
+    return [found.num_processes, found.is_sharded, found.num_trained, found.tokens_per_second > 0]
+
+
+def slow_disk(folder: str) -> int:
+    """At which step a checkpoint has ended, that the last process writes for some steps longer."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = _matrices()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    made = make_optimizer(model, (), ARGUMENTS)
+    made.allocate()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        write = FileSystemWriter.write_data
+        FileSystemWriter.write_data = lambda *given: time.sleep(0.5) or write(*given)
+    writer, step = CheckpointWriter(), 0
+    writer.begin(Path(folder), model, made)
+    while not writer.ended(wait=False):
+        time.sleep(0.1)
+        dist.barrier()
+        step += 1
+    return step
+
+
+def same(what: dict) -> None:
+    """Whether all processes have what the first has; the last has something else."""
+    dist.init_process_group("gloo")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    check_same({"text": 1, "recipe": 2} | (what if last else {}), "give all the same")
+
+
+def stuck(folder: str) -> None:
+    """The first process waits for the second one, in C++, when it gets SIGTERM."""
+    dist.init_process_group("gloo")
+    pids = from_all(os.getpid())
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, lambda *given: Path(folder, "handled").touch())
+        with answered(lambda: Path(folder, "told").touch(), seconds=0.5):
+            dist.barrier()
+        Path(folder, "left").touch()
+    time.sleep(0.5)
+    os.kill(pids[0], signal.SIGTERM)
+    time.sleep(2)
+
+
+JOBS = {job.__name__: job for job in (muon, run, draw, load, dry, slow_disk, same, stuck)}
+
+
+def fork(job: str, count: int, words: list) -> list:
+    """What each process has answered; None of one that was killed."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+        free.close()
+        answers = [Path(folder) / str(rank) for rank in range(count)]
+        children = [_child(job, rank, port, answers, words) for rank in range(count)]
+        for child in children:
+            os.waitpid(child, 0)
+        return [json.loads(a.read_text()) if a.exists() else None for a in answers]
+
+
+def _child(job: str, rank: int, port: int, answers: list[Path], words: list) -> int:
+    if child := os.fork():
+        return child
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if len(answers) > 1:
+            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(answers)}
+            told |= {"LOCAL_WORLD_SIZE": len(answers), "MASTER_PORT": port}
+            os.environ.update({k: str(v) for k, v in told.items()}, MASTER_ADDR="localhost")
+        try:
+            answer = JOBS[job](*words)
+        except TwellError as error:
+            answer = str(error)
+        except Exception:
+            answer = traceback.format_exc()
+        answers[rank].write_text(json.dumps(answer))
+        with contextlib.suppress(Exception):  # the first process keeps the store of all
+            dist.barrier()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(fork(*json.loads(line))), flush=True)

@@ -1,0 +1,196 @@
+"""The emulator finds mistakes: kernels with one each fail, as they are they pass.
+
+With TWELL_TEST_EVERY_MISTAKE in the environment also those that are like another one, or take long.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import emulated_rows
+import emulated_step
+import emulated_walk
+import pytest
+import torch
+from emulated_kernels import EmulatedKernels, needs_emulator
+from test_emulated_grad import of_grad
+
+from twellctl.bundle.twell_few_walk import plan_few_walk
+from twellctl.bundle.twell_launch import Limits
+from twellctl.here.resources import kernel_files
+
+pytestmark = needs_emulator
+
+
+def walk(kernels: EmulatedKernels) -> None:
+    """Two tokens, one of which has several batches of pairs."""
+    problem = emulated_walk.random_problem(2, 576, 264, 0.0, 1)
+    limits = Limits(132, 232448, 60 << 20, (9, 0))
+    plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2)
+    y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
+    assert torch.equal(y, problem.y)
+
+
+def lists(kernels: EmulatedKernels) -> None:
+    of_grad.test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run(kernels)
+
+
+def sums(kernels: EmulatedKernels) -> None:
+    of_grad.test_sums_are_added_to_if_there_are_heavy_rows(kernels, 5)
+
+
+def step(kernels: EmulatedKernels) -> None:
+    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5)
+    wanted = emulated_step.judge(model)
+    done = emulated_step.emulate(kernels, model, 96, True, seeds=(1,))
+    assert (done.logits - wanted.logits).abs().max() < 0.05
+    assert (done.counts[0] - wanted.counts[0]).abs().max() <= 2
+
+
+def rows(kernels: EmulatedKernels) -> None:
+    """Of two texts; blocks bring rows of down twice."""
+    model = emulated_step.Model(2048, 64, 32, 8, 2048, 1, 3, gate_mean=2, rows=2)
+    wanted = [emulated_step.judge(row, late_root=True) for row in emulated_rows.rows_of(model)]
+    found = emulated_rows.emulate(kernels, model, 128, seeds=(1,))
+    for done, exact in zip(found, wanted, strict=True):
+        assert (done.logits - exact.logits).abs().max() < 0.5
+
+
+@dataclass(frozen=True)
+class Mutation:
+    run: Callable[[EmulatedKernels], None]
+    file: str
+    original: str
+    mutated: str = ""
+    wrong: str = "a race"
+
+
+WALK, LISTS, SUMS = "ffn/few_walk.cuh", "train/grad_lists.cu", "train/grad_sums.cu"
+STEP, PRODUCTS, FFN = (f"decode/step{part}.cuh" for part in ("", "_products", "_ffn"))
+ROWS_PRODUCTS, ROWS_FFN = (f"decode/step_rows{part}.cuh" for part in ("_products", "_ffn"))
+MUTATIONS = {
+    "no fence between blocks": Mutation(
+        step, STEP, "            fence_gpu();\n", wrong="not made visible"
+    ),
+    "no fence behind mbarriers' beginning": Mutation(
+        walk, WALK, "barrier_init_fence();", wrong="without a fence"
+    ),
+    "waits swapped": Mutation(
+        sums,
+        SUMS,
+        "    wait_for_copies<0>();\n    __syncthreads();\n",
+        "    __syncthreads();\n    wait_for_copies<0>();\n",
+    ),
+    "16 bytes less": Mutation(
+        lists, LISTS, "(ranks + 16 * words);", "(ranks + 16 * words - 4);", "trap"
+    ),
+    "a tail of one more": Mutation(
+        walk, WALK, "first + i * threads < end,", "first + i * threads <= end,", "no such memory"
+    ),
+    "no tag looked at": Mutation(step, FFN, "if (!(wrong & 0xff)) return;", "return;", "assert"),
+    "the other parity": Mutation(
+        walk, WALK, "barrier_wait(barrier, 0);", "barrier_wait(barrier, 1);"
+    ),
+    "no __syncthreads": Mutation(
+        walk,
+        WALK,
+        "store_shared_word(sums + 4 * warp, upto);\n            __syncthreads();",
+        "store_shared_word(sums + 4 * warp, upto);",
+    ),
+    "no __syncwarp": Mutation(
+        sums,
+        SUMS,
+        "        wait_for_copies<0>();\n        __syncwarp();",
+        "        wait_for_copies<0>();",
+    ),
+    "no wait for the kernel in front": Mutation(
+        walk, WALK, "    wait_for_previous();\n", wrong="kernel in front"
+    ),
+    "a token too far": Mutation(
+        walk,
+        WALK,
+        "load_written(x + row + column)",
+        "load_written(x + row + K + column)",
+        "no such memory",
+    ),
+    "no wait for the ring": Mutation(
+        step, PRODUCTS, "barrier_wait(empty(to), refill);", wrong="being read"
+    ),
+    "no wait for hidden": Mutation(
+        rows,
+        ROWS_FFN,
+        "            sync_consumers();\n            barrier_wait(down_full()",
+        "            barrier_wait(down_full()",
+    ),
+}
+MORE = {
+    "no arrive": Mutation(
+        step,
+        PRODUCTS,
+        "if (lane == j && j < num) barrier_arrive(empty(slots[j]));",
+        ";",
+        "wait forever",
+    ),
+    "no wait for copies": Mutation(
+        sums, SUMS, "        wait_for_copies<0>();\n        __syncwarp();", "        __syncwarp();"
+    ),
+    "a row too far": Mutation(
+        walk, WALK, "min(base + i, num - 1)", "min(base + i, num)", "no such memory"
+    ),
+    "no wait for up": Mutation(step, FFN, "barrier_wait(row_full(in), row_group / kGroups & 1);"),
+    "no wait for up's sums": Mutation(
+        step,
+        FFN,
+        "            sync_consumers();\n            const unsigned downs",
+        "            const unsigned downs",
+    ),
+    "a word too few": Mutation(
+        step,
+        FFN,
+        "c < 8; c += 4)\n                store",
+        "c < 4; c += 4)\n                store",
+        "wait forever",
+    ),
+    "the last tag": Mutation(step, STEP, "phase ? tag : (tag - 1) & 0xffff", "tag", "wait forever"),
+    "an early arrive": Mutation(
+        rows,
+        ROWS_FFN,
+        "*at<int>(kTotal) = total;\n        __syncwarp();",
+        "*at<int>(kTotal) = total;",
+    ),
+    "leaves too early": Mutation(
+        rows,
+        ROWS_PRODUCTS,
+        "    __device__ __forceinline__ void leave_place() {\n        __syncwarp();",
+        "    __device__ __forceinline__ void leave_place() {",
+    ),
+    "no wait for rows of down": Mutation(rows, ROWS_FFN, "barrier_wait(down_full(), down_parity);"),
+    "rows of down over others": Mutation(
+        rows, ROWS_FFN, "barrier_wait(down_empty(), refill);", wrong="too many arrive"
+    ),
+    "masks not waited for": Mutation(
+        rows,
+        ROWS_FFN,
+        "while (max(masks[0], masks[1]) == ~0u) {",
+        "while (false) {",
+    ),
+    "no wait for the cluster": Mutation(
+        walk, WALK, "    cluster_wait();", wrong="may not have begun"
+    ),
+}
+ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
+
+
+@pytest.mark.parametrize("run", [walk, lists, sums, step, rows])
+def test_without_a_mistake(run):
+    run(EmulatedKernels())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_mistake(name):
+    mutation, sources = ALL[name], kernel_files()
+    text = sources[mutation.file].decode()
+    assert text.count(mutation.original) == 1
+    mutated = text.replace(mutation.original, mutation.mutated).encode()
+    with pytest.raises(AssertionError, match=mutation.wrong):
+        mutation.run(EmulatedKernels(sources | {mutation.file: mutated}))

@@ -1,0 +1,182 @@
+"""FP8 linear layers and gated FFNs in plain torch: the judge of every FP8 kernel.
+
+A weight is e4m3 with a scale for each row. An input is rounded to e4m3 as it comes, with a scale
+for each row (token), or stays as it is:
+
+    y[m, n] = s_x[m] * s_w[n] * sum over k of x_8[m, k] * w_8[n, k]  + b[n]       rounded weights
+    y[m, n] =          s_w[n] * sum over k of x[m, k] * w_8[n, k]    + b[n]       and inputs, or not
+
+    x ~ s_x * x_8        s_x = max |x[m, :]| / 448, in float32; x_8 is x / s_x, rounded to nearest
+
+The products are of the rounded values, exact, and added up in float32; scales and bias come after
+the sum, in float32; y is rounded once, to the dtype of x. A row with NaN or infinity gives NaN.
+
+On GPUs with FP8 tensor cores `torch._scaled_mm` computes the first form. Their sums hold some 14
+bits, so its results lie up to 2^-7 of the largest from these. These layers are for inference: they
+have no gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .twell_format import keep_fired
+from .twell_launch import device_limits
+from .twell_reasons import say_once
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a row of zeros, too
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight by rows: `values` e4m3 `[N, K]`, `scale` float32 `[N, 1]`; and the bias `[N]`."""
+
+    values: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+    def chunk(self, count: int) -> list["Fp8Weight"]:
+        """`count` weights of equally many rows, as views."""
+        biases = [None] * count if self.bias is None else self.bias.chunk(count)
+        parts = zip(self.values.chunk(count), self.scale.chunk(count), biases, strict=True)
+        return [Fp8Weight(*part) for part in parts]
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 of the shape of x, float32 scales `[..., 1]`) of a finite x `[..., K]`."""
+    x = x.float()
+    scale = _scale_of(x)
+    return (x / scale).to(E4M3), scale
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a weight `[N, K]`, with scales that bf16 holds: some readers keep them so."""
+    weight = weight.float()
+    scale = _scale_of(weight).bfloat16().float()
+    return (weight / scale).to(E4M3), scale  # at most 449.75, which is 448
+
+
+def _scale_of(x: Tensor) -> Tensor:
+    # times: by a number CUDA divides so, and the CPU otherwise
+    return (x.abs().amax(-1, keepdim=True) * (1 / LARGEST)).clamp_min(_SMALLEST_SCALE)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, *, round_inputs: bool = True) -> Tensor:
+    """`[..., K]` to `[..., N]`, in the dtype of x. `round_inputs`: which of the two forms."""
+    y = _products(x.reshape(-1, x.shape[-1]), round_inputs)(weight)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def fp8_ffn(
+    x: Tensor, gate: Fp8Weight, up: Fp8Weight, down: Fp8Weight, *, round_inputs: bool = True
+) -> Tensor:
+    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, of `gate`, `up` `[N, K]`, `down`.
+
+    gate, up and their product h are rounded to the dtype of x; `round_inputs` is for x and h.
+    """
+    of_x = _products(x.reshape(-1, x.shape[-1]), round_inputs)
+    hidden = keep_fired(of_x(gate)) * of_x(up)
+    return _products(hidden, round_inputs)(down).view(x.shape)
+
+
+def _products(rows: Tensor, round_inputs: bool) -> Callable[[Fp8Weight], Tensor]:
+    """What multiplies `rows` `[M, K]`, rounded once, by a weight: `[M, N]` in their dtype."""
+    if not round_inputs:
+        return lambda weight: _judge(rows, None, weight).to(rows.dtype)
+    values, scale = round_rows(rows)
+    return lambda weight: _product(values, scale, weight, rows.dtype)
+
+
+def _product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """The first form, of rows that are rounded, `[M, K]` to `[M, N]` of `dtype`."""
+    if values.is_cuda and values.numel():
+        said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
+        if said is None:
+            return torch._scaled_mm(
+                values.contiguous(),
+                weight.values.t(),
+                scale_a=scale,
+                scale_b=weight.scale.t(),
+                bias=weight.bias,
+                out_dtype=dtype,
+                use_fast_accum=True,
+            )
+    return _judge(values, scale, weight).to(dtype)
+
+
+def _judge(values: Tensor, scale: Tensor | None, weight: Fp8Weight) -> Tensor:
+    """float32 `[M, N]` by the head of this module, on any device; `scale` None: no rounded x."""
+    with torch.autocast(values.device.type, enabled=False):
+        y = F.linear(values.float(), weight.values.float())
+    if scale is not None:
+        y *= scale
+    y *= weight.scale.t()
+    return y if weight.bias is None else y.add_(weight.bias)
+
+
+@torch.compiler.assume_constant_result
+def _why_not_scaled_mm(index: int, N: int, K: int, dtype: str) -> str | None:
+    """None if torch's FP8 product takes this, else why not, which is said once."""
+    said = None
+    if torch.version.cuda is None or device_limits(index).capability < (8, 9):
+        said = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
+    elif dtype != "torch.bfloat16":
+        said = f"FP8 products give bf16, not {dtype.removeprefix('torch.')}"
+    elif N % 16 or K % 16:
+        said = f"FP8 products take sizes that are multiples of 16, not {K} and {N}"
+    if said:
+        say_once(said)
+    return said
+
+
+class Fp8Linear(nn.Linear):
+    """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **where):
+        """Without values yet; `where`: device, and the dtype of the bias."""
+        super().__init__(in_features, out_features, bias, **where)
+        device = self.weight.device
+        values = torch.empty(out_features, in_features, dtype=E4M3, device=device)
+        scale = torch.empty(out_features, 1, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    @property
+    def fp8_weight(self) -> Fp8Weight:
+        """What `fp8_linear` takes."""
+        return Fp8Weight(self.weight, self.weight_scale, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        refuse_gradients(x)
+        return fp8_linear(x, self.fp8_weight)
+
+    def _apply(self, fn, recurse=True):
+        def placed(tensor: Tensor) -> Tensor:
+            """Where `fn` puts it; of to(dtype) too, e4m3 and its scales keep their dtypes."""
+            moved = fn(tensor)
+            own = tensor is self.weight or tensor is self.weight_scale
+            return tensor.to(moved.device) if own and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(placed, recurse)
+
+
+def refuse_gradients(x: Tensor) -> None:
+    """`RuntimeError` where a gradient of `x` would be lost without a word."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "FP8 layers have no gradients: train the model that this one was exported from"
+        )
+
+
+def put_in_fp8(model: nn.Module, ignore: list[str]) -> None:
+    """Change each plain nn.Linear of `model` whose name is not in `ignore` for an `Fp8Linear`."""
+    linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and n not in ignore]
+    for name, linear in linears:
+        K, N, weight = linear.in_features, linear.out_features, linear.weight
+        where = {"device": weight.device, "dtype": weight.dtype}
+        model.set_submodule(name, Fp8Linear(K, N, linear.bias is not None, **where))

@@ -1,0 +1,281 @@
+"""The kernels, declared once: their sources, entries, and the numbers that the host shares.
+
+A source in kernels/ includes "spec.cuh", which is no file: `spec` writes it when the source is
+compiled, out of what stands here.
+
+    namespace spec { constexpr int UP_BLOCK = 512; }      numbers that the source and headers name
+    #define TWELL_ENTRIES(make) make(few_walk_8, 0, 8) ... entries with their template arguments
+
+So a kernel of another size or type is one line here, and a changed number compiles anew just the
+kernels that use it. Standard library only. What the decode engine alone launches is declared here
+too, but exports carry no source of it.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import NamedTuple
+
+from .twell_config import MAX_COLUMNS as _MAX_COLUMNS
+from .twell_config import TILE
+
+SPEC = "spec.cuh"
+Capability = tuple[int, int]
+Arguments = tuple[int | bool, ...]
+
+# ---- of the format, and of lists (tile/lists.cuh, tile/round_masks.cuh, train/grad_lists.cuh)
+
+GROUP = 8  # tokens that one round of `down` serves; neurons that one fragment of `up` holds
+ROUND = 16  # slots of a round
+ROUND_BYTES = 64
+COLUMN_BITS = 13  # of a code: a column in its panel
+BATCH, BATCH_MASKS = 8, 32  # rounds that have their masks together, and how many words those are
+GRAD_FOUR = 4  # rows whose sums share rounds
+
+# ---- threads of a block, clusters, shared memory
+
+UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
+PLAN_BLOCK = 1024  # at most
+PLAN_CLUSTER = 8  # blocks that plan a tile together
+PACK_BLOCK = GATHER_BLOCK = 256
+SLAB = 64  # columns of K that `up` takes at a time
+DOWN_COLUMNS = 16  # of y, of a block of `down`
+DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
+INPUT_BOX_ROWS, WEIGHT_BOX_ROWS = 64, 128  # of tensor maps
+PRODUCT_INNER = 64  # columns of their boxes; rows of those of W_down
+PRODUCT_STAGES, PRODUCT_STAGE_BYTES = 4, 49152  # of a Hopper product
+PATCH_BYTES = 8 * 4096  # of heavy_hidden and heavy_down, beside their stages
+PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256  # of tiles of 128 rows, of 64
+WALK_BLOCK = 1024
+GRAD_SUMS_BLOCK = 512
+GRAD_STAGES = 49152  # bytes of shared memory of the sums beside their panel
+GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128
+GRAD_MAP_SLOTS = 2048  # of grad_lists: what it writes at a time
+GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
+GRAD_HEAVY_SMEM = 98304
+
+# ---- few tokens
+
+FEW_WARPS = 8
+FEW_ROWS = 16  # of a row block
+FEW_DOWN_STAGES = 4
+_FEW_LISTED = 2048  # neurons that few_down lists at a time
+FEW_WALK_BLOCK = 512
+FEW_WALK_BATCH, FEW_WALK_EIGHTS, FEW_WALK_CHUNKS = 8, 8, 3
+FEW_WALK_HEAD = 144  # bytes in front of its lists
+WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
+
+
+def shared_kb(capability: Capability) -> int:
+    """Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and
+    Orin; all other GPUs."""
+    if (9, 0) <= capability < (12, 0):
+        return 227
+    return 163 if capability in ((8, 0), (8, 7)) else 99
+
+
+class FewSizes(NamedTuple):
+    """What a product of few tokens is built for (few::Sizes of tile/few_product.cuh).
+
+    Bytes of a weight, 2 (bf16) or 1 (e4m3); octets of tokens; whether x stays in shared memory; row
+    blocks in a pass; passes between two times that the warps' sums are added up; stages of a warp;
+    halves of a slab.
+    """
+
+    weight_bytes: int
+    octets: int
+    stays: bool
+    at_once: int
+    passes: int
+    stages: int
+    halves: int
+
+
+E4M3 = "_e4m3"  # ends the name of an entry for such weights
+FEW_OCTETS = (1, 2, 4, 8)  # of tokens
+FEW_STAYING = (1, 2)  # octets of which x may stay
+Pass = tuple[int, int, int, int]
+# by octets: row blocks in a pass, passes, stages, halves; with much shared memory, and with little
+_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
+_SMALL_PASS = {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)}
+_GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
+_SMALL_GATED_PASS = {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)}
+# the same over e4m3 weights, beside which x takes twice as much
+_E4M3_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (2, 1, 3, 1), 8: (1, 1, 2, 1)}
+_SMALL_E4M3_PASS = {1: (1, 3, 2, 2), 2: (1, 1, 3, 1), 4: (2, 1, 1, 1), 8: (1, 1, 1, 1)}
+_GATED_E4M3_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (2, 1, 3, 1), 8: (2, 1, 2, 1)}
+_SMALL_GATED_E4M3_PASS = {1: (2, 1, 2, 1), 2: (2, 1, 1, 2), 4: (2, 1, 1, 1), 8: (2, 1, 1, 1)}
+# few_linear with fewer, and with more weights under way, where there is shared memory for them
+_OTHER_PASS = {"1_short": (1, 3, 4, 2), "1_ahead": (1, 3, 7, 2), "2_ahead": (1, 3, 6, 2)}
+
+
+def _pass_of(octets: int, gated: bool, weight_bytes: int, kilobytes: int) -> Pass:
+    if weight_bytes == 1:
+        large = _GATED_E4M3_PASS if gated else _E4M3_PASS
+        small = _SMALL_GATED_E4M3_PASS if gated else _SMALL_E4M3_PASS
+        return (large if kilobytes >= 227 else small)[octets]
+    large, small = (_GATED_PASS, _SMALL_GATED_PASS) if gated else (_PASS, _SMALL_PASS)
+    enough = 163 if octets <= (1 if gated else 2) else 227
+    return (large if kilobytes >= enough else small)[octets]
+
+
+@cache
+def few_entries(family: str, capability: Capability, end: str = "") -> dict[str, FewSizes]:
+    """The entries of few_linear, few_hidden or few_gated on such a GPU, the staying ones first.
+
+    `end` E4M3: those that take e4m3 weights.
+    """
+    found, kilobytes, weight_bytes = {}, shared_kb(capability), 1 if end else 2
+    for octets in FEW_OCTETS:
+        passes = _pass_of(octets, family == "few_gated", weight_bytes, kilobytes)
+        stays = octets in FEW_STAYING
+        found[f"{family}_{octets}{end}"] = FewSizes(weight_bytes, octets, stays, *passes)
+        if stays:
+            sizes = FewSizes(weight_bytes, octets, False, *passes)
+            found[f"{family}_{octets}_long{end}"] = sizes
+    for name, passes in _OTHER_PASS.items() if family == "few_linear" and not end else ():
+        passes = passes if kilobytes >= 227 else _SMALL_PASS[int(name[0])]
+        found[f"{family}_{name}"] = FewSizes(weight_bytes, int(name[0]), True, *passes)
+    return found
+
+
+class FewDownSizes(NamedTuple):
+    """What few_down is built for: bytes of a weight, octets of tokens, tiles of 16 columns that a
+    block adds up, blocks that share the neurons, neurons that are listed at a time."""
+
+    weight_bytes: int
+    octets: int
+    tiles: int
+    blocks: int
+    listed: int
+
+    @property
+    def own_columns(self) -> int:
+        """Of y, that a block writes."""
+        return 16 * self.tiles // self.blocks
+
+
+@cache
+def few_down_entries(capability: Capability, end: str = "") -> dict[str, FewDownSizes]:
+    """The entries of few_down on such a GPU, for e4m3 weights with `end` E4M3. Before Hopper there
+    are no clusters."""
+    weight_bytes = 1 if end else 2
+    narrow = 2 // weight_bytes, 1
+    wide = (4, 4) if capability >= (9, 0) else narrow
+    found = {f"few_down{end}": FewDownSizes(weight_bytes, 1, *narrow, _FEW_LISTED)}
+    for octets in FEW_OCTETS:
+        sizes = FewDownSizes(weight_bytes, octets, *wide, _MAX_COLUMNS)
+        found[f"few_down_wide_{octets}{end}"] = sizes
+    return found
+
+
+# ---- the decode engine
+
+PAGE = 64  # positions of a page of the cache
+HEAD_DIMS = (64, 96, 128)
+HEADS_A_BLOCK = (1, 2, 4)
+ATTEND_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
+ATTEND_BLOCK = 256  # threads, at most
+NORM_WARPS, NORM_PARTS = 32, 2  # at most; eights of a thread
+CHOOSE_BLOCK = 256
+STEP_WARPS = 8  # that compute
+STEP_QUAD = 4  # rows, the least that a block has
+STEP_HEAD_DIMS = (64, 128)
+# by hidden size: quads of x, and rows of the gate, that a block has at most
+MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
+ROWS_TOKENS, ROWS_K, ROWS_BLOCK = 16, 2048, 384  # of step_rows
+ROWS_OCTETS = 6  # of gates, of a block, at most
+ROWS_PARTS, ROWS_GROUPS, ROWS_SOURCES = 16, 8, 9
+ROWS_TASKS = 4  # heads of 64 of rows, of a block, at most
+
+
+def _step_numbers(source: str) -> dict[str, int]:
+    """What one of the steps is built for."""
+    for K, (quads, rows) in MOST_OF_BLOCK.items():
+        if source == f"decode/step_{K}.cu":
+            return {"STEP_K": K, "STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
+    return {}
+
+
+def _steps(K: int) -> dict[str, Arguments]:
+    forms = (("", True), ("_dense", False))
+    return {f"step_{K}_{D}{form}": (D, sparse) for D in STEP_HEAD_DIMS for form, sparse in forms}
+
+
+# ---- sources
+
+Entries = Mapping[str, Arguments]
+# entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
+# names are the same on every GPU
+SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
+    "ffn/gate_pack.cu": {"gate_pack": (2,), "gate_pack_short": (1,)},
+    "ffn/pack.cu": ("pack",),
+    "ffn/plan.cu": ("plan", "plan_cluster"),
+    "ffn/up.cu": ("up",),
+    "ffn/hidden.cu": ("hidden", "hidden_kept"),
+    "ffn/down.cu": ("down",),
+    "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
+    "ffn/walk.cu": ("walk", "walk_gate"),
+    "ffn/few_linear.cu": partial(few_entries, "few_linear"),
+    "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
+    "ffn/few_down.cu": few_down_entries,
+    "ffn/few_walk.cu": {
+        f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
+    },
+    "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
+    "train/grad_lists.cu": ("list_neurons", "list_tokens"),
+    "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
+    "train/grad_biases.cu": ("grad_biases",),
+    "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
+    "train/tally.cu": ("tally",),
+    "decode/attend.cu": {
+        f"attend_{D}_{heads}": (D, heads, 2 if heads == 1 else 1)
+        for D in HEAD_DIMS
+        for heads in HEADS_A_BLOCK
+    },
+    "decode/choose.cu": ("choose",),
+    "decode/few_gated.cu": partial(few_entries, "few_gated"),
+    **{
+        f"decode/{family}{E4M3}.cu": partial(few_entries, family, end=E4M3)
+        for family in ("few_linear", "few_hidden", "few_gated")
+    },
+    f"decode/few_down{E4M3}.cu": partial(few_down_entries, end=E4M3),
+    "decode/norm.cu": ("rms_norm", "embed_norm"),
+    **{f"decode/step_{K}.cu": _steps(K) for K in MOST_OF_BLOCK},
+    "decode/step_rows_2048.cu": {f"step_rows_2048_{D}": (D,) for D in STEP_HEAD_DIMS},
+}
+ENTRY_FILES = {
+    entry: source
+    for source, entries in SOURCES.items()
+    for entry in (entries((9, 0)) if callable(entries) else entries)
+}
+NUMBERS = {"TILE": TILE} | {
+    name: n for name, n in globals().items() if isinstance(n, int) and not name.startswith("_")
+}
+SPEC_NAME = re.compile(rb"\bspec::(\w+)")
+
+
+def entries_of(source: str, capability: Capability) -> dict[str, Arguments]:
+    """The entries that a source makes by TWELL_ENTRIES on such a GPU, with their arguments."""
+    entries = SOURCES.get(source, ())
+    entries = entries(capability) if callable(entries) else entries
+    return dict(entries) if isinstance(entries, Mapping) else {}
+
+
+def spec(source: str, files: Mapping[str, bytes], arch: str) -> bytes:
+    """What "spec.cuh" is when `source` is compiled for `arch` ("sm_90a").
+
+    `files` are the source and its headers: the numbers that they name as `spec::NAME` are given.
+    KeyError for one that is not declared here.
+    """
+    number = int(arch.removeprefix("sm_").rstrip("af"))
+    capability = number // 10, number % 10
+    known = NUMBERS | _step_numbers(source)
+    used = {name.decode() for text in files.values() for name in SPEC_NAME.findall(text)}
+    lines = [f"constexpr int {name} = {known[name]};" for name in sorted(used)]
+    made = [
+        f"make({', '.join([name, *(str(int(value)) for value in arguments)])})"
+        for name, arguments in entries_of(source, capability).items()
+    ]
+    define = f"#define TWELL_ENTRIES(make) {' '.join(made)}"
+    return "\n".join(["#pragma once", "namespace spec {", *lines, "}", define, ""]).encode()

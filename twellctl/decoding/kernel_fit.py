@@ -1,0 +1,167 @@
+"""Whether a model can go over the decode kernels here, and what it is to them.
+
+Each `why_not` is None or a sentence.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
+from twellctl.bundle.twell_fp8 import Fp8Linear
+from twellctl.bundle.twell_launch import device_limits, kernels_for
+from twellctl.bundle.twell_model import activation_name, is_plain
+from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
+from twellctl.bundle.twell_reasons import takes_hopper_kernels
+from twellctl.bundle.twell_spec import E4M3, PAGE
+from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.whole_step import StepSizes, most_rows_at_once, why_no_whole_step
+from twellctl.here.own_kernels import own_kernels
+
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """None if the decode kernels can drive `model`, else what stands against it."""
+    name, config = type(model).__name__, model.config
+    if (said := HFDecoder.why_not(model)) is not None:
+        return said
+    if model.device.type != "cuda" or torch.version.cuda is None:
+        return "the decode kernels need an NVIDIA GPU"
+    scales = {id(m.weight_scale) for m in model.modules() if isinstance(m, Fp8Linear)}
+    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in scales}
+    if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
+        return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
+    if config.model_type not in _FAMILIES:
+        return f"the decode kernels know {', '.join(_FAMILIES)}, not {config.model_type}"
+    limits = device_limits(model.device.index)
+    if limits.capability < (8, 0):
+        return "the decode kernels need compute capability 8.0 or newer"
+    if said := what_is_missing():
+        return said
+    if said := why_not_attend(
+        config.num_attention_heads, config.num_key_value_heads, head_dim(model)
+    ):
+        return said
+    if (size := 2 * model.model.rotary_emb.inv_freq.numel()) != head_dim(model):
+        said = f"{name} {size} of {head_dim(model)} columns"
+        return f"the attention kernel turns whole heads by their positions, {said}"
+    if said := why_no_norm(config.hidden_size):
+        return said
+    if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
+        return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
+    if not most_rows(model):
+        return "the decode kernels need more shared memory than this GPU has"
+    return _why_not_layers(model) or _why_no_kernels(model)
+
+
+def why_not_one_kernel(model: PreTrainedModel) -> str | None:
+    """None if steps of one row are one launch, else why they are many."""
+    if entry_end(model):
+        return "a step in one kernel has bf16 weights, not FP8"
+    layers = range(model.config.num_hidden_layers)
+    if len({window_of(model, i) for i in layers}) > 1:
+        return "a step in one kernel has the same window in all layers"
+    if model.lm_head.bias is not None:
+        return "a step in one kernel has no bias of the LM head"
+    if not takes_hopper_kernels(model.device.index):
+        return "a step in one kernel is for Hopper, and not with TWELL_PORTABLE=1"
+    return why_no_whole_step(step_sizes(model), device_limits(model.device.index))
+
+
+def most_rows(model: PreTrainedModel) -> int:
+    """How many rows the kernels take in one step here; 0: none."""
+    N, limits = model.config.intermediate_size, device_limits(model.device.index)
+    how = limits, entry_end(model)
+    taken = (B for B in _BATCHES if takes_few(B, N, *how) and takes_few_dense(B, *how))
+    return max(taken, default=0)
+
+
+def step_sizes(model: PreTrainedModel) -> StepSizes:
+    config = model.config
+    return StepSizes(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        head_dim(model),
+        config.vocab_size,
+    )
+
+
+def entry_end(model: PreTrainedModel) -> str:
+    """What ends the names of the entries that take the weights of the layers."""
+    return E4M3 if isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear) else ""
+
+
+def head_dim(model: PreTrainedModel) -> int:
+    return model.model.layers[0].self_attn.head_dim
+
+
+def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds and kinds[layer_idx] != "sliding_attention":
+        return None
+    if getattr(model.config, "use_sliding_window", True):
+        return getattr(model.config, "sliding_window", None)
+    return None
+
+
+def _why_no_kernels(model: PreTrainedModel) -> str | None:
+    """None if all that a step launches is compiled and loaded, else why it is not."""
+    config, index = model.config, model.device.index
+    limits = device_limits(index)
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(model)
+    attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
+    tokens = range(1, most_rows(model) + 1)
+    end = entry_end(model)
+    few = {
+        name for M in tokens for name in (*few_kernels(M, limits, end), *few_gated_kernels(M, end))
+    }
+    if end:  # of the LM head
+        names = {name for M in tokens for name in few_kernels(M, limits)}
+        few |= {name for name in names if name.startswith("few_linear")}
+    others = ["embed_norm", "rms_norm", "choose", attention]
+    if why_not_one_kernel(model) is None:
+        sizes = step_sizes(model)
+        others += [sizes.entry(sparse) for sparse in (True, False)]
+        if most_rows_at_once(sizes, limits, sparse=True) > 1:
+            others.append(sizes.rows_entry)
+    try:
+        kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _why_not_layers(model: PreTrainedModel) -> str | None:
+    name = type(model).__name__
+    head, embeddings = model.lm_head, model.model.embed_tokens
+    if not (is_plain(head, nn.Linear) and is_plain(embeddings, nn.Embedding)):
+        return f"the embeddings or the LM head of {name} are not plain layers"
+    for layer in model.model.layers:
+        parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
+        if parts != _LAYER_PARTS:
+            return f"the layers of {name} have other parts than the decode kernels know"
+        if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
+            return f"the FFNs of {name} are not ReLU"
+        for part, linear in layer.named_modules():
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                return f"{part or 'a layer'} of {name} has hooks, which no step would call"
+            if not hasattr(linear, "out_features"):
+                continue
+            is_fp8 = is_plain(linear, Fp8Linear)
+            if not is_plain(linear, nn.Linear) and not is_fp8:
+                what = type(linear).__name__
+                return f"{part} of {name} is not a plain linear layer ({what})"
+            step = 128 if is_fp8 else 64
+            if linear.in_features % step and (is_fp8 or part != "mlp.down_proj"):
+                return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
+    return None
+
+
+def _is_relu(activation: nn.Module) -> bool:
+    probe = torch.tensor([-1.0, 0.0, 2.0, 100.0])
+    return torch.equal(activation(probe), torch.relu(probe))

@@ -1,0 +1,82 @@
+"""Tensors go to safetensors files of a given size, one file in memory at a time."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twellctl.files.strict_json import to_json
+from twellctl.models.carried import own_file
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.shards import INDEX, SINGLE
+
+
+def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a checkpoint, read one at a time."""
+    for shard in checkpoint.shards:
+        with safe_open(own_file(checkpoint.path / shard), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a handle, no dict
+                if checkpoint.tensors[name].shard == shard:
+                    yield name, file.get_tensor(name)
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int
+) -> tuple[str, ...]:
+    """Write files of at most `shard_bytes`, a larger tensor alone, and an index if there are many.
+
+    Returns the names of the files. `OSError` for a full disk.
+    """
+    parts, num_bytes = [], 0
+    for part in _parts(tensors, shard_bytes):
+        save_tensors(part, folder / _part_name(len(parts)))
+        parts.append(list(part))
+        num_bytes += sum(tensor.nbytes for tensor in part.values())
+        part.clear()  # the generator holds it, too
+    files = file_names(len(parts))
+    write_index(folder, dict(zip(files, parts, strict=True)), num_bytes)
+    for number, file in enumerate(files):
+        (folder / _part_name(number)).rename(folder / file)
+    return files
+
+
+def file_names(count: int) -> tuple[str, ...]:
+    """Of the files of a model, as all readers expect them."""
+    if count == 1:
+        return (SINGLE,)
+    return tuple(f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
+
+
+def write_index(folder: Path, names: Mapping[str, Iterable[str]], num_bytes: int) -> None:
+    """Say which tensors lie in which file, where there are several; `num_bytes` of all."""
+    if len(names) > 1:
+        weight_map = {name: file for file, part in names.items() for name in part}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _part_name(number: int) -> str:
+    """Of a file, as long as nobody knows how many there will be."""
+    return f"part-{number}.safetensors"
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        if part and filled + tensor.nbytes > shard_bytes:
+            yield part
+            part, filled = {}, 0
+        part[name] = tensor
+        filled += tensor.nbytes
+    yield part
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write one file; `OSError` for a full disk."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error  # a full disk arrives as this, too

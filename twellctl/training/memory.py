@@ -1,0 +1,80 @@
+"""What a run takes at least, and whether each process can hold all of it."""
+
+import math
+
+import psutil
+import torch
+from accelerate.utils import broadcast_object_list
+
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.shards import TensorInfo
+from twellctl.training.processes import is_one_of_several
+from twellctl.training.recipe import Recipe
+from twellctl.training.teacher import choose_teacher
+
+FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+FOR_ACTIVATIONS = 0.1  # share of the memory
+
+
+def total_bytes() -> int:
+    """What the GPU has, or this process and what the system could still give it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
+    """What weights, gradients, optimizer and teacher take, however small the batch is."""
+    size = getattr(torch, recipe.param_dtype).itemsize
+    total = size * sum(num * copies for num, copies in _copies(checkpoint, recipe))
+    teacher = choose_teacher(checkpoint, recipe)
+    taught_by = _weights(teacher.checkpoint) if teacher else []
+    return total + sum(2 * math.prod(tensor.shape) for tensor in taught_by)  # bfloat16
+
+
+def replica_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
+    """As `least_bytes`, for one of several replicas: they send gradients from a copy of them."""
+    size = getattr(torch, recipe.param_dtype).itemsize
+    trained = sum(num for num, copies in _copies(checkpoint, recipe) if copies > 1)
+    return least_bytes(checkpoint, recipe) + size * trained
+
+
+def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
+    """Whether this run shards its models over its processes; the same in all of them."""
+    if not is_one_of_several():
+        return False
+    decision = [shards_on_several(checkpoint, recipe)]
+    broadcast_object_list(decision)
+    return decision[0]
+
+
+def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
+    """Whether several processes of this machine's memory would shard, as `--shard` says."""
+    if recipe.lora_rank or recipe.shard == "never":
+        return False
+    return recipe.shard == "always" or not replica_fits(checkpoint, recipe)
+
+
+def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:
+    """Whether a replica for each process leaves some of its memory for activations."""
+    return replica_bytes(checkpoint, recipe) <= (1 - FOR_ACTIVATIONS) * total_bytes()
+
+
+def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:
+    """(elements, times they are held) of each weight: itself, a gradient, an optimizer's state."""
+    found = []
+    for tensor in _weights(checkpoint):
+        copies = 1
+        in_layer = len(tensor.shape) == 2 and ".layers." in tensor.name
+        in_ffn = tensor.name.rpartition(".")[0].rpartition(".")[2] in FFN_WEIGHTS
+        if not recipe.lora_rank or (in_ffn and not recipe.lora_ffn):
+            copies = 3 if in_layer and recipe.optimizer == "muon" else 4
+        found.append((math.prod(tensor.shape), copies))
+    return found
+
+
+def _weights(checkpoint: Checkpoint) -> list[TensorInfo]:
+    """The tensors of a checkpoint, a tied head's once."""
+    tied = checkpoint.config.get("tie_word_embeddings")
+    named = checkpoint.tensors.items()
+    return [tensor for name, tensor in named if not (tied and name == "lm_head.weight")]

@@ -1,0 +1,95 @@
+"""What the processes of a run do together, so that all of them go on or all of them end."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from twellctl.errors import TwellError
+
+
+def in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
+    """Call `prepare` in the first process while the others wait; what it raises, all raise.
+
+    What it returns only the first process gets.
+    """
+    failure: list[BaseException | None] = [None]
+    made = None
+    if world.is_main_process:
+        try:
+            made = prepare()
+        except (TwellError, KeyboardInterrupt, SystemExit) as error:
+            failure = [error]
+    broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+    return made
+
+
+def in_all(run: Callable[[], Any]) -> Any:
+    """Call `run` in all processes; what one of them raises, all raise: that of the first such.
+
+    `run` may not wait for other processes. What it returns is its own.
+    """
+    if not is_one_of_several():
+        return run()
+    made, failure = None, None
+    try:
+        made = run()
+    except Exception as error:
+        failure = error
+    failures = [error for error in from_all(failure) if error is not None]
+    if failures:
+        raise failures[0]
+    return made
+
+
+def from_all(value: Any) -> list[Any]:
+    """The `value` of each process."""
+    if not is_one_of_several():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_same(what: dict[str, Any], remedy: str) -> None:
+    """`TwellError`, in all processes, if one has other values than the first has."""
+    told = from_all(what)
+    for rank, theirs in enumerate(told):
+        others = [key for key in theirs | told[0] if theirs.get(key) != told[0].get(key)]
+        if others:
+            raise TwellError(f"process {rank} has another {others[0]} than the first: {remedy}")
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether it says that another process does not answer any more."""
+    said = str(error)
+    closed = "Connection closed by peer" in said or "Connection reset by peer" in said
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and closed)
+
+
+def is_first_to_tell() -> bool:
+    """Whether no other process has said yet why the run ends; the launcher knows."""
+    try:
+        return dist.distributed_c10d._get_default_store().add("twellctl_told", 1) == 1
+    except (RuntimeError, ValueError):  # the launcher is gone, or there was none
+        return True
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """What fails in the block is told by its process: those that wait for it say nothing more."""
+    try:
+        yield
+    except Exception:
+        is_first_to_tell()
+        raise
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher has started other processes of this run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,162 @@
+"""Weights between safetensors files and the processes that hold rows of them.
+
+No process ever holds a whole model: each reads its own rows, and what is written is gathered one
+tensor at a time, a file of at most `FILE_BYTES` at once.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from twellctl.errors import TwellError
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import refuse_not_finite, stored_dtypes, without_values
+from twellctl.models.shard_writer import file_names, save_tensors, write_index
+from twellctl.training.processes import in_all
+from twellctl.training.sharding import local, rows, shard, whole
+
+FILE_BYTES = 4 << 30
+
+
+def load_sharded(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    activation: str | None = None,
+) -> PreTrainedModel:
+    """As `load_model`, sharded over all processes, each of which reads its own rows only.
+
+    Weights of a checkpoint without files are drawn, on each process all, one module at a time.
+    """
+    model = in_all(lambda: without_values(checkpoint, dtype, activation))
+    buffers = dict(model.named_buffers())
+    shard(model, device)
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    if checkpoint.shards:
+        in_all(lambda: _read(model, checkpoint))
+    else:
+        _draw(model)
+    return model
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    with contextlib.ExitStack() as files:
+        opened = {
+            file: files.enter_context(safe_open(checkpoint.path / file, framework="pt"))
+            for file in checkpoint.shards
+        }
+        for name, weight in [*model.named_parameters(), *_stored_buffers(model)]:
+            stored = checkpoint.tensors[_stored_name(model, name, checkpoint)]
+            part = opened[stored.shard].get_slice(stored.name)[_own_rows(weight)]
+            refuse_not_finite(checkpoint, [(stored.name, part)])
+            local(weight).copy_(part)
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that are stored with the weights."""
+    stored = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def _stored_name(model: PreTrainedModel, name: str, checkpoint: Checkpoint) -> str:
+    """How the files call a weight: by its name, without the body's prefix, or as the tied head."""
+    bare = name.removeprefix(f"{model.base_model_prefix}.")
+    is_head = model.get_parameter_or_buffer(name) is model.get_output_embeddings().weight
+    for known in (name, bare, *(["lm_head.weight"] if is_head else [])):
+        if known in checkpoint.tensors:
+            return known
+    raise TwellError(
+        f"{checkpoint.name} has no {name} under that name, by which its rows would be read: save "
+        "it again with transformers (from_pretrained, save_pretrained), or give --shard never"
+    )
+
+
+def _own_rows(tensor: Tensor) -> slice:
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    return rows(len(tensor), dist.get_rank(), dist.get_world_size())
+
+
+@torch.no_grad()
+def _draw(model: PreTrainedModel) -> None:
+    """Draw all weights as transformers does, the same in all processes that have one seed."""
+    drawn: set[nn.Parameter] = set()
+    for module in model.modules():
+        held = dict(module.named_parameters(recurse=False))
+        for name, weight in held.items():
+            setattr(module, name, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)))
+        model._init_weights(module)
+        for name, weight in held.items():
+            if weight not in drawn:  # a tied head is what the embeddings are
+                local(weight).copy_(getattr(module, name)[_own_rows(weight)])
+            setattr(module, name, weight)
+        drawn |= set(held.values())
+
+
+def write_sharded(
+    folder: Path | None,
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    edit: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Write safetensors files into `folder`, in the dtypes of `checkpoint`, a tied head once.
+
+    All processes call it; the first one writes, and has the `folder`. `edit` may change a weight,
+    which is whole then. `OSError`, in the first, where that fails.
+    """
+    dtype_of, failure = stored_dtypes(checkpoint), None
+    parts = _parts(_stored(model), dtype_of)
+    files = dict(zip(file_names(len(parts)), parts, strict=True))
+    for file, named in files.items():
+        tensors = {}
+        for name, weight in named:
+            gathered = {name: whole(weight.detach())}
+            if folder is not None and failure is None:
+                edit(gathered)
+                tensors[name] = gathered[name].to(dtype_of(name)).cpu()
+        try:
+            if tensors:
+                save_tensors(tensors, folder / file)
+        except OSError as error:
+            failure = error  # the others still gather with this process
+    if failure is not None:
+        raise failure
+    if folder is not None:
+        num_bytes = sum(_num_bytes(name, w, dtype_of) for part in parts for name, w in part)
+        names = {file: [name for name, _ in part] for file, part in files.items()}
+        write_index(folder, names, num_bytes)
+
+
+def _stored(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """What of a sharded model is stored: not what training has put into it."""
+    weights = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    return [*weights, *_stored_buffers(model)]
+
+
+def _parts(
+    named: list[tuple[str, Tensor]], dtype_of: Callable[[str], torch.dtype]
+) -> list[list[tuple[str, Tensor]]]:
+    """What goes into each file, in order."""
+    parts, room = [], 0
+    for name, weight in named:
+        num_bytes = _num_bytes(name, weight, dtype_of)
+        if num_bytes > room:
+            parts.append([])
+            room = max(FILE_BYTES, num_bytes)
+        parts[-1].append((name, weight))
+        room -= num_bytes
+    return parts
+
+
+def _num_bytes(name: str, weight: Tensor, dtype_of: Callable[[str], torch.dtype]) -> int:
+    return weight.numel() * dtype_of(name).itemsize
