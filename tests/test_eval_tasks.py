@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+import types
 
 import pytest
 import torch
@@ -141,9 +142,8 @@ def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tok
 
 def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
     task = Task("t", (Question("a", ("b", "c"), 0),))
-    monkeypatch.setattr(
-        stock.lm_head, "weight", torch.nn.Parameter(stock.lm_head.weight * math.nan)
-    )
+    broken = torch.nn.Parameter(stock.lm_head.weight * math.nan)
+    monkeypatch.setitem(stock.lm_head._parameters, "weight", broken)
     with pytest.raises(TwellError, match="t: the model computes NaN"):
         choices.answer(stock, tokenizer, 256, task)
 
@@ -234,6 +234,25 @@ def test_without_lm_eval_its_tasks_are_refused(monkeypatch, relu_llama, tmp_path
         evaluate(relu_llama, tasks=["paper", "boolq"])
     with pytest.raises(TwellError, match="cannot be read"):  # a path is none of its names
         evaluate(relu_llama, tasks=str(tmp_path / "none"))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_for_one_task(monkeypatch):
+    asked = []
+
+    class Manager:
+        all_tasks = harness.PAPER
+
+        def load(self, names):
+            asked.extend(names)
+            raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))
+    tasks = types.ModuleType("lm_eval.tasks")
+    tasks.TaskManager = Manager
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    with pytest.raises(TwellError, match=r"cannot load arc_easy \(ConnectionError: Couldn't reach"):
+        harness.load_tasks(["paper"])
+    assert asked == ["arc_easy"]
 
 
 @pytest.fixture

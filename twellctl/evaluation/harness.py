@@ -66,6 +66,8 @@ def load_tasks(
                 found |= manager.load([name])["tasks"]
         except Exception as error:  # whatever the hub, or a task's own code, may raise
             failed[name] = f"{type(error).__name__}: {bounded(reason(error), 300)}"
+            if isinstance(error, ConnectionError):  # asked several times, for half a minute
+                break
     if failed:
         raise TwellError(
             f"lm-eval cannot load {', '.join(failed)} ({next(iter(failed.values()))}): its tasks "
