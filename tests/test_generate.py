@@ -233,6 +233,7 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
     assert process.returncode == 130
     assert first
     assert out.endswith(b"\n")
-    lines = err.decode().splitlines()
-    assert re.match(r"\d+ \+ \d+ tokens, the first after", lines[0]), lines
-    assert lines[1:] == ["error: interrupted"]
+    *loading, figures, last = err.decode().splitlines()
+    assert all(line.startswith("loading ") for line in loading)  # said on a slow machine only
+    assert re.match(r"\d+ \+ \d+ tokens, the first after", figures)
+    assert last == "error: interrupted"
