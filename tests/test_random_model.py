@@ -53,6 +53,11 @@ def test_depth_makes_neither_density_nor_likeness(tmp_path):
     assert unions[-1].fired > 0.97 * unions[-1].expected
 
 
+def test_how_a_converted_model_runs_over_twell_is_not_taken_over(tmp_path):
+    config = write_config(tmp_path, twell={"slots": [64] * 3})
+    assert "twell" not in open_shape(config, 1, context=64).config
+
+
 def test_all_neurons_may_fire(tmp_path):
     shape = open_shape(write_config(tmp_path), 1, context=64)
     model = drawn(shape, 1.0)

@@ -112,6 +112,7 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
     name, given = "random Llama", BUILT_IN
     if config is not None:
         name, given = config, open_config_file(config)[1]
+        given.pop("twell", None)  # of other weights
         refuse_quantised(name, given)
         refuse_unsupported(name, given)
     given = given | PLAIN
