@@ -10,11 +10,14 @@ import torch
 from finetune_runs import small, weights
 
 from twellctl import dry_run as module
-from twellctl.dry_run import as_flags, dry_run
+from twellctl.bench.expected_speed import ExpectedSpeed, Speedup
+from twellctl.dry_run import DryRun, as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
+from twellctl.screens import ui
 from twellctl.text.data import read_texts, token_stream
+from twellctl.training.expected_loss import loss_outlook
 from twellctl.training.trainer import SparseTrainer
 
 
@@ -27,7 +30,11 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
     assert re.match(r"about \d+ s at \d+ tokens/s", stdout[1])
     peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
     assert 0 < float(peak) <= float(total)
-    assert len(stdout) == 3
+    assert stdout[3] == (
+        "no loss over SiLU is predicted: 0.0064 million tokens are too few for this target, the "
+        "rule begins at 20 million"
+    )
+    assert stdout[4:] == ["speed over dense, not measured: that takes an NVIDIA GPU"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -56,6 +63,75 @@ def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
     tokens = sum(len(some) for some in token_stream(texts, tokenizer))
     expected = 2 * tokens // (4 * 32)
     assert dry_run(relu_llama, recipe).num_steps == pytest.approx(expected, rel=0.25)
+
+
+def test_the_loss_is_that_of_the_run(relu_llama, text_file):
+    recipe = small(text_file, target_sparsity=0.97)
+    tensors = weights(relu_llama).values()
+    found = module._loss(open_checkpoint(relu_llama), recipe, 80_000_000)
+    wanted = loss_outlook(80_000_000, 1 - 0.97, sum(tensor.numel() for tensor in tensors))
+    assert found == wanted
+
+
+def test_settings_that_were_not_measured_have_no_loss(relu_llama, text_file, capsys):
+    found = dry_run(relu_llama, small(text_file))
+    assert (found.loss, found.without_loss) == (None, "no measured run had --learning-rate 0.003")
+    ui.dry_run(found, "")
+    assert f"no loss over SiLU is predicted: {found.without_loss}\n" in capsys.readouterr().out
+
+
+def test_without_a_target_no_speed_is_measured(relu_llama, text_file, capsys):
+    found = dry_run(relu_llama, small(text_file, l1_schedule="constant"))
+    assert found.speed is None
+    ui.dry_run(found, "")
+    said = capsys.readouterr().out
+    assert "no loss over SiLU is predicted: --l1-schedule constant has no target\n" in said
+    assert "speed" not in said
+
+
+def test_on_a_gpu_the_speed_is_measured_at_the_target(relu_llama, text_file, monkeypatch):
+    told, measured = [], ExpectedSpeed((Speedup("1 row", 1.7),), ())
+
+    def measure(*how):
+        told.append(how)
+        return measured
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "expected_speed", measure)
+    recipe = small(text_file, target_sparsity=0.75)
+    assert module._speed(open_checkpoint(relu_llama), recipe, print) is measured
+    assert told == [(str(relu_llama), 0.25, print)]
+
+
+def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
+    speedups = Speedup("1 row", 1.744), Speedup("16 rows", 1.0)
+    found = DryRun(
+        num_steps=3255, num_tokens=79_994_880, num_trained=29_379_072, tokens_per_second=900_000.0,
+        peak_bytes=2**30, total_bytes=2**36, memory="GPU memory", changes={}, without_loss=None,
+        loss=loss_outlook(79_994_880, 0.05, 29_366_784), speed=ExpectedSpeed(speedups, ("why",)),
+    )  # fmt: skip
+    ui.dry_run(found, "")
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "loss over SiLU to expect at 5.00%: +0.027 +- 0.007 nats a token, as measured on Python "
+        "code; for other text extrapolated",
+        "other runs: 3.00% with 80 million tokens +0.040, 1.00% with 80 million tokens +0.082, "
+        "5.00% with 20 million tokens +0.072, 5.00% with 300 million tokens ~+0.006 "
+        "(~: extrapolated)",
+        "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
+        "speed over dense, not measured: why",
+    ]
+
+
+def test_a_loss_that_is_extrapolated_is_said_so(relu_llama, text_file, capsys):
+    found = dry_run(relu_llama, small(text_file, max_steps=2**17, learning_rate=None))
+    ui.dry_run(found, "")
+    said = capsys.readouterr().out.splitlines()[3:]
+    assert said[0] == (
+        "loss over SiLU to expect at 5.00%: about +0.080 nats a token, extrapolated: 0.058 million "
+        "parameters (29 million to 135 million were measured), 17 million tokens (20 million to "
+        "300 million were measured); its error is not known"
+    )
+    assert said[1].startswith("other runs: 3.00% with 16.8 million tokens ~+0.")
 
 
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):

@@ -1,4 +1,7 @@
-"""twellctl finetune --dry-run: what a run would take, measured on a few of its steps.
+"""twellctl finetune --dry-run: what a run would take and bring, before it begins.
+
+Time and memory are measured on a few of its steps, the speed-up of the model on random weights. The
+loss to expect comes from a rule.
 
 Of several processes all take them, and nothing is tried again: what is short of memory in one ends
 all. In one process it is computed what several GPUs would hold.
@@ -12,6 +15,7 @@ said; where weights, gradients and optimizer alone are too much, nothing is load
 import dataclasses
 import gc
 import itertools
+import math
 import resource
 import statistics
 import tempfile
@@ -25,8 +29,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from twellctl.bench.ffn import bench_ffn
-from twellctl.bench.settings import FfnSettings
+from twellctl.bench.expected_speed import ExpectedSpeed, expected_speed
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
@@ -41,6 +44,7 @@ from twellctl.text.data import (
 )
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
+from twellctl.training.expected_loss import LossOutlook, loss_outlook, why_no_outlook
 from twellctl.training.launcher import as_launched
 from twellctl.training.memory import (
     least_bytes,
@@ -57,7 +61,7 @@ from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
-PROBED_TOKENS = 2048
+NO_GPU = "that takes an NVIDIA GPU"
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,13 @@ class OnSeveral:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would take, and of what `memory`. Without a CUDA device there is no `speedup`.
+    """What a run would take, and of what `memory`; what it is to cost in quality and gain in speed.
 
     `peak_bytes` is the most that was allocated in a process, on a CPU by all of it; `total_bytes`
     is what the GPU has, or the system could give a process. `is_sharded`: over `num_processes`.
     `on_several` says what runs of one process would take in several. `changes` are the settings
-    without which it does not fit, `speedup` is how many times as fast as dense an FFN of the
-    model's shape is at the target's density and `PROBED_TOKENS` tokens.
+    without which it does not fit. `loss` is None where `without_loss` says why; `speed` is None
+    without a target, and in all processes but the first.
     """
 
     num_steps: int
@@ -87,7 +91,9 @@ class DryRun:
     peak_bytes: int
     total_bytes: int
     memory: str
-    speedup: float | None
+    loss: LossOutlook | None
+    without_loss: str | None
+    speed: ExpectedSpeed | None
     changes: dict[str, object]
     num_processes: int = 1
     is_sharded: bool = False
@@ -121,7 +127,7 @@ def dry_run(
     checkpoint.require_unquantised()
     checkpoint.require_relu()
     world = PartialState(cpu=not torch.cuda.is_available())
-    recipe = for_model(recipe, checkpoint)
+    asked, recipe = recipe, for_model(recipe, checkpoint)
     if not world.is_main_process:
         note = doing = _say_nothing
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
@@ -134,12 +140,16 @@ def dry_run(
             changes, measured = _measure_what_fits(*how, note, doing)
     _free()
     num_steps = _num_steps(recipe, per_byte)
+    num_tokens = num_steps * recipe.batch_size * recipe.seq_len
+    without_loss = why_no_outlook(checkpoint, asked, num_tokens)
     return DryRun(
         num_steps=num_steps,
-        num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
+        num_tokens=num_tokens,
         total_bytes=total_bytes(),
         memory=_memory(),
-        speedup=_speedup(checkpoint, recipe) if world.is_main_process else None,
+        loss=None if without_loss else _loss(checkpoint, recipe, num_tokens),
+        without_loss=without_loss,
+        speed=_speed(checkpoint, recipe, doing) if world.is_main_process else None,
         changes=changes,
         num_processes=world.num_processes,
         on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
@@ -351,23 +361,20 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _speedup(checkpoint: Checkpoint, recipe: Recipe) -> float | None:
-    """Of one FFN over dense at the target, where the kernels run."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+def _loss(checkpoint: Checkpoint, recipe: Recipe, num_tokens: int) -> LossOutlook:
+    parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    return loss_outlook(num_tokens, 1 - recipe.target_sparsity, parameters)
+
+
+def _speed(
+    checkpoint: Checkpoint, recipe: Recipe, doing: Callable[[str], None]
+) -> ExpectedSpeed | None:
+    """Of the model at the target, where there is a GPU to measure it."""
+    if recipe.l1_schedule == "constant":
         return None
-    settings = FfnSettings(
-        hidden_size=checkpoint.ffn.hidden_size,
-        intermediate_size=checkpoint.ffn.intermediate_size,
-        tokens=(PROBED_TOKENS,),
-        densities=(1 - recipe.target_sparsity,),
-        max_autotune=False,
-        rounds=5,
-    )
-    try:
-        ((_, (point,)),) = bench_ffn(settings).groups
-    except TwellError:
-        return None
-    return point.over_dense(point.twell)
+    if not torch.cuda.is_available():
+        return ExpectedSpeed((), (NO_GPU,))
+    return expected_speed(checkpoint.origin, 1 - recipe.target_sparsity, doing)
 
 
 def _free() -> None:

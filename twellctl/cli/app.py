@@ -95,7 +95,12 @@ def finetune(
     ] = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would take: time and memory.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would take, time and memory, and what it is to bring: the loss "
+            "over SiLU and, measured on a GPU, the speed.",
+        ),
     ] = False,
     flags: dict[str, Any],
 ) -> None:

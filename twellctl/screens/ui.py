@@ -148,10 +148,45 @@ def dry_run(result: Any, changes: str) -> None:
     say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
     for plan in result.on_several:
         say(_on_several(plan))
-    if result.speedup is not None:
-        say(f"an FFN of this shape at the target: {result.speedup:.2f} times as fast as dense")
+    _loss_to_expect(result)
+    _speed_to_expect(result.speed)
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
+
+
+def _loss_to_expect(result: Any) -> None:
+    """Of a `DryRun`: its `LossOutlook`, or why there is none."""
+    if result.loss is None:
+        say(f"no loss over SiLU is predicted: {result.without_loss}")
+        return
+    expected = result.loss.expected
+    told = f"loss over SiLU to expect at {expected.density:.2%}"
+    if expected.outside:
+        beyond = f"extrapolated: {', '.join(expected.outside)}; its error is not known"
+        say(f"{told}: about {expected.nats:+.3f} nats a token, {beyond}")
+    else:
+        figures = f"{expected.nats:+.3f} +- {expected.error:.3f} nats a token"
+        say(f"{told}: {figures}, as measured on Python code; for other text extrapolated")
+    if others := result.loss.others:
+        note = " (~: extrapolated)" if any(one.outside for one in others) else ""
+        say(f"other runs: {', '.join(map(_in_short, others))}{note}")
+
+
+def _in_short(loss: Any) -> str:
+    """An `ExpectedLoss`, like "3.00% with 80 million tokens +0.040"."""
+    nats = f"{'~' if loss.outside else ''}{loss.nats:+.3f}"
+    return f"{loss.density:.2%} with {loss.tokens / 1e6:.3g} million tokens {nats}"
+
+
+def _speed_to_expect(speed: Any) -> None:
+    """An `ExpectedSpeed`; None says nothing."""
+    if speed is None:
+        return
+    if speed.speedups:
+        ratios = ", ".join(f"{one.over_dense:.2f}x ({one.work})" for one in speed.speedups)
+        say(f"speed over dense to expect on this GPU, by random weights: {ratios}")
+    for reason in speed.missing:
+        say(f"speed over dense, not measured: {reason}")
 
 
 def _over_processes(result: Any) -> str:
