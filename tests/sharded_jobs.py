@@ -157,9 +157,12 @@ def load(model: str) -> list[str]:
     return wrong + [name for (name, one), other in pairs if not torch.equal(one, other)]
 
 
-def dry(model: str, changes: dict) -> list:
-    """What a dry run tells this process."""
-    found = dry_run(model, small(**{"batch_size": 4, "micro_batch_size": 1} | changes))
+def dry(model: str, changes: dict, other: dict) -> list:
+    """What a dry run tells this process; the last one is started with `other` settings, too."""
+    given = {"batch_size": 4, "micro_batch_size": 1} | changes
+    if os.environ["RANK"] != "0":
+        given |= other
+    found = dry_run(model, small(**given))
     return [found.num_processes, found.is_sharded, found.num_trained, found.tokens_per_second > 0]
 
 

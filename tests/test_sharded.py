@@ -197,9 +197,23 @@ def test_a_weight_under_no_known_name(sources):
 
 def test_several_processes_measure_together(processes, sources, text_file):
     changes = {"text_file": str(text_file), "shard": "always"}
-    found = processes("dry", 2, str(sources[False]), changes)
+    found = processes("dry", 2, str(sources[False]), changes, {})
     num_trained = sum(t.numel() for t in stored(sources[False]).values()) + 2 * 47
     assert found == [[2, True, num_trained, True]] * 2
+
+
+def test_a_dry_run_refuses_processes_that_were_started_otherwise(
+    processes, sources, text_file, tmp_path
+):
+    changes = {"text_file": str(text_file), "shard": "always"}
+    longer = tmp_path / text_file.name
+    longer.write_text(text_file.read_text() + "more\n")
+    for other, said in (
+        ({"micro_batch_size": 2}, "another micro-batch-size than the first: start all with"),
+        ({"text_file": str(longer)}, "another text than the first"),
+    ):
+        for told in processes("dry", 2, str(sources[False]), changes, other):
+            assert said in told
 
 
 @pytest.mark.parametrize("what", [{"recipe": 3}, {"text": None}, {"more": 1}, {}])

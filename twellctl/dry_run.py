@@ -53,9 +53,10 @@ from twellctl.training.memory import (
     total_bytes,
 )
 from twellctl.training.optimizer import slow_on_cpu
-from twellctl.training.processes import from_all
+from twellctl.training.processes import check_same, from_all, in_all
 from twellctl.training.progress import Progress
-from twellctl.training.recipe import Recipe
+from twellctl.training.recipe import Recipe, public_recipe, settings
+from twellctl.training.runs import check_alike
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
@@ -123,11 +124,13 @@ def dry_run(
     recipe = as_launched(recipe)
     check_report_to(recipe.report_to)
     text_files([*recipe.data, *recipe.eval_data])
-    checkpoint = open_checkpoint(model)
+    world = PartialState(cpu=not torch.cuda.is_available())
+    check_same(settings(public_recipe(recipe)), "start all with the same command")
+    checkpoint = in_all(lambda: open_checkpoint(model))
     checkpoint.require_unquantised()
     checkpoint.require_relu()
-    world = PartialState(cpu=not torch.cuda.is_available())
     asked, recipe = recipe, for_model(recipe, checkpoint)
+    check_alike(checkpoint, recipe)
     if not world.is_main_process:
         note = doing = _say_nothing
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():

@@ -33,7 +33,6 @@ from twellctl.models.loading import (
 )
 from twellctl.report.write import write_run_page
 from twellctl.screens import ui
-from twellctl.text.data import text_files
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.history import History
@@ -59,6 +58,7 @@ from twellctl.training.recipe import (
 )
 from twellctl.training.recipe import settings as settings_of
 from twellctl.training.runs import (
+    check_alike,
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
@@ -167,7 +167,7 @@ def _finetune(
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
-    check_same(_seen(checkpoint, recipe), "give all the same files")
+    check_alike(checkpoint, recipe)
     progress.doing("reading and tokenising the text")
     in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = in_all(lambda: run_blocks(run, recipe))
@@ -199,14 +199,6 @@ def _finetune(
             if world.is_main_process:
                 discard_unstarted(run)
     return result
-
-
-def _seen(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
-    """What this process sees of what a run reads."""
-    weights = {t.name: (t.dtype, t.shape) for t in checkpoint.tensors.values()}
-    files = text_files([*recipe.data, *recipe.eval_data])
-    text = [(path.name, path.stat().st_size) for path in files]
-    return {"config.json": checkpoint.config, "set of weights": weights, "text": text}
 
 
 def _train(

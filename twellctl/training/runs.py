@@ -21,6 +21,7 @@ from twellctl.text.data import (
     token_stream,
     write_tokens,
 )
+from twellctl.training.processes import check_same
 from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_recipe
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
@@ -67,6 +68,15 @@ def run_inputs(
     given += [] if recipe.teacher in ("auto", "none") else [recipe.teacher]
     given += [] if recipe_file is None else [recipe_file]
     return [*map(Path, given), *text_files([*recipe.data, *recipe.eval_data])]
+
+
+def check_alike(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """`TwellError`, in all processes, if one of them sees other files than the first does."""
+    weights = {t.name: (t.dtype, t.shape) for t in checkpoint.tensors.values()}
+    files = text_files([*recipe.data, *recipe.eval_data])
+    text = [(path.name, path.stat().st_size) for path in files]
+    seen = {"config.json": checkpoint.config, "set of weights": weights, "text": text}
+    check_same(seen, "give all the same files")
 
 
 def discard_unstarted(run: Path) -> None:
