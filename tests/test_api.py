@@ -17,30 +17,48 @@ NAMES = ("convert", "finetune", "profile", "export", "evaluate")
 QUIET = Progress(silent=True)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "pass",
-        "import twellctl.convert, twellctl.export, twellctl.profile, twellctl.finetune",
-        "from twellctl.export import export; from twellctl.convert import Converted",
-        "import twellctl.quickstart",
-        "from twellctl import *",
-        "import twellctl.cli.app; twellctl.cli.app.app",
-    ],
+BEFORE = (
+    "pass",
+    "import twellctl.convert, twellctl.export, twellctl.profile, twellctl.finetune",
+    "from twellctl.export import export; from twellctl.convert import Converted",
+    "import twellctl.quickstart",
+    "from twellctl import *",
+    "import twellctl.cli.app; twellctl.cli.app.app",
 )
-def test_they_are_functions_in_every_order(before):
-    code = (
-        f"import inspect, sys\n{before}\n"
-        "from twellctl import convert, finetune, profile, export, evaluate\n"
-        "import twellctl, twellctl.convert as again\n"
-        "from twellctl.convert import convert as inner, Converted\n"
-        "assert convert is inner is again is twellctl.convert\n"
-        "for f in (convert, finetune, profile, export, evaluate):\n"
-        "    assert inspect.isfunction(f), f\n"
-        "    assert getattr(twellctl, f.__name__) is f\n"
+# what twellctl imports is there already, twellctl itself is not
+AFRESH = """
+import os, sys
+import torch, transformers, typer
+import twellctl.quickstart
+
+for name in [name for name in sys.modules if name.split(".")[0] == "twellctl"]:
+    del sys.modules[name]
+for before in {0!r}:
+    child = os.fork()
+    if not child:
+        exec(before + {1!r})
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(before)
+"""
+FUNCTIONS = """
+import inspect
+from twellctl import convert, finetune, profile, export, evaluate
+import twellctl, twellctl.convert as again
+from twellctl.convert import convert as inner, Converted
+assert convert is inner is again is twellctl.convert
+for f in (convert, finetune, profile, export, evaluate):
+    assert inspect.isfunction(f), f
+    assert getattr(twellctl, f.__name__) is f
+"""
+
+
+def test_they_are_functions_in_every_order():
+    code = AFRESH.format(BEFORE, FUNCTIONS)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ImportWarning", "-c", code], capture_output=True, text=True
     )
-    done = subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code])
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_alone_is_cheap():

@@ -6,7 +6,8 @@ the head's forward, so that what the model returns as "logits" is the loss. The 
 head's input and weight are computed in the forward pass, while some logits are at hand.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,7 @@ class _Call:
         logits, wanted = self.logits(self.student, states), None
         if self.teacher is not None:
             wanted = self.logits(self.teacher, self.wanted[some].to(states.dtype))
-        sums = _compiled_sums if self.student.compiled else _sums
+        sums = _compiled_sums() if self.student.compiled else _sums
         scale = self.student.scale / len(self.targets)
         return sums(logits, wanted, self.targets[some, None], self.teacher_weight, scale)
 
@@ -141,7 +142,9 @@ def _sums(
     return cross_entropy, kl, (gradient * scale).to(logits.dtype)
 
 
-_compiled_sums = torch.compile(_sums, dynamic=False)
+@functools.cache
+def _compiled_sums() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(_sums, dynamic=False)  # which imports the compiler: that takes a second
 
 
 class _LossOfStates(torch.autograd.Function):
