@@ -1,19 +1,33 @@
 """What a bench says: ratios over the fastest, the sentences, the JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from twellctl.bench.results import DENSE, TWELL, Bench, Candidate, Outcome, Point, sentence
+from twellctl.bench.results import (
+    DENSE,
+    DENSE_FP8,
+    FP8_SCHEMES,
+    TWELL,
+    Bench,
+    Candidate,
+    Outcome,
+    Point,
+    sentence,
+)
 
 
 def point(tokens: int, joules: dict | None = None, skipped: dict | None = None, **ms: float):
     """A point whose candidates took so many milliseconds; names with "_" for the blank."""
-    names = {name.replace("_", " "): value for name, value in ms.items()}
+    names = {
+        name.replace("_wise", "-wise").replace("_", " ").replace("fp8", "FP8"): value
+        for name, value in ms.items()
+    }
     candidates = tuple(
         Candidate(
             name=name,
-            kind=DENSE if name.startswith("dense") else TWELL,
+            kind=next(kind for kind in (DENSE_FP8, DENSE, TWELL) if name.startswith(kind)),
             samples=(value / 1000, value / 1000, 1.0),
             errors={"error": 0.003, "worst_row_error": 0.004},
             joules=(joules or {}).get(name),
@@ -52,22 +66,94 @@ def test_the_fastest_form_of_the_first_route_speaks_for_twell():
 @pytest.mark.parametrize(
     ("dense", "called"),
     [
-        ({"dense_eager": 2, "dense_compile": 1.31}, "faster than compiled dense"),
-        ({"dense_eager": 1.31, "dense_compile": 2}, "faster than the fastest dense"),
-        ({"dense_eager": 1.31}, "faster than eager dense"),
+        ({"dense_eager": 2, "dense_compile": 1.31}, "compiled bf16"),
+        ({"dense_eager": 1.31, "dense_compile": 2}, "the fastest dense bf16"),
+        ({"dense_eager": 1.31}, "eager bf16"),
     ],
 )
 def test_the_sentence_names_what_is_compared(dense, called):
     found = [point(256, **dict.fromkeys(dense, 0.99), twell=1), point(131072, **dense, twell=1)]
-    if called == "faster than compiled dense":
+    if called == "compiled bf16":
         found[0] = point(256, dense_eager=3, dense_compile=0.99, twell=1)
     said = sentence("this model", tuple(found))
-    assert said == f"on this GPU this model is 1.31x {called} at 131072 tokens, 0.99x at 256"
+    wanted = f"on this GPU this model is 1.31x as fast as {called} at 131072 tokens, 0.99x at 256"
+    assert said == wanted
 
 
-def test_a_loss_is_no_speed_up():
-    said = sentence("this model", (point(64, dense_eager=1, dense_compile=0.5, twell=1),), "CPU")
-    assert said == "on this CPU this model is 0.50x as fast as compiled dense at 64 tokens"
+def test_the_sentence_names_the_place_and_the_dtype():
+    points = (point(64, dense_eager=1, dense_compile=0.5, twell=1),)
+    said = sentence("this model", points, "CPU", "fp16")
+    assert said == "on this CPU this model is 0.50x as fast as compiled fp16 at 64 tokens"
+    found = Bench("bench ffn", {"device": "a GPU"}, {"dtype": "fp32"}, (("this FFN", points),))
+    assert found.sentences == [
+        "on this GPU this FFN is 0.50x as fast as compiled fp32 at 64 tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row_wise", "tensor_wise", "called"),
+    [
+        ((0.7, 0.4), (0.8, 0.5), "dense FP8 (row-wise)"),
+        ((0.8, 0.5), (0.7, 0.4), "dense FP8 (tensor-wise)"),
+        ((0.7, 0.5), (0.8, 0.4), "dense FP8"),
+    ],
+)
+def test_the_sentence_names_dense_fp8_and_its_scales(row_wise, tensor_wise, called):
+    points = tuple(
+        point(
+            tokens,
+            dense_eager=3,
+            dense_compile=1.31,
+            dense_fp8_row_wise=by_row,
+            dense_fp8_tensor_wise=by_tensor,
+            twell=1,
+        )
+        for tokens, by_row, by_tensor in zip((131072, 256), row_wise, tensor_wise, strict=True)
+    )
+    assert sentence("this model", points) == (
+        f"on this GPU this model is 1.31x as fast as compiled bf16 and 0.70x as fast as {called} "
+        "at 131072 tokens, 1.31x and 0.40x at 256"
+    )
+    told = points[0].to_json()
+    assert (told["over_fastest_dense"], told["over_fastest_fp8"]) == (
+        pytest.approx(1.31),
+        pytest.approx(0.7),
+    )
+    assert told["fastest_dense"] == "dense compile"
+    assert told["fastest_fp8"].removeprefix("dense FP8 ") in FP8_SCHEMES
+
+
+def test_without_dense_fp8_at_one_size_the_sentence_leaves_it_out_there():
+    points = (
+        point(64, dense_eager=2, dense_fp8=0.5, twell=1),
+        point(8, dense_eager=2, twell=1),
+    )
+    assert sentence("this model", points) == (
+        "on this GPU this model is 2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 at "
+        "64 tokens, 2.00x at 8"
+    )
+    told = points[1].to_json()
+    assert (told["fastest_fp8"], told["over_fastest_fp8"]) == (None, None)
+
+
+def test_dense_fp8_is_never_the_fastest_dense_and_its_errors_are_its_own():
+    found = point(64, dense_eager=2, dense_fp8=0.5, twell=1)
+    eager, fp8, twell = found.candidates
+    spoilt = replace(fp8, errors={"error": 0.9, "worst_row_error": 0.9})
+    found = replace(found, outcome=Outcome("", (eager, spoilt, twell), {}))
+    assert (found.fastest_dense, found.wrong) == (eager, [])
+
+
+def test_twell_in_fp8_may_err_as_fp8_rounds():
+    right = point(64, dense_eager=2, twell=1)
+    eager, twell = right.candidates
+    for error, wrong in ((0.2, 0), (0.31, 1), (float("nan"), 1)):
+        errors = {"error": error, "worst_row_error": 0.3}
+        outcome = Outcome("", (eager, replace(twell, errors=errors)), {})
+        assert len(replace(right, outcome=outcome, in_fp8=True).wrong) == wrong
+        assert len(replace(right, outcome=outcome).wrong) == 2
+    (said,) = replace(right, outcome=outcome, in_fp8=True).wrong
+    assert said.endswith("at 64 tokens, where rounding to FP8 explains 0.3")
 
 
 def test_energy_is_told_against_eager_and_the_fastest():
@@ -102,10 +188,11 @@ def test_json_holds_everything():
     assert saved["sentences"] == bench(found, device="CPU").sentences
     assert set(saved["points"][0]) == {
         "tokens", "density", "auto_took", "without_kernels", "timed_by", "reference",
-        "fastest_dense", "twell", "over_fastest_dense", "candidates", "skipped",
+        "fastest_dense", "fastest_fp8", "twell", "over_fastest_dense", "over_fastest_fp8",
+        "candidates", "skipped",
     }  # fmt: skip
     assert set(saved["points"][0]["candidates"]["twell"]) == {
-        "kind", "ms", "ms_samples", "tokens_per_ms", "over_fastest_dense", "error",
-        "worst_row_error",
+        "kind", "ms", "ms_samples", "tokens_per_ms", "over_fastest_dense", "over_fastest_fp8",
+        "error", "worst_row_error",
     }  # fmt: skip
     assert saved["points"][0]["candidates"]["twell"]["tokens_per_ms"] == 100

@@ -16,15 +16,21 @@ from twellctl.errors import TwellError, first_line
 
 MUST_RUN = "dense eager"
 SMALL_ROW = 0.1  # of the median norm
+OWN_ERROR = 0.3  # numbers near a boundary of FP8 fall to the other side of it
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute. `call(i)` does so with the inputs of number i and returns the result."""
+    """One way to compute. `call(i)` does so with the inputs of number i and returns the result.
+
+    `own_error(result)`, of inputs 0, is relative to exact sums of what this way itself rounded
+    (of a form in FP8); with more than `OWN_ERROR` it is wrong.
+    """
 
     name: str
     kind: str
     call: Call
+    own_error: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def hold(
     """Measure all contenders on `tokens` rows a call; `errors_of(result)` judges inputs 0.
 
     `also` measures more of each, once it is warm; `graphs` False never replays CUDA graphs. Of the
-    dense ones all but eager may fail, and are left out then. Raises `TwellError`.
+    dense ones all but eager may fail or be wrong, and are left out then. Raises `TwellError`.
     """
     timers: dict[str, Timer] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -72,7 +78,10 @@ def hold(
         name = contender.name
         course.note(f"{what}: {name}")
         try:
-            errors[name] = errors_of(contender.call(0))
+            result = contender.call(0)
+            _refuse_wrong(contender, result)
+            errors[name] = errors_of(result)
+            del result
             graphed = graphs and tokens < GRAPHS_BELOW
             timer = Timer(contender.call, num_inputs, course.device, graphed=graphed)
             more[name] = also(contender)
@@ -95,6 +104,18 @@ def hold(
         for name, taken in samples.items()
     )
     return Outcome(timers[MUST_RUN].how, candidates, skipped)
+
+
+def _refuse_wrong(contender: Contender, result: Any) -> None:
+    """`ValueError` for a result that is not what the contender shall compute."""
+    if contender.own_error is None:
+        return
+    error = contender.own_error(result)
+    if not error <= OWN_ERROR:
+        raise ValueError(
+            f"its result is wrong: a relative error of {error:.2g} against exact sums of the same "
+            f"rounded numbers, where {OWN_ERROR:g} is explained"
+        )
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -1,5 +1,7 @@
 """twellctl bench ffn: one gated FFN over TwELL against all that torch has for the dense one.
 
+That is the dense FFN in the dtype of the weights, and in FP8 where the GPU has it.
+
 The inputs are synthetic (`synthetic`). The weights lie in memory several times, and the
 calls go through the copies in turn, so that a call finds none of its weights in the L2 cache, as in
 a model, whose other layers came in between. The rows are the same for each call: in a model, too,
@@ -21,6 +23,13 @@ from twellctl.bench.contest import (
     relative_errors,
 )
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
+from twellctl.bench.dense_fp8 import (
+    Fp8Ffn,
+    fp8_contenders,
+    fp8_ffns,
+    fp8_modes,
+    why_no_dense_fp8,
+)
 from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
 from twellctl.bench.settings import FfnSettings
@@ -54,16 +63,19 @@ def bench_ffn(
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     course = open_course(settings, note, progress)
+    without_fp8 = why_no_dense_fp8(course.device, DTYPES[settings.dtype], settings.sizes)
     found: dict[float, list[Point]] = {density: [] for density in settings.densities}
     with torch.no_grad():
         for tokens in settings.tokens:
             with fresh_compiler():
-                dense = dense_ffns(dense_modes(course.device, settings.max_autotune))
+                modes = dense_modes(course.device, settings.max_autotune)
+                dense = dense_ffns(modes)
+                fp8 = [] if without_fp8 else fp8_ffns(fp8_modes(modes))
                 for density, points in found.items():
-                    points.append(_point(settings, tokens, density, dense, course))
+                    points.append(_point(settings, tokens, density, dense, fp8, course))
     return Bench(
         command="bench ffn",
-        facts=device_facts(course.device),
+        facts=device_facts(course.device) | {"without_fp8": without_fp8},
         settings=told(settings),
         groups=tuple((_called(settings, d), tuple(points)) for d, points in found.items()),
     )
@@ -81,7 +93,12 @@ class Inputs:
 
 
 def _point(
-    settings: FfnSettings, tokens: int, density: float, dense: dict[str, Ffn], course: Course
+    settings: FfnSettings,
+    tokens: int,
+    density: float,
+    dense: dict[str, Ffn],
+    fp8: list[Fp8Ffn],
+    course: Course,
 ) -> Point:
     device = course.device
     generator = torch.Generator(device).manual_seed(settings.seed)
@@ -99,11 +116,12 @@ def _point(
     without_kernels = require_kernels(
         settings.routes, lambda route: over_twell(route)(inputs.x[:8], loaded[0]), device
     )
-    contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
-    contenders += [
+    rows = torch.randperm(tokens, generator=generator, device=device)[:REFERENCE_ROWS]
+    over = [
         contender(twell_name(route, device), TWELL, over_twell(route)) for route in settings.routes
     ]
-    rows = torch.randperm(tokens, generator=generator, device=device)[:REFERENCE_ROWS]
+    contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
+    contenders += [*fp8_contenders(fp8, inputs.x, rows, rotated), *over]
     expected = reference(inputs.x[rows], inputs.weights)
     outcome = hold(
         course,
@@ -122,7 +140,7 @@ def _point(
         "without_kernels": without_kernels,
         "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)]),
     }
-    return Point(tokens, about, "float64", (contenders[len(dense)].name,), outcome)
+    return Point(tokens, about, "float64", (over[0].name,), outcome)
 
 
 def _inputs(

@@ -90,6 +90,12 @@ class FfnShape(Settings):
         5632, "N, the neurons of the FFN.", at_least=8, at_most=MAX_COLUMNS, multiple_of=8
     )
 
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """`[N, K]` of the weights, gate and up in one."""
+        K, N = self.hidden_size, self.intermediate_size
+        return (2 * N, K), (K, N)
+
 
 @dataclass(frozen=True)
 class SpreadRows(FfnShape):

@@ -121,17 +121,24 @@ def _judge(values: Tensor, scale: Tensor | None, weight: Fp8Weight) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _why_not_scaled_mm(index: int, N: int, K: int, dtype: str) -> str | None:
-    """None if torch's FP8 product takes this, else why not, which is said once."""
-    said = None
-    if torch.version.cuda is None or device_limits(index).capability < (8, 9):
-        said = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
-    elif dtype != "torch.bfloat16":
-        said = f"FP8 products give bf16, not {dtype.removeprefix('torch.')}"
-    elif N % 16 or K % 16:
-        said = f"FP8 products take sizes that are multiples of 16, not {K} and {N}"
-    if said:
+    """`why_no_products`, which is said once."""
+    if said := why_no_products(index, N, K, dtype):
         say_once(said)
     return said
+
+
+def why_no_products(index: int | None, N: int, K: int, dtype: str) -> str | None:
+    """None if torch's FP8 product takes a weight `[N, K]` on a CUDA device, else why not.
+
+    `index` None is no such device. `dtype` of the result, like "torch.bfloat16".
+    """
+    if index is None or torch.version.cuda is None or device_limits(index).capability < (8, 9):
+        return "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
+    if dtype != "torch.bfloat16":
+        return f"FP8 products give bf16, not {dtype.removeprefix('torch.')}"
+    if N % 16 or K % 16:
+        return f"FP8 products take sizes that are multiples of 16, not {K} and {N}"
+    return None
 
 
 class Fp8Linear(nn.Linear):

@@ -20,15 +20,17 @@ def benched_on(facts: dict[str, Any]) -> None:
     named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
     listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
     ui.say(f"{facts['device']}; {listed}")
+    if said := facts.get("without_fp8"):
+        ui.note(f"dense FP8 was left out: {said}")
 
 
 def _table(point: Any) -> None:
     energy = any(candidate.joules for candidate in point.candidates)
-    columns = ["", "ms", "tokens/ms", "over fastest dense", "error", "worst row"]
+    columns = ["", "ms", "tokens/ms", *over_columns(point), "error", "worst row"]
     rows = []
     for c in point.candidates:
         figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
-        figures.append(f"{point.over_dense(c):.2f}x")
+        figures += over_rivals(point, c)
         figures += [f"{c.errors[name]:.1e}" for name in ("error", "worst_row_error")]
         if energy:
             figures.append(f"{1000 * c.joules / point.tokens:.3g}")
@@ -39,6 +41,17 @@ def _table(point: Any) -> None:
         f"{point.tokens} tokens, {firing(point.about)}; {point.outcome.timed_by}", columns, rows
     )
     remarks(point)
+
+
+def over_columns(point: Any) -> list[str]:
+    """What `over_rivals` gives."""
+    return ["over dense", "over FP8"] if point.fastest_fp8 else ["over dense"]
+
+
+def over_rivals(point: Any, candidate: Any) -> list[str]:
+    """How many times as fast as the fastest dense candidate, and as that in FP8 if there is one."""
+    ratios = (point.over_dense(candidate), point.over_fp8(candidate))
+    return [f"{ratio:.2f}x" for ratio in ratios if ratio is not None]
 
 
 def remarks(point: Any) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from twellctl.screens import ui
-from twellctl.screens.bench import benched_on
+from twellctl.screens.bench import benched_on, over_columns, over_rivals
 
 
 def decoded(found: Any) -> None:
@@ -52,11 +52,11 @@ def _ffn_table(point: Any) -> None:
     for c in point.candidates:
         floor = about["floor_ms"][c.kind] / 1000
         figures = [f"{1e6 * c.seconds:.4g}", f"{1e6 * floor:.3g}", f"{floor / c.seconds:.0%}"]
-        rows.append([c.name, *figures, f"{point.over_dense(c):.2f}x", f"{c.errors['error']:.1e}"])
+        rows.append([c.name, *figures, *over_rivals(point, c), f"{c.errors['error']:.1e}"])
     title = (
         f"batch {point.tokens}, density {about['density']:.2%}, "
         f"{about['fired_for_some_token']:.1%} fire for some token; {point.outcome.timed_by}"
     )
-    ui.table(title, ["", "us", "floor, us", "of it", "over fastest dense", "error"], rows)
+    ui.table(title, ["", "us", "floor, us", "of it", *over_columns(point), "error"], rows)
     if said := about["without_kernels"]:
         ui.note(said)

@@ -1,0 +1,209 @@
+"""Dense FP8 as torch computes it: the rival of TwELL beside the dense forms in bf16 (`dense_ffn`).
+
+Weights are e4m3, rounded once. Inputs, and h = relu(gate) * up, are rounded to e4m3 as they come,
+and `torch._scaled_mm` multiplies, with fast accumulation:
+
+    row-wise        a scale for each token, and for each row of a weight
+    tensor-wise     one scale for all tokens, and one for a weight
+
+torch.compile fuses the rounding with what stands around it. Row-wise FP8 of a model is what `export
+--quantize fp8` writes (twell_fp8.py).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twellctl.bench.contest import Contender, relative_error
+from twellctl.bench.dense_ffn import compiled
+from twellctl.bench.results import DENSE_FP8, ROW_WISE, TENSOR_WISE
+from twellctl.bench.synthetic import FfnWeights
+from twellctl.bench.twell_side import shared_copy
+from twellctl.bundle.twell_fp8 import Fp8Weight, round_rows, round_weight, why_no_products
+
+Rounded = tuple[Tensor, Tensor]  # e4m3 `[M, K]`; float32 `[M, 1]`, or `[1, 1]`: one for all rows
+Product = Callable[[Tensor, Tensor, Fp8Weight], Tensor]  # of `Rounded` and a weight, bf16 `[M, N]`
+
+
+def _round_tensor(x: Tensor) -> Rounded:
+    values, scale = round_rows(x.reshape(1, -1))
+    return values.view_as(x), scale
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Which numbers share a scale: `of_inputs` and `of_weights` round `[M, K]` and `[N, K]`."""
+
+    name: str
+    of_inputs: Callable[[Tensor], Rounded]
+    of_weights: Callable[[Tensor], Rounded]
+
+
+SCHEMES = (
+    Scheme(ROW_WISE, round_rows, round_weight),
+    Scheme(TENSOR_WISE, _round_tensor, _round_tensor),
+)
+
+
+def why_no_dense_fp8(
+    device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]
+) -> str | None:
+    """None if `device` has FP8 products, with results of `dtype`, for weights of these `sizes`
+    (N, K); else why not."""
+    index = device.index if device.type == "cuda" else None
+    reasons = (why_no_products(index, N, K, str(dtype)) for N, K in sorted(set(sizes)))
+    return next((said for said in reasons if said), None)
+
+
+def fp8_modes(modes: list[str]) -> list[str]:
+    """Those of the `modes` of dense_ffn.py in which FP8 is at its best: compiled, if any are."""
+    return [mode for mode in modes if mode != "eager"] or modes
+
+
+def fast_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
+    """torch's own, whose sums are not exact."""
+    return torch._scaled_mm(
+        values,
+        weight.values.t(),
+        scale_a=scale,
+        scale_b=weight.scale.t(),
+        bias=weight.bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def exact_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
+    """The judge of the other: float64 of the same rounded numbers, rounded once."""
+    y = F.linear(values.double(), weight.values.double()) * scale.double()
+    y *= weight.scale.double().t()
+    return (y if weight.bias is None else y + weight.bias).bfloat16()
+
+
+# ---- one FFN ----
+
+
+@dataclass(frozen=True)
+class Fp8Ffn:
+    """One way to compute a gated FFN densely in FP8, gate and up in one product.
+
+    `run(x, gate_up, its scale, its bias, down, its scale, its bias)`, in bf16.
+    """
+
+    name: str
+    scheme: Scheme
+    run: Callable[..., Tensor]
+
+    def rounded(self, weights: FfnWeights) -> tuple[Tensor | None, ...]:
+        """`weights` as `run` takes them."""
+        of_weights = self.scheme.of_weights
+        gate_up, down = of_weights(weights.gate_up), of_weights(weights.down)
+        return (*gate_up, weights.gate_up_bias, *down, weights.down_bias)
+
+    def expected(self, x: Tensor, rows: Tensor, weights: FfnWeights) -> Tensor:
+        """Of the rows `rows` of `x` what `run` shall give, by exact products.
+
+        Tensor-wise h takes its scale from these rows alone.
+        """
+        values, scale = self.scheme.of_inputs(x)
+        scale = scale.expand(len(x), 1)[rows]
+        return _ffn(self.scheme, exact_product, (values[rows], scale), *self.rounded(weights))
+
+
+def fp8_ffns(modes: Iterable[str]) -> list[Fp8Ffn]:
+    """Both schemes under each of the `modes` of dense_ffn.py."""
+    return [
+        Fp8Ffn(
+            f"dense FP8 {scheme.name} {mode}", scheme, compiled(partial(_fast_ffn, scheme), mode)
+        )
+        for mode in modes
+        for scheme in SCHEMES
+    ]
+
+
+def fp8_contenders(
+    ffns: Iterable[Fp8Ffn], x: Tensor, rows: Tensor, copies: Sequence[FfnWeights]
+) -> list[Contender]:
+    """Those of `ffns` on `x` `[M, K]` and on copies of the weights, judged by the rows `rows`."""
+
+    def contender(ffn: Fp8Ffn, rounded: list[tuple[Tensor | None, ...]]) -> Contender:
+        def own_error(y: Tensor) -> float:
+            return relative_error(y[rows], ffn.expected(x, rows, copies[0]).double())
+
+        return Contender(
+            ffn.name, DENSE_FP8, lambda number: ffn.run(x, *rounded[number]), own_error
+        )
+
+    by_scheme: dict[str, list[tuple[Tensor | None, ...]]] = {}
+    for ffn in ffns:
+        if ffn.scheme.name not in by_scheme:
+            by_scheme[ffn.scheme.name] = [ffn.rounded(weights) for weights in copies]
+    return [contender(ffn, by_scheme[ffn.scheme.name]) for ffn in ffns]
+
+
+def _fast_ffn(scheme: Scheme, x: Tensor, *weights: Tensor | None) -> Tensor:
+    return _ffn(scheme, fast_product, scheme.of_inputs(x), *weights)
+
+
+def _ffn(scheme, product, x, w_gate_up, s_gate_up, b_gate_up, w_down, s_down, b_down) -> Tensor:
+    gate, up = product(*x, Fp8Weight(w_gate_up, s_gate_up, b_gate_up)).chunk(2, -1)
+    hidden = scheme.of_inputs(F.relu(gate) * up)
+    return product(*hidden, Fp8Weight(w_down, s_down, b_down))
+
+
+# ---- a whole model ----
+
+
+class RoundedLinear(nn.Module):
+    """An nn.Linear in FP8, of a scheme; by exact products while `exact`."""
+
+    exact = False
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme):
+        super().__init__()
+        self._scheme, self._bias = scheme, linear.bias
+        values, scale = scheme.of_weights(linear.weight)
+        self.register_buffer("_values", values)
+        self.register_buffer("_scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., K]` to `[..., N]`."""
+        product = exact_product if self.exact else fast_product
+        rows = self._scheme.of_inputs(x.reshape(-1, x.shape[-1]))
+        y = product(*rows, Fp8Weight(self._values, self._scale, self._bias))
+        return y.view(*x.shape[:-1], -1)
+
+
+def linear_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    """(N, K) of the weights that become FP8."""
+    return [tuple(linear.weight.shape) for linear in _plain_linears(model).values()]
+
+
+def rounded_copy(model: nn.Module, scheme: Scheme) -> nn.Module:
+    """`model` with its linear layers in FP8; all other weights are shared."""
+    copied = shared_copy(model)
+    for name, linear in _plain_linears(copied).items():
+        copied.set_submodule(name, RoundedLinear(linear, scheme))
+    return copied
+
+
+@contextlib.contextmanager
+def exactly(model: nn.Module) -> Iterator[None]:
+    """Inside, a `rounded_copy` multiplies exactly."""
+    linears = [module for module in model.modules() if isinstance(module, RoundedLinear)]
+    for linear in linears:
+        linear.exact = True
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.exact = False
+
+
+def _plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
