@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shapes import TINY_CONFIG
 from torch import nn
 
 from twellctl.bench import dense_fp8
@@ -19,10 +20,19 @@ from twellctl.bench.dense_fp8 import (
     rounded_copy,
     why_no_dense_fp8,
 )
+from twellctl.bench.model import bench_model
+from twellctl.bench.precisions import in_precisions
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
+from twellctl.bench.settings import ModelSettings
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
+from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle import twell_fp8
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight
+from twellctl.export import export
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.models.quantised import round_model
+from twellctl.profile import profile
 
 CPU = torch.device("cpu")
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
@@ -198,3 +208,114 @@ def test_bench_ffn_says_once_why_it_is_left_out(cli):
     assert "FP8" not in out
     code, out, _ = cli("bench", "ffn", *words, "--json")
     assert json.loads(out)["without_fp8"] == NO_FP8
+
+
+# ---- whole models ----
+
+
+@pytest.fixture
+def count_less(monkeypatch):
+    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+
+
+@pytest.fixture(scope="module")
+def fp8_export(relu_llama, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8") / "export"
+    measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32)
+    export(relu_llama, folder, profile=measured, quantize="fp8")
+    return folder
+
+
+def test_what_is_expanded_is_rounded_to_the_same_again(fp8_export):
+    fp8 = load_model(open_checkpoint(fp8_export), dtype=torch.bfloat16, device=CPU)
+    models = in_precisions(fp8, None)
+    assert models.benched is models.fp8 is fp8
+    assert not any(isinstance(module, Fp8Linear) for module in models.bf16.modules())
+    assert models.bf16.lm_head.weight.data_ptr() == fp8.lm_head.weight.data_ptr()
+    again = shared_copy(models.bf16)
+    round_model(again)
+    layers = [name for name, module in fp8.named_modules() if isinstance(module, Fp8Linear)]
+    assert len(layers) == 14
+    for name in layers:
+        stored, expanded, found = (m.get_submodule(name) for m in (fp8, models.bf16, again))
+        assert (type(expanded), expanded.weight.dtype) == (nn.Linear, torch.bfloat16)
+        assert torch.equal(found.weight.float(), stored.weight.float())
+        # of a row's largest number only eight bits are left
+        torch.testing.assert_close(found.weight_scale, stored.weight_scale, rtol=2**-7, atol=0)
+        exact = stored.weight.double() * stored.weight_scale.double()
+        assert ((expanded.weight.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+
+
+def test_a_bf16_model_stays_what_it_is_unless_it_is_to_be_quantised(relu_llama):
+    model = load_model(open_checkpoint(relu_llama), dtype=torch.bfloat16, device=CPU)
+    model.requires_grad_(False)
+    models = in_precisions(model, None)
+    assert (models.bf16, models.fp8, models.benched) == (model, None, model)
+    assert models.called == "this model"
+    weight = model.model.layers[0].mlp.up_proj.weight.clone()
+    models = in_precisions(model, "fp8")
+    assert isinstance(models.benched.model.layers[0].mlp.up_proj, Fp8Linear)
+    assert models.called == "this model in FP8"
+    rounded = models.bf16.model.layers[0].mlp.up_proj.weight
+    assert 0 < relative(rounded, weight) < 0.04
+
+
+TINY_BODY = {
+    "tokens": (64,), "seq_len": 64, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
+    "device": "cpu",
+}  # fmt: skip
+RIVALS = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"], ids=["bf16", "FP8"])
+def test_bench_model_times_the_body_in_fp8(has_fp8, count_less, quantize):
+    found = bench_model(ModelSettings(**TINY_BODY, quantize=quantize))
+    assert found.wrong == []
+    found = found.to_json()
+    (point,) = found["points"]
+    twell = "twell FP8 plain eager" if quantize else "twell plain eager"
+    assert list(point["candidates"]) == ["dense eager", *RIVALS, twell]
+    errors = {name: c["error"] for name, c in point["candidates"].items()}
+    assert errors["dense eager"] < 0.02
+    assert all(0.005 < errors[name] < 0.1 for name in RIVALS)
+    if quantize:
+        # both compute the same rounded weights, the rival by sums that are not exact
+        assert errors[twell] == pytest.approx(errors["dense FP8 row-wise eager"], rel=0.2)
+    else:
+        assert errors[twell] < 0.02
+    assert point["density"] == pytest.approx(0.02, rel=0.15)
+    assert point["fastest_fp8"] in RIVALS
+    called = "this model in FP8" if quantize else "this model"
+    (said,) = found["sentences"]
+    assert said.startswith(f"on this CPU {called} (random, 2 layers) is ")
+    assert " as fast as eager bf16 and " in said
+    assert " as fast as dense FP8 (" in said
+
+
+def test_bench_model_takes_an_fp8_export(cli, fp8_export, text_file):
+    words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
+    code, out, err = cli("bench", "model", fp8_export, *words, "--device", "cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    (point,) = found["points"]
+    assert list(point["candidates"]) == ["dense eager", "twell FP8 plain eager"]
+    assert found["without_fp8"] == NO_FP8
+    assert found["sentences"][0].startswith("on this CPU this model in FP8 is ")
+
+
+def test_rivals_without_room_are_left_out(has_fp8, count_less, monkeypatch):
+    monkeypatch.setattr("twellctl.bench.model.free_memory", lambda device: 4.4e9)
+    found = bench_model(ModelSettings(**TINY_BODY)).to_json()
+    said = "its weights take 0 GB, and 4 GB are free"
+    assert found["without_fp8"] is None  # it needs next to nothing
+    monkeypatch.setattr("twellctl.bench.model.WORKSPACE", 5 << 30)
+    assert bench_model(ModelSettings(**TINY_BODY)).facts["without_fp8"] == said
+
+
+@pytest.mark.parametrize("command", ["model", "decode"])
+def test_quantize_takes_what_export_takes(cli, command):
+    code, _, err = cli("bench", command, "--quantize", "int4")
+    assert (code, err) == (2, ["error: quantize must be fp8, got 'int4'"])

@@ -110,7 +110,8 @@ def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
         raise ValueError("must be text")
     if choices and value not in choices:
         *others, last = choices
-        raise ValueError(f"must be {', '.join(others)} or {last}")
+        first = f"{', '.join(others)} or " if others else ""
+        raise ValueError(f"must be {first}{last}")
     return value
 
 

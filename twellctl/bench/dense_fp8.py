@@ -162,10 +162,9 @@ def _ffn(scheme, product, x, w_gate_up, s_gate_up, b_gate_up, w_down, s_down, b_
 class RoundedLinear(nn.Module):
     """An nn.Linear in FP8, of a scheme; by exact products while `exact`."""
 
-    exact = False
-
     def __init__(self, linear: nn.Linear, scheme: Scheme):
         super().__init__()
+        self.exact = False
         self._scheme, self._bias = scheme, linear.bias
         values, scale = scheme.of_weights(linear.weight)
         self.register_buffer("_values", values)

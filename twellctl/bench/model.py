@@ -1,8 +1,10 @@
 """twellctl bench model: the body of a whole model over TwELL against the stock class.
 
 The model is one of the user's with real text, or a random ReLU model made here
-(`random_model`). Both sides share their weights and differ in their FFNs only. What is timed
-is a prefill: token ids in, last hidden states out, no LM head and no cache.
+(`random_model`). Both sides share their weights and differ in their FFNs only. Besides them runs
+the dense body with all of its linear layers in FP8, where the GPU has it; and the body over TwELL
+is in FP8 if such a model is benched. What is timed is a prefill: token ids in, last hidden states
+out, no LM head and no cache.
 
 Attention is PyTorch's SDPA with `is_causal` on every side. The stock code would make a whole mask
 when it is compiled, which slows the compiled dense side most, so the mask is left out for all.
@@ -11,6 +13,7 @@ when it is compiled, which slows the compiled dense side most, so the mask is le
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +25,22 @@ from twellctl.bench.contest import (
     Course,
     hold,
     open_course,
+    relative_error,
     relative_errors,
 )
 from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
+from twellctl.bench.dense_fp8 import (
+    SCHEMES,
+    exactly,
+    fp8_modes,
+    linear_sizes,
+    rounded_copy,
+    why_no_dense_fp8,
+)
 from twellctl.bench.device import device_facts, free_memory, model_facts
-from twellctl.bench.random_model import Shape, make_model, open_shape
-from twellctl.bench.results import DENSE, TWELL, Bench, Point
+from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
+from twellctl.bench.random_model import WORKSPACE, Shape, make_model, open_shape
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Bench, Point
 from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
 from twellctl.bench.synthetic import check_union
 from twellctl.bench.twell_side import (
@@ -61,7 +74,8 @@ def bench_model(
     course = open_course(settings, note, progress)
     with torch.no_grad():
         subject = _open(settings, shape, course.device, note)
-        without_mask(subject.body, settings.seq_len)
+        for body in subject.bodies:
+            without_mask(body, settings.seq_len)
         note("counting what fires")
         measured, unions = count_fired(subject)
         if settings.model is None:
@@ -75,46 +89,80 @@ def bench_model(
         without_kernels = require_kernels(
             settings.routes,
             lambda route: last_hidden(
-                twell_twin(subject.body, numbers, route), subject.counted[:1, :8]
+                twell_twin(subject.benched, numbers, route), subject.counted[:1, :8]
             ),
             course.device,
         )
+        without_fp8 = _why_no_dense_fp8(subject.body, course.device)
+        rivals = [] if without_fp8 else [(s.name, rounded_copy(subject.body, s)) for s in SCHEMES]
         about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
         points = tuple(
-            _point(settings, subject, numbers, about, tokens, course) for tokens in settings.tokens
+            _point(settings, subject, rivals, numbers, about, tokens, course)
+            for tokens in settings.tokens
         )
     random = "" if settings.model else f" (random, {subject.described['layers']} layers)"
     return Bench(
         command="bench model",
-        facts=device_facts(course.device) | {"model": subject.described},
+        facts=device_facts(course.device)
+        | {"model": subject.described, "without_fp8": without_fp8},
         settings=asdict(settings),
-        groups=((f"this model{random}", points),),
+        groups=((f"{subject.models.called}{random}", points),),
     )
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A dense body, ids `[B, S]` for it by token count, and those to count by what fires.
+    """A model, ids `[B, S]` for its body by token count, and those to count by what fires.
 
     `numbers` are those of its config.json, None where they are to be measured first.
     """
 
-    body: nn.Module
+    models: Precisions
     ids: dict[int, Tensor]
     counted: Tensor
     numbers: TwellNumbers | None
     described: dict[str, Any]
 
+    @property
+    def body(self) -> nn.Module:
+        """In bf16."""
+        return self.models.bf16.base_model
+
+    @property
+    def benched(self) -> nn.Module:
+        """The body that runs over TwELL: in FP8, or the same."""
+        return self.models.benched.base_model
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.models.fp8 is not None
+
+    @property
+    def bodies(self) -> list[nn.Module]:
+        return [self.body, self.benched] if self.in_fp8 else [self.body]
+
 
 def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
     """By layer: what a profile would hold, and the union over neighbouring tokens."""
     tile = TILE if subject.numbers is None else subject.numbers.tile
-    return count_layers(subject.body, subject.counted, tile)
+    return count_layers(subject.benched, subject.counted, tile)
+
+
+def _why_no_dense_fp8(body: nn.Module, device: torch.device) -> str | None:
+    """None if `body` can be timed densely in FP8 here, in all schemes, else why not."""
+    sizes = linear_sizes(body)
+    needed, free = len(SCHEMES) * sum(N * K for N, K in sizes), free_memory(device)
+    if said := why_no_dense_fp8(device, DTYPE, sizes):
+        return said
+    if needed + WORKSPACE > free:
+        return f"its weights take {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free"
+    return None
 
 
 def _point(
     settings: ModelSettings,
     subject: Subject,
+    rivals: list[tuple[str, nn.Module]],
     numbers: TwellNumbers,
     about: dict[str, Any],
     tokens: int,
@@ -127,14 +175,20 @@ def _point(
 
     def contender(name: str, kind: str, body: nn.Module, mode: str) -> Contender:
         run = compiled(lambda batch: last_hidden(body, batch), mode)
-        return Contender(name, kind, lambda number: run(ids))
+        own_error = partial(_own_error, body, ids) if kind == DENSE_FP8 else None
+        return Contender(f"{name} {mode}", kind, lambda number: run(ids), own_error)
 
     with fresh_compiler():
-        contenders = [contender(f"dense {mode}", DENSE, subject.body, mode) for mode in modes]
+        contenders = [contender("dense", DENSE, subject.body, mode) for mode in modes]
+        contenders += [
+            contender(f"dense FP8 {scheme}", DENSE_FP8, body, mode)
+            for mode in fp8_modes(modes)
+            for scheme, body in rivals
+        ]
         for route in settings.routes:
-            twin = twell_twin(subject.body, numbers, route)
-            name = twell_name(route, course.device)
-            contenders += [contender(f"{name} {mode}", TWELL, twin, mode) for mode in modes]
+            twin = twell_twin(subject.benched, numbers, route)
+            name = twell_name(route, course.device, subject.in_fp8)
+            contenders += [contender(name, TWELL, twin, mode) for mode in modes]
         headline = [c.name for c in contenders if c.kind == TWELL][: len(modes)]
         outcome = hold(
             course,
@@ -148,7 +202,15 @@ def _point(
     told = list(zip(numbers.slots, numbers.densities or [None] * len(numbers.slots), strict=True))
     biases = any(ffn.down_proj.bias is not None for ffn in gated_ffns(subject.body))
     taken = routes_taken(K, N, biases, tokens, told)
-    return Point(tokens, shape | about | {"auto_took": taken}, "float32", tuple(headline), outcome)
+    about = shape | about | {"auto_took": taken}
+    return Point(tokens, about, "float32", tuple(headline), outcome, subject.in_fp8)
+
+
+def _own_error(body: nn.Module, ids: Tensor, y: Tensor) -> float:
+    """Of the first tokens of what a `rounded_copy` gave, against its own exact products."""
+    with exactly(body):
+        expected = last_hidden(body, ids[:1, :REFERENCE_TOKENS])[0]
+    return relative_error(y[0, : len(expected)], expected.double())
 
 
 def _reference(body: nn.Module, ids: Tensor) -> Tensor:
@@ -177,9 +239,9 @@ def _open(
     if shape is None:
         return _open_model(settings, open_checkpoint(settings.model), device, note)
     note(f"making {shape.name} of {shape.layers} layers")
-    shape.require_memory(free_memory(device))
+    shape.require_memory(free_memory(device), quantize=settings.quantize)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    model = make_model(shape, settings.density, dtype=torch.bfloat16, generator=generator)
+    model = make_model(shape, settings.density, dtype=DTYPE, generator=generator)
 
     def random_ids(sequences: int, length: int) -> Tensor:
         size = (sequences, length)
@@ -189,7 +251,7 @@ def _open(
     # whole sequences: the first tokens of each attend to so few that they become alike
     counted = random_ids(max(1, COUNTED_TOKENS // settings.seq_len), settings.seq_len)
     described = model_facts(shape.name, model.model) | shape.described
-    return Subject(model.model, ids, counted, None, described)
+    return Subject(in_precisions(model, settings.quantize), ids, counted, None, described)
 
 
 def _open_model(
@@ -198,7 +260,6 @@ def _open_model(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Subject:
-    checkpoint.require_unquantised()
     checkpoint.require_relu()
     settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.seq_len)
     tokenizer = load_tokenizer(checkpoint)
@@ -215,7 +276,8 @@ def _open_model(
             )
         ids[tokens] = windows.to(device)
     note(f"loading {checkpoint.name}")
-    body = load_model(checkpoint, dtype=torch.bfloat16, device=device).base_model
+    model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
+    models = in_precisions(model, settings.quantize)
     twell = checkpoint.twell
     numbers = TwellNumbers(
         tile=twell["tile"],
@@ -224,9 +286,9 @@ def _open_model(
     )
     most = ids[max(ids)]
     return Subject(
-        body=body.requires_grad_(False),
+        models=models,
         ids=ids,
         counted=most[: max(1, COUNTED_TOKENS // most.shape[1])],
         numbers=numbers,
-        described=model_facts(checkpoint.name, body),
+        described=model_facts(checkpoint.name, models.bf16.base_model),
     )

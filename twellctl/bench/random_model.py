@@ -85,12 +85,16 @@ class Shape:
         heads, kv_heads = (self.config[f"num_{n}_heads"] for n in ("attention", "key_value"))
         return {"heads": heads, "kv_heads": kv_heads, "vocabulary": self.vocabulary}
 
-    def require_memory(self, free: float, down_copies: int = 0) -> None:
+    def require_memory(
+        self, free: float, down_copies: int = 0, *, quantize: str | None = None
+    ) -> None:
         """`TwellError` unless `free` bytes hold it in bf16; it tells how many layers would fit.
 
-        `down_copies`: how often the down projections are held besides.
+        `down_copies`: how often the down projections are held besides. `quantize`: so are all
+        weights, a byte each.
         """
         layer = 2 * self.layer_weights + down_copies * self.down_bytes // self.layers
+        layer += self.layer_weights if quantize else 0
         fixed = 2 * self.other_weights + WORKSPACE
         if fixed + self.layers * layer <= free:
             return

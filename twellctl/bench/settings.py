@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
+from twellctl.bundle.twell_fp8_config import QUANTIZE
 from twellctl.errors import UsageError
 from twellctl.settings import refuse_wrong, setting
 
@@ -40,6 +41,11 @@ def _config(layers: int = LLAMA_LAYERS) -> Any:
         f"Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, {layers} layers]",
         metavar="FILE",
     )
+
+
+def _quantize() -> Any:
+    help = "Round the weights as 'export --quantize' does, and run TwELL over these."
+    return setting(None, help, choices=QUANTIZE)
 
 
 def _layers() -> Any:
@@ -150,6 +156,7 @@ class DecodeFfnSettings(FfnShape):
 
     batches: tuple[int, ...] = _batches((1, 4, 16, 64))
     densities: tuple[float, ...] = _densities((0.005, 0.05))
+    quantize: str | None = _quantize()
     rounds: int = _rounds(11)
 
 
@@ -172,6 +179,7 @@ class AnyModel(Settings):
     """`model` on the text of `data`, or without them a random one.
 
     The random one has the shape of `config` (None: a Llama), with `layers` layers if given.
+    `quantize` "fp8": either is benched in FP8, as an FP8 export always is.
     """
 
     model: str | None = setting(
@@ -183,6 +191,7 @@ class AnyModel(Settings):
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = _config()
     layers: int | None = _layers()
+    quantize: str | None = _quantize()
 
     def check(self) -> None:
         super().check()

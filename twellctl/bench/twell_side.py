@@ -25,11 +25,12 @@ from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 
 
-def twell_name(route: str, device: torch.device) -> str:
+def twell_name(route: str, device: torch.device, in_fp8: bool = False) -> str:
     """What a TwELL candidate is called in tables and JSON."""
+    name = "twell FP8" if in_fp8 else "twell"
     if device.type != "cuda":
-        return "twell plain"
-    return "twell" if route == "auto" else f"twell {route}"
+        return f"{name} plain"
+    return name if route == "auto" else f"{name} {route}"
 
 
 def require_kernels(

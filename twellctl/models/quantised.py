@@ -59,6 +59,18 @@ def round_model(model: PreTrainedModel) -> None:
             new.bias.copy_(linear.bias)
 
 
+@torch.no_grad()
+def expand_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Change FP8 layers in memory for plain ones with the same weights, rounded to `dtype`."""
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Fp8Linear)]
+    for name, layer in layers:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        weight = (layer.weight.float() * layer.weight_scale).to(dtype)
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        plain.register_parameter("bias", layer.bias)
+        model.set_submodule(name, plain)
+
+
 def in_fp8(
     tensors: Iterable[tuple[str, Tensor]], layers: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
