@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ from twellctl.bench.decode_forms import (
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
-from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.firing.counts import FiredMeter
+from twellctl.models.quantised import round_model
 from twellctl.profile import profile
 
 TINY = {
@@ -35,6 +37,7 @@ TINY = {
     "device": "cpu",
 }  # fmt: skip
 NO_GPU = "the decode kernels need an NVIDIA GPU"
+NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +107,7 @@ def test_what_can_be_run_is_measured():
             )
     (said,) = found["sentences"]
     assert said.startswith("on this CPU this model (random, 2 layers, ")
-    assert said.endswith(f" in its dense form; TwELL was not run: {NO_GPU}")
+    assert said.endswith(f" in its dense form; TwELL and dense FP8 were not run: {NO_GPU}")
     json.dumps(found, allow_nan=False)
 
 
@@ -117,6 +120,7 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
         one, three = model["points"]
         for point in (one, three):
             assert list(point["forms"]) == ["generate", "dense", "twell"]
+            assert point["skipped"] == {"dense FP8": NO_FP8}
             twell, dense = point["forms"]["twell"], point["forms"]["dense"]
             assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
             assert dense["over_dense"] == 1
@@ -128,9 +132,8 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
         assert one["forms"]["twell"]["union"] == pytest.approx(one["forms"]["twell"]["density"])
         assert three["forms"]["twell"]["union"] > 2 * one["forms"]["twell"]["density"]
     said = found.sentences[0]
-    assert " its dense form at batch 1: " in said
-    assert " its dense form at batch 3: " in said
-    assert said.endswith(" steps/s")
+    assert "x as fast as dense bf16 at batch 1 (" in said
+    assert "x at 3 (" in said
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -360,10 +363,15 @@ def test_the_floor_of_a_step(tied):
     attention, norms = 64 * (64 + 32 + 32 + 64), 2 * 64
     others = 3 * (attention + norms) + 64 + 1000 * 64 + (0 if tied else 5 * 64)
     dense = others + 3 * 3 * 64 * 192
-    assert step_bytes(model, None, 5, 0, 0) == 2 * dense
-    assert step_bytes(model, None, 5, 100, 7) == 2 * dense + 5 * 100 * 7
+    assert step_bytes(model, None, 5) == 2 * dense
     sparse = others + 64 * 192 * (3 + 2 * (0.5 + 0.25 + 0.0))
-    assert step_bytes(model, (0.5, 0.25, 0.0), 5, 0, 0) == 2 * sparse
+    assert step_bytes(model, (0.5, 0.25, 0.0), 5) == 2 * sparse
+    round_model(model)
+    of_layers = 3 * attention + 3 * 3 * 64 * 192
+    scales = 4 * 3 * (64 + 32 + 32 + 64 + 192 + 192 + 64)
+    assert step_bytes(model, None, 5) == 2 * dense - of_layers + scales
+    skipped = 64 * 192 * 2 * (0.5 + 0.75 + 1)
+    assert step_bytes(model, (0.5, 0.25, 0.0), 5) == 2 * dense - of_layers + scales - skipped
 
 
 def test_copies_have_a_bandwidth():
@@ -374,8 +382,10 @@ def test_copies_have_a_bandwidth():
 
 
 def form(name: str, seconds: float, **more) -> DecodeForm:
+    kinds = {"twell": TWELL, "twell FP8": TWELL, "dense FP8": DENSE_FP8}
     facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
-    facts |= {"floor_seconds": 0.0005, "kind": TWELL if name == "twell" else DENSE} | more
+    facts |= {"floor_seconds": 0.0005, "kind": kinds.get(name, DENSE)}
+    facts |= {"in_fp8": "FP8" in name} | more
     return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)
 
 
@@ -392,13 +402,20 @@ def test_the_sentence_tells_ratio_and_steps():
         DecodePoint(16, (form("dense", 0.001), form("twell", 0.00125)), {}, {}),
     ]
     assert bench(*points).sentences == [
-        "on this GPU this model decodes 1.43x faster than its dense form at batch 1: 1429 steps/s; "
-        "0.80x as fast as its dense form at batch 16: 800 steps/s"
+        "on this GPU this model decodes 1.43x as fast as dense bf16 at batch 1 (1429 steps/s), "
+        "0.80x at 16 (800)"
+    ]
+    with_fp8 = [
+        replace(p, forms=(*p.forms[:-1], form("dense FP8", 0.0006), p.forms[-1])) for p in points
+    ]
+    assert bench(*with_fp8).sentences == [
+        "on this GPU this model decodes 1.43x as fast as dense bf16 and 0.86x as fast as dense FP8 "
+        "at batch 1 (1429 steps/s), 0.80x and 0.48x at 16 (800)"
     ]
     said = bench(DecodePoint(1, (form("dense", 0.001),), {}, {}), device="CPU", without="no GPU")
     assert said.sentences == [
-        "on this CPU this model decodes at 1000 steps/s at batch 1 in its dense form; TwELL was "
-        "not run: no GPU"
+        "on this CPU this model decodes at 1000 steps/s at batch 1 in its dense form; TwELL and "
+        "dense FP8 were not run: no GPU"
     ]
 
 
@@ -409,6 +426,9 @@ def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
     assert words.startswith("twell chose a token ")
     json.dumps(bench(point).to_json())
     assert bench(DecodePoint(1, (form("dense", 0.1, shortfall=0.2),), {}, {})).wrong == []
+    fp8 = [form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
+    (words,) = bench(DecodePoint(1, tuple(fp8), {}, {})).wrong
+    assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")
 
 
 def test_json_holds_everything():
@@ -420,9 +440,12 @@ def test_json_holds_everything():
     assert (told["ffn_ms"], told["skipped"]) == ({"dense eager": 1.0}, {"generate": "no"})
     assert set(told["forms"]["twell"]) == {
         "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
-        "steps", "over_dense", "density", "union", "shortfall", "floor_bytes",
+        "steps", "over_dense", "over_fp8", "density", "union", "shortfall", "floor_bytes",
         "floor_steps_per_second", "of_floor",
     }  # fmt: skip
     assert told["forms"]["twell"]["over_dense"] == 2
+    assert told["forms"]["twell"]["over_fp8"] is None
+    beside = replace(point, forms=(*point.forms, form("dense FP8", 0.0004)))
+    assert beside.to_json()["forms"]["twell"]["over_fp8"] == 0.8
     assert told["forms"]["twell"]["tokens_per_second"] == 4000
     assert told["forms"]["twell"]["of_floor"] == 1

@@ -1,9 +1,10 @@
 """twellctl bench decode: token by token, a whole model dense and over TwELL in the same engine.
 
-Besides them transformers' own generate. The model is one of the user's with prompts from real text,
-or a random ReLU model made here (`random_model`). Each form continues the same prompts
-greedily, and what counts is the median of the last steps, sampling included. The floor of a form is
-what must be read in a step, at the speed at which this device copies.
+Besides them the dense form in FP8, and transformers' own generate. The model is one of the user's
+with prompts from real text, or a random ReLU model made here (`random_model`); in FP8 if such a one
+is benched. Each form continues the same prompts greedily, and what counts is the median of the last
+steps, sampling included. The floor of a form is what must be read in a step, at the speed at which
+this device copies.
 """
 
 from collections.abc import Callable
@@ -13,20 +14,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from twellctl.bench.decode_forms import (
     copy_bandwidth,
     few_forms,
+    few_pair,
     step_bytes,
-    weights_of,
     why_no_few,
 )
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts, total_memory
+from twellctl.bench.precisions import DTYPE, Precisions, in_precisions, is_in_fp8
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, TWELL
 from twellctl.bench.settings import DecodeSettings
@@ -44,7 +45,6 @@ from twellctl.text.data import read_texts, spread_windows, token_stream
 CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 8192
 FFN_SAMPLES = 5
-DTYPE = torch.bfloat16
 
 
 def bench_decode(
@@ -71,7 +71,7 @@ def bench_decode(
 class Subject:
     """A model, and prompts for the largest batch; `synthetic` rows must not flatter TwELL."""
 
-    model: PreTrainedModel
+    models: Precisions
     prompts: list[list[int]]
     described: dict[str, Any]
     synthetic: bool
@@ -96,10 +96,15 @@ def _subjects(
 
 @dataclass(frozen=True)
 class _Taken:
-    """One form at one batch size, before its floor is known."""
+    """One form at one batch size, before its floor is known.
+
+    `weight_bytes` are those that a step must read; `in_fp8`: whether they are in FP8.
+    """
 
     form: ModelForm
     batch: int
+    weight_bytes: int
+    in_fp8: bool
     step_seconds: tuple[float, ...]
     judged: Judged
     chosen: str | None
@@ -112,9 +117,9 @@ def _measured(
     note: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> DecodeModel:
-    model, batches = subject.model, settings.batches
+    models, batches = subject.models, settings.batches
     forms, without_twell = forms_of(
-        model, max(batches), generate=settings.generate, static=settings.generate_static
+        models, max(batches), generate=settings.generate, static=settings.generate_static
     )
     taken: list[_Taken] = []
     skipped: dict[int, dict[str, str]] = {batch: {} for batch in batches}
@@ -123,12 +128,11 @@ def _measured(
         progress(number, len(forms))
         cache_bytes = max(cache_bytes, _run(form, settings, subject, taken, skipped, note))
     note("the FFNs alone")
-    ffn_seconds = _ffn_seconds(model, {t.batch: t.judged for t in taken})
+    ffn_seconds = _ffn_seconds(models, {t.batch: t.judged for t in taken})
     position = settings.prompt_tokens + settings.new_tokens - settings.timed_steps // 2
 
     def measured(t: _Taken) -> DecodeForm:
-        unions = t.judged.unions if t.form.kind == TWELL else None
-        floor = step_bytes(model, unions, t.batch, position, cache_bytes)
+        floor = t.weight_bytes + t.batch * position * cache_bytes
         return DecodeForm(
             t.form.name,
             t.form.kind,
@@ -139,6 +143,7 @@ def _measured(
             floor,
             floor / bandwidth,
             t.chosen,
+            t.in_fp8,
         )
 
     points = tuple(
@@ -152,7 +157,7 @@ def _measured(
     )
     density = points[0].forms[-1].density
     random = f"random, {subject.described['layers']} layers, " if subject.synthetic else ""
-    what = f"this model ({random}{density:.2%} of the neurons fire)"
+    what = f"{models.called} ({random}{density:.2%} of the neurons fire)"
     return DecodeModel(what, subject.described, points, without_twell)
 
 
@@ -203,32 +208,37 @@ def _run_batch(
             f"new-tokens must be more for {batch} rows, of {settings.new_tokens} steps all went "
             f"together in {len(steps)}"
         )
-    judged = judge(subject.model, prompts, done.tokens, settings.timed_steps)
+    judged = judge(opened.model, prompts, done.tokens, settings.timed_steps)
     if subject.synthetic and (alike := judged.most_alike).too_small:
         raise TwellError(
             f"the {batch} rows of a step fire only {alike.fired:.1%} of the neurons together, "
             f"where independent ones fire {alike.expected:.1%}: so little is not measured; take "
             "another --seed or a larger --vocabulary, or a real model"
         )
-    return _Taken(form, batch, steps, judged, opened.chosen(batch))
+    weight_bytes = step_bytes(opened.model, judged.unions if form.kind == TWELL else None, batch)
+    in_fp8 = is_in_fp8(opened.model)
+    return _Taken(form, batch, weight_bytes, in_fp8, steps, judged, opened.chosen(batch))
 
 
-def _ffn_seconds(model: nn.Module, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:
+def _ffn_seconds(models: Precisions, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:
     """By batch and form: the FFNs of all layers, on the inputs of the last step."""
-    weights = [weights_of(ffn) for ffn in gated_ffns(model)]
+    bf16, benched = gated_ffns(models.bf16), gated_ffns(models.benched)
+    weights = [few_pair(*ffns) for ffns in zip(bf16, benched, strict=True)]
+    device, in_fp8 = models.bf16.device, models.fp8 is not None
     found: dict[int, dict[str, float]] = {}
     for batch, text in judged.items():
-        with_kernels = why_no_few(batch, weights[0].ffn.N, model.device) is None
+        with_kernels = not any(why_no_few(batch, w, device) for w in weights[0].all)
+        forms = few_forms(device, with_kernels=with_kernels, dense_fp8=in_fp8, twell_in_fp8=in_fp8)
         timers = {
             name: Timer(
                 lambda number, form=form, inputs=text.ffn_inputs: form(
                     inputs[number], weights[number]
                 ),
                 len(weights),
-                model.device,
+                device,
                 graphed=True,
             )
-            for name, (kind, form) in few_forms(model.device, with_kernels).items()
+            for name, (kind, form) in forms.items()
             if with_kernels or kind == DENSE
         }
         samples = by_turns(timers, FFN_SAMPLES, lambda done, total: None)
@@ -246,22 +256,24 @@ def _make_model(
     note(f"making {shape.name} of {shape.layers} layers")
     # those of the FFNs alone, and those that the sparse engine may keep
     copies = 1 + is_little(shape.down_bytes, total_memory(device))
-    shape.require_memory(free_memory(device), down_copies=copies)
+    room = {"down_copies": copies, "quantize": settings.quantize}
+    shape.require_memory(free_memory(device), **room)
     generator = torch.Generator(device).manual_seed(settings.seed)
     model = make_model(shape, density, dtype=DTYPE, generator=generator)
 
     def random_ids(*size: int) -> Tensor:
         return torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
+    described = model_facts(shape.name, model) | shape.described | {"density_asked": density}
+    models = in_precisions(model, settings.quantize)
     counted = random_ids(max(1, COUNTED_TOKENS // shape.context), shape.context)
-    measured, unions = count_layers(model.model, counted, TILE)
+    measured, unions = count_layers(models.benched.model, counted, TILE)
     for union in unions:
         check_union(union)
-    for ffn, layer in zip(gated_ffns(model), measured, strict=True):
+    for ffn, layer in zip(gated_ffns(models.benched), measured, strict=True):
         ffn.twell_density = layer.density  # as a profile would tell it
     prompts = random_ids(max(settings.batches), settings.prompt_tokens).tolist()
-    described = model_facts(shape.name, model) | shape.described | {"density_asked": density}
-    return Subject(model, prompts, described, synthetic=True)
+    return Subject(models, prompts, described, synthetic=True)
 
 
 def _open_model(
@@ -270,7 +282,6 @@ def _open_model(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Subject:
-    checkpoint.require_unquantised()
     checkpoint.require_relu()
     settings.check_context(checkpoint.config.get("max_position_embeddings") or settings.length)
     tokenizer = load_tokenizer(checkpoint)
@@ -285,5 +296,6 @@ def _open_model(
         )
     note(f"loading {checkpoint.name}")
     model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
-    described = model_facts(checkpoint.name, model)
-    return Subject(model, prompts.tolist(), described, synthetic=False)
+    models = in_precisions(model, settings.quantize)
+    described = model_facts(checkpoint.name, models.bf16)
+    return Subject(models, prompts.tolist(), described, synthetic=False)

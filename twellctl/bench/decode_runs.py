@@ -1,4 +1,7 @@
-"""The forms of a model that bench decode runs: one after the other, over the same weights.
+"""The forms of a model that bench decode runs, one after the other.
+
+All bf16 forms run over the same weights. The dense form in FP8 has a copy of its own, which is gone
+when its turn is over, unless FP8 is what is benched.
 
 Steps of our engine are timed from token to token on the host, those of transformers' generate from
 choice to choice on the device: nothing waits there that would not wait without the clock.
@@ -17,15 +20,20 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from twellctl.bench.dense_ffn import fresh_compiler
-from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
+from twellctl.bench.precisions import DTYPE, Precisions
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
+from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
 from twellctl.decoding.timed import timed_run
 from twellctl.models.loading import quiet_transformers
+from twellctl.models.quantised import round_model
 
 GENERATE, STATIC, ENGINE_DENSE, ENGINE_TWELL = "generate", "generate static", "dense", "twell"
+ENGINE_DENSE_FP8, ENGINE_TWELL_FP8 = "dense FP8", "twell FP8"
 SHORT_RUN = 8  # tokens that warm a form up, if it is slow
 
 Prompts = Sequence[Sequence[int]]
@@ -41,8 +49,12 @@ class Run:
 
 @dataclass(frozen=True)
 class OpenForm:
-    """A form that is ready. `run(prompts, new tokens)`; `most_rows` of a step, None: any number."""
+    """A form of `model` that is ready. `run(prompts, new tokens)`.
 
+    `most_rows` of a step, None: any number.
+    """
+
+    model: PreTrainedModel
     run: Callable[[Prompts, int], Run]
     most_rows: int | None
     warm_up_tokens: int | None  # None: as many as are timed
@@ -52,7 +64,7 @@ class OpenForm:
 
 @dataclass(frozen=True)
 class ModelForm:
-    """A form of `open`'s model; `may_fail`: it is left out then, with its reason."""
+    """A form that `open` makes ready; `may_fail`: it is left out then, with its reason."""
 
     name: str
     kind: str
@@ -61,34 +73,63 @@ class ModelForm:
 
 
 def forms_of(
-    model: PreTrainedModel, rows: int, *, generate: bool, static: bool
+    models: Precisions, rows: int, *, generate: bool, static: bool
 ) -> tuple[list[ModelForm], str | None]:
-    """The forms to run in this order, up to `rows` rows; and why TwELL is not among them, if so.
+    """The forms to run in this order, up to `rows` rows.
 
-    transformers' generate is among them with `generate`, and with `static` its compiled form.
-
-    The last one may lay the weights of `model` otherwise, with the same values.
+    And why neither TwELL nor the dense form in FP8 is among them, if so. transformers' generate is
+    among them with `generate`, and with `static` its compiled form. The last one may lay the
+    weights of its model otherwise, with the same values.
     """
+    model, benched = models.bf16, models.benched
 
-    def engine(name: str, kind: str, opened: Callable[[], Decoder]) -> ModelForm:
-        return ModelForm(name, kind, False, lambda: _engine(model, opened, rows))
+    def dense(model: PreTrainedModel) -> Decoder:
+        return KernelDecoder(model, sparse=False)
 
     forms = []
     if generate:
         forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False)))
     if static:
         forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
-    if (said := KernelDecoder.why_not(model)) is not None:
-        return [*forms, engine(ENGINE_DENSE, DENSE, lambda: open_decoder(model))], said
-    forms.append(engine(ENGINE_DENSE, DENSE, lambda: KernelDecoder(model, sparse=False)))
-    forms.append(engine(ENGINE_TWELL, TWELL, lambda: KernelDecoder(model, sparse=True)))
-    return forms, None
+    if (said := KernelDecoder.why_not(benched)) is not None:
+        plain = ModelForm(
+            ENGINE_DENSE, DENSE, False, lambda: _engine(lambda: model, open_decoder, rows)
+        )
+        return [*forms, plain], said
+    name = ENGINE_TWELL if models.fp8 is None else ENGINE_TWELL_FP8
+    return [
+        *forms,
+        ModelForm(ENGINE_DENSE, DENSE, False, lambda: _engine(lambda: model, dense, rows)),
+        ModelForm(
+            ENGINE_DENSE_FP8, DENSE_FP8, True, lambda: _engine(lambda: _in_fp8(models), dense, rows)
+        ),
+        ModelForm(name, TWELL, False, lambda: _engine(lambda: benched, KernelDecoder, rows)),
+    ], None
+
+
+def _in_fp8(models: Precisions) -> PreTrainedModel:
+    """The model in FP8, rounded now unless there is one; `ValueError` where it cannot run."""
+    if models.fp8 is not None:
+        return models.fp8
+    model = models.bf16
+    if said := why_no_dense_fp8(model.device, DTYPE, linear_sizes(model.base_model)):
+        raise ValueError(said)
+    rounded = shared_copy(model)
+    round_model(rounded)
+    if said := KernelDecoder.why_not(rounded):
+        raise ValueError(said)
+    return rounded
 
 
 @contextlib.contextmanager
-def _engine(model: PreTrainedModel, opened: Callable[[], Decoder], rows: int) -> Iterator[OpenForm]:
+def _engine(
+    model_of: Callable[[], PreTrainedModel],
+    opened: Callable[[PreTrainedModel], Decoder],
+    rows: int,
+) -> Iterator[OpenForm]:
+    model = model_of()
     _free(model.device)
-    scheduler = open_scheduler(model, max_running=rows, decoder=opened())
+    scheduler = open_scheduler(model, max_running=rows, decoder=opened(model))
 
     def run(prompts: Prompts, count: int) -> Run:
         done = timed_run(scheduler, prompts, count)
@@ -99,7 +140,7 @@ def _engine(model: PreTrainedModel, opened: Callable[[], Decoder], rows: int) ->
     warm_up = None if on_gpu else SHORT_RUN
     # a decoder with one form of its steps has nothing to choose
     chosen = getattr(scheduler.decoder, "chosen", lambda rows: None)
-    yield OpenForm(run, scheduler.max_running, warm_up, per_token, chosen)
+    yield OpenForm(model, run, scheduler.max_running, warm_up, per_token, chosen)
 
 
 @contextlib.contextmanager
@@ -111,7 +152,7 @@ def _generate(model: PreTrainedModel, *, static: bool) -> Iterator[OpenForm]:
     compiles = static and model.device.type == "cuda"  # transformers does so for a static cache
     with fresh_compiler() if compiles else contextlib.nullcontext(), _endless(model):
         try:
-            yield OpenForm(run, None, None if compiles else SHORT_RUN, 0)
+            yield OpenForm(model, run, None, None if compiles else SHORT_RUN, 0)
         finally:
             model.__dict__.pop("_compiled_call", None)  # whose graphs hold memory
 

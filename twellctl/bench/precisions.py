@@ -38,14 +38,15 @@ def in_precisions(model: PreTrainedModel, quantize: str | None) -> Precisions:
     """Of a model in bf16 or of an FP8 export, which is in FP8 already. Weights that need no change
     are shared; with `quantize` those of `model` itself are rounded.
     """
-    if quantize is None and not _is_fp8(model):
+    if quantize is None and not is_in_fp8(model):
         return Precisions(model, None)
-    if not _is_fp8(model):
+    if not is_in_fp8(model):
         round_model(model)
     bf16 = shared_copy(model)
     expand_model(bf16, DTYPE)
     return Precisions(bf16, model)
 
 
-def _is_fp8(model: nn.Module) -> bool:
+def is_in_fp8(model: nn.Module) -> bool:
+    """Whether it has FP8 layers."""
     return any(isinstance(module, Fp8Linear) for module in model.modules())

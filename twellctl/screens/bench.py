@@ -26,7 +26,7 @@ def benched_on(facts: dict[str, Any]) -> None:
 
 def _table(point: Any) -> None:
     energy = any(candidate.joules for candidate in point.candidates)
-    columns = ["", "ms", "tokens/ms", *over_columns(point), "error", "worst row"]
+    columns = ["", "ms", "tokens/ms", *over_columns(point.fastest_fp8), "error", "worst row"]
     rows = []
     for c in point.candidates:
         figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
@@ -43,9 +43,9 @@ def _table(point: Any) -> None:
     remarks(point)
 
 
-def over_columns(point: Any) -> list[str]:
-    """What `over_rivals` gives."""
-    return ["over dense", "over FP8"] if point.fastest_fp8 else ["over dense"]
+def over_columns(dense_fp8: Any | None) -> list[str]:
+    """What `over_rivals` gives, with a dense candidate in FP8 or without."""
+    return ["over dense", "over FP8"] if dense_fp8 else ["over dense"]
 
 
 def over_rivals(point: Any, candidate: Any) -> list[str]:

@@ -28,12 +28,13 @@ def ffn_decoded(found: Any) -> None:
 
 
 def _model_table(point: Any) -> None:
-    columns = ["", "steps/s", "ms", "tokens/s", "over dense", "density", "floor", "of it"]
+    over = over_columns(point.dense_fp8)
+    columns = ["", "steps/s", "ms", "tokens/s", *over, "density", "floor", "of it"]
     rows = []
     for form in point.forms:
         rate = form.steps_per_second
         figures = [f"{rate:.4g}", f"{1000 * form.seconds:.4g}", f"{point.batch * rate:.4g}"]
-        figures += [f"{point.over_dense(form):.2f}x", f"{form.density:.2%}"]
+        figures += [*over_rivals(point, form), f"{form.density:.2%}"]
         figures += [f"{1 / form.floor_seconds:.4g}", f"{form.floor_seconds / form.seconds:.0%}"]
         name = f"{form.name} ({form.chosen})" if form.chosen else form.name
         rows.append([name, *figures])
@@ -57,6 +58,8 @@ def _ffn_table(point: Any) -> None:
         f"batch {point.tokens}, density {about['density']:.2%}, "
         f"{about['fired_for_some_token']:.1%} fire for some token; {point.outcome.timed_by}"
     )
-    ui.table(title, ["", "us", "floor, us", "of it", *over_columns(point), "error"], rows)
+    ui.table(
+        title, ["", "us", "floor, us", "of it", *over_columns(point.fastest_fp8), "error"], rows
+    )
     if said := about["without_kernels"]:
         ui.note(said)
