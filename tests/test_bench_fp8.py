@@ -8,8 +8,18 @@ import torch
 from shapes import TINY_CONFIG
 from torch import nn
 
-from twellctl.bench import dense_fp8
+from twellctl.bench import decode_ffn, decode_runs, dense_fp8
 from twellctl.bench.contest import Contender, Course, hold
+from twellctl.bench.decode import bench_decode
+from twellctl.bench.decode_ffn import Weights
+from twellctl.bench.decode_forms import (
+    few_pair,
+    few_weights,
+    fp8_parts,
+    rounded_weights,
+    torch_ffn,
+    weights_of,
+)
 from twellctl.bench.dense_fp8 import (
     SCHEMES,
     exact_product,
@@ -21,13 +31,15 @@ from twellctl.bench.dense_fp8 import (
     why_no_dense_fp8,
 )
 from twellctl.bench.model import bench_model
-from twellctl.bench.precisions import in_precisions
+from twellctl.bench.precisions import in_precisions, is_in_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
-from twellctl.bench.settings import ModelSettings
+from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle import twell_fp8
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -319,3 +331,160 @@ def test_rivals_without_room_are_left_out(has_fp8, count_less, monkeypatch):
 def test_quantize_takes_what_export_takes(cli, command):
     code, _, err = cli("bench", command, "--quantize", "int4")
     assert (code, err) == (2, ["error: quantize must be fp8, got 'int4'"])
+
+
+# ---- token by token ----
+
+
+class ForBoth(HFDecoder):
+    """Stands in for the decoder over kernels, where there is no GPU."""
+
+    @staticmethod
+    def why_not(model):
+        return None
+
+    def __init__(self, model, sparse: bool = True):
+        super().__init__(model)
+
+
+TINY_STEPS = {
+    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
+    "device": "cpu", "generate": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def both_forms(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(decode_runs, "KernelDecoder", ForBoth)
+
+
+def test_bench_decode_runs_a_bf16_model_densely_in_fp8(has_fp8, both_forms, count_less):
+    found = bench_decode(DecodeSettings(**TINY_STEPS))
+    assert found.wrong == []
+    (model,) = found.to_json()["models"]
+    for point in model["points"]:
+        assert (list(point["forms"]), point["skipped"]) == (["dense", "dense FP8", "twell"], {})
+        dense, fp8, twell = point["forms"].values()
+        assert (fp8["over_fp8"], dense["over_dense"]) == (1, 1)
+        assert twell["over_fp8"] == pytest.approx(fp8["ms"] / twell["ms"])
+        assert 0.4 * dense["floor_bytes"] < fp8["floor_bytes"] < 0.9 * dense["floor_bytes"]
+        assert list(point["ffn_ms"]) == ["dense eager"]
+    (said,) = found.sentences
+    assert said.startswith("on this CPU this model (random, 2 layers, ")
+    assert "x as fast as dense FP8 at batch 1 (" in said
+
+
+def test_bench_decode_over_fp8_weights(cli, has_fp8, both_forms, count_less, monkeypatch):
+    made = []
+
+    def kept(model, quantize):
+        made.append(in_precisions(model, quantize))
+        return made[-1]
+
+    monkeypatch.setattr("twellctl.bench.decode.in_precisions", kept)
+    found = bench_decode(DecodeSettings(**TINY_STEPS, quantize="fp8"))
+    assert found.wrong == []
+    (models,) = made
+    (model,) = found.models
+    for point in model.points:
+        dense, fp8, twell = point.forms
+        assert [f.name for f in point.forms] == ["dense", "dense FP8", "twell FP8"]
+        assert [f.in_fp8 for f in point.forms] == [False, True, True]
+        assert twell.floor_bytes < fp8.floor_bytes < dense.floor_bytes
+        assert twell.density == pytest.approx(0.02, rel=0.3)
+    assert models.fp8 is not None  # both forms ran over these weights, none was rounded for one
+    assert model.what.startswith("this model in FP8 (random, 2 layers, ")
+
+
+def test_bench_decode_takes_an_fp8_export(
+    cli, has_fp8, both_forms, count_less, fp8_export, text_file
+):
+    words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
+    words += ("--no-generate", "--device", "cpu")
+    code, out, err = cli("bench", "decode", fp8_export, *words, "--json")
+    assert code == 0, err
+    (model,) = json.loads(out)["models"]
+    assert list(model["points"][0]["forms"]) == ["dense", "dense FP8", "twell FP8"]
+    code, out, _ = cli("bench", "decode", fp8_export, *words)
+    assert code == 0
+    assert "over FP8" in out
+    assert out.splitlines()[-1].startswith("on this CPU this model in FP8 (")
+
+
+def test_a_rival_that_fails_is_left_out(has_fp8, both_forms, count_less, monkeypatch):
+    class NoFp8(ForBoth):
+        @staticmethod
+        def why_not(model):
+            return "no such layer" if is_in_fp8(model) else None
+
+    monkeypatch.setattr(decode_runs, "KernelDecoder", NoFp8)
+    found = bench_decode(DecodeSettings(**TINY_STEPS | {"batches": (1,)}))
+    (point,) = found.models[0].points
+    assert [form.name for form in point.forms] == ["dense", "twell"]
+    assert point.skipped == {"dense FP8": "no such layer"}
+    assert "dense FP8" not in found.sentences[0]
+    assert found.to_json()["models"][0]["points"][0]["forms"]["twell"]["over_fp8"] is None
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_ffns_of_an_fp8_model_are_read_as_it_computes_them(make_model, family):
+    folder = make_model(family, hidden_act="relu")
+    model = load_model(open_checkpoint(folder), dtype=torch.bfloat16, device=CPU)
+    models = in_precisions(model.requires_grad_(False), "fp8")
+    x = drawn(5, 32, seed=9)
+    for bf16, fp8 in zip(gated_ffns(models.bf16), gated_ffns(models.fp8), strict=True):
+        weights = few_pair(bf16, fp8)
+        assert weights.fp8.ffn.w_down.dtype == E4M3
+        assert torch.equal(torch_ffn(x, weights), torch_ffn(x, weights_of(bf16)))
+        found = fp8_ffn(x, *fp8_parts(weights.fp8), round_inputs=False)
+        assert relative(found, torch_ffn(x, weights)) < 0.02
+        rounded = rounded_weights(weights)
+        again = fp8_ffn(x, *fp8_parts(rounded), round_inputs=False)
+        assert relative(again, found) < 0.02
+        assert few_pair(bf16, bf16).fp8 is None
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"], ids=["bf16", "FP8"])
+def test_one_ffn_for_few_tokens(cli, has_fp8, count_less, quantize):
+    words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
+    words += ("--device", "cpu", "--batch", "4", "--density", "0.05")
+    words += ("--quantize", quantize) if quantize else ()
+    code, out, err = cli("bench", "decode", "--ffn", *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    (point,) = found["points"]
+    twell = "twell FP8 plain" if quantize else "twell plain"
+    assert list(point["candidates"]) == ["dense eager", *RIVALS, twell]
+    union, size = point["fired_for_some_token"], 512 * 1024
+    assert point["floor_bytes"]["dense FP8"] == 3 * size
+    assert point["floor_bytes"]["twell"] == pytest.approx(
+        size * (1 if quantize else 2) * (1 + 2 * union)
+    )
+    errors = {name: c["error"] for name, c in point["candidates"].items()}
+    assert errors[twell] < 0.01
+    assert errors["dense FP8 row-wise eager"] > 0.02  # inputs are rounded
+    said = found["sentences"][0]
+    called = "this FFN of 512 x 1024 in FP8 at" if quantize else "this FFN of 512 x 1024 at"
+    assert called in said
+    assert "as fast as dense FP8 (" in said
+    code, out, _ = cli("bench", "decode", "--ffn", *words)
+    assert code == 0
+    assert "over FP8" in out
+
+
+def test_the_kernels_own_dense_form_in_fp8_is_judged(monkeypatch):
+    """As on a GPU: the form over the kernels for few tokens, which here is the judge itself."""
+    made = {"dtype": torch.bfloat16, "generator": torch.Generator().manual_seed(1)}
+    one = make_weights(128, 256, 0.2, bias=False, **made)
+    few = few_weights(*one.split)
+    few = replace(few, fp8=rounded_weights(few))
+    forms = {
+        "dense FP8 few": (DENSE_FP8, lambda x, w: fp8_ffn(x, *fp8_parts(w.fp8), round_inputs=False))
+    }
+    monkeypatch.setattr(decode_ffn, "few_forms", lambda device, **how: forms)
+    x, weights = make_rows(4, 128, 0.2, EVEN, **made), Weights([one], [few], 0.2, False, True)
+    (contender,) = decode_ffn._few_contenders(x, weights, True, CPU)
+    y = contender.call(0)
+    assert contender.own_error(y) < 0.005
+    assert contender.own_error(2 * y) == pytest.approx(1, rel=0.01)

@@ -24,6 +24,7 @@ SIZES = {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 DENSE = ["dense eager", "dense eager, fused", "dense compile", "dense compile, fused"]
+FP8 = ["dense FP8 row-wise compile", "dense FP8 tensor-wise compile"]
 
 
 @pytest.fixture
@@ -51,12 +52,14 @@ def test_every_side_is_timed_the_same_way(cli, has_kernels):
     assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
     twell = ["twell", "twell twell", "twell portable", "twell dense"]
     for point in found["points"]:
-        assert list(point["candidates"]) == DENSE + twell
+        assert list(point["candidates"]) == DENSE + FP8 + twell
         assert point["skipped"] == {}
         assert sum(point["auto_took"].values()) == 1
         for name, candidate in point["candidates"].items():
             assert 0 < candidate["ms"] < 50, name
-            assert candidate["error"] < 0.01, name
+            assert candidate["error"] < (0.3 if name in FP8 else 0.01), name
+        assert point["fastest_fp8"] in FP8
+        assert point["over_fastest_fp8"] > 0
     assert found["versions"]["nvrtc"]
     assert found["gpus"][found["device_index"]] == found["device"]
     assert found["sentences"][0].startswith("on this GPU this FFN of 1024 x 2048 at 2.00% density")
@@ -68,6 +71,9 @@ def test_max_autotune_takes_part(cli):
     assert code == 0, err[-1]
     (point,) = json.loads(out)["points"]
     assert {"dense max-autotune", "dense max-autotune, fused"} <= set(point["candidates"])
+    if torch.cuda.get_device_capability() >= (8, 9):
+        named = {f"dense FP8 {scheme} max-autotune" for scheme in ("row-wise", "tensor-wise")}
+        assert named <= set(point["candidates"]), point["skipped"]
 
 
 def test_energy_is_of_a_sane_size(cli, has_energy):
@@ -125,13 +131,41 @@ def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, t
     found = json.loads(out)
     assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
     for point in found["points"]:
-        names = ["dense eager", "dense compile", "twell eager", "twell compile"]
+        names = ["dense eager", "dense compile", *FP8, "twell eager", "twell compile"]
         assert list(point["candidates"]) == names
         assert point["skipped"] == {}
         assert sum(point["auto_took"].values()) == 2
         errors = {name: c["error"] for name, c in point["candidates"].items()}
-        assert max(errors.values()) < 0.03, errors
+        assert max(error for name, error in errors.items() if name not in FP8) < 0.03, errors
+        assert min(errors[name] for name in FP8) > 0.005, errors
+        assert max(errors.values()) < 0.15, errors
     assert "this model (random, 2 layers) is " in found["sentences"][0]
+    assert " as fast as dense FP8" in found["sentences"][0]
+
+
+def test_a_model_in_fp8_is_measured_beside_both(cli, has_kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
+    words = ("--tokens", "256", "--seq-len", "256", "--density", "0.02", "--quantize", "fp8")
+    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json")
+    code, out, err = cli("bench", "model", *words)
+    assert code == 0, err[-1]
+    found = json.loads(out)
+    (point,) = found["points"]
+    twell = ["twell FP8 eager", "twell FP8 compile"]
+    assert list(point["candidates"]) == ["dense eager", "dense compile", *FP8, *twell]
+    assert point["skipped"] == {}
+    errors = {name: c["error"] for name, c in point["candidates"].items()}
+    assert max(errors[name] for name in twell) < 2 * errors["dense FP8 row-wise compile"], errors
+    assert "this model in FP8 (random, 2 layers) is " in found["sentences"][0]
+
+
+def test_dense_fp8_of_a_gpu_without_it_is_left_out_in_a_line(cli, monkeypatch):
+    monkeypatch.setattr("twellctl.bench.dense_fp8.why_no_products", lambda *asked: "no FP8 here")
+    words = ("--tokens", "256", "--tokens", "64", "--no-max-autotune", "--rounds", "1")
+    code, out, err = cli("bench", "ffn", *FFN, *words, "--route", "dense")
+    assert code == 0, err[-1]
+    assert [line for line in err if "FP8" in line] == ["dense FP8 was left out: no FP8 here"]
+    assert "FP8" not in out
 
 
 def test_an_export_is_measured_on_text(cli, relu_llama, text_file):

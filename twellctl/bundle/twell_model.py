@@ -122,6 +122,8 @@ class TwellFFN:
 
     def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:
         refuse_gradients(x)
+        if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
+            say_once("FFNs in FP8 compute all neurons")
         weights = [projection.fp8_weight for projection in projections]
         gate, up = weights if len(weights) > 1 else weights[0].chunk(2)
         return fp8_ffn(x, gate, up, self.down_proj.fp8_weight)

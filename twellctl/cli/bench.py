@@ -39,10 +39,11 @@ def ffn(*, flags: dict[str, Any], json: Json = False) -> None:
     """One gated FFN over TwELL against dense ones.
 
     The dense ones: eager and torch.compile (default and max-autotune), gate and up as two products
-    and fused in one. All take turns in one run, and the ratio is over the fastest of them. Inputs
-    are synthetic, and no two tokens share more neurons than chance has it. Below 8192 tokens CUDA
-    graphs are replayed, else plain calls are timed; max-autotune comes without CUDA graphs of its
-    own. Calls go through copies of the weights, so that none lie in the L2 cache.
+    and fused in one; in FP8, with scales by row and by tensor, compiled. All take turns in one run,
+    and the ratios are over the fastest of them, and over the fastest in FP8. Inputs are synthetic,
+    and no two tokens share more neurons than chance has it. Below 8192 tokens CUDA graphs are
+    replayed, else plain calls are timed; max-autotune comes without CUDA graphs of its own. Calls
+    go through copies of the weights, so that none lie in the L2 cache.
     """
     settings = made(FfnSettings, flags)
     from twellctl.bench.ffn import bench_ffn
@@ -62,10 +63,10 @@ def model(
 ) -> None:
     """A whole model over TwELL against the dense one.
 
-    The prefill of its body, without the LM head: eager and under torch.compile, all by turns in one
-    run. The ratio is that of the fastest form of either side. Without MODEL it is a random one.
-    Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA graphs are
-    replayed, else plain calls are timed.
+    The prefill of its body, without the LM head: eager and under torch.compile, the dense one in
+    FP8 too, all by turns in one run. The ratios are those of the fastest forms. Without MODEL it is
+    a random one. Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA
+    graphs are replayed, else plain calls are timed.
     """
     if batch is not None:
         if "tokens" in flags:
@@ -94,11 +95,11 @@ def decode(
 ) -> None:
     """Token by token: a whole model dense and over TwELL.
 
-    Both in the engine of serve-local, the dense form over kernels of its own for few tokens;
-    transformers' generate beside them. All continue the same prompts greedily in one run, and the
-    medians of the last steps count. Without MODEL it is a random one, of the shape of --config.
-    Beside each figure stands its floor: the bytes that a step must read, at the speed at which this
-    device copies.
+    Both in the engine of serve-local, the dense form over kernels of its own for few tokens, in
+    bf16 and in FP8; transformers' generate beside them. All continue the same prompts greedily in
+    one run, and the medians of the last steps count. Without MODEL it is a random one, of the shape
+    of --config. Beside each figure stands its floor: the bytes that a step must read, at the speed
+    at which this device copies.
     """
     settings = made(DecodeFfnSettings if ffn else DecodeSettings, flags, "--ffn", ffn)
     if ffn:
