@@ -30,16 +30,18 @@ from twellctl.bench.dense_fp8 import (
     rounded_copy,
     why_no_dense_fp8,
 )
+from twellctl.bench.ffn import bench_ffn
 from twellctl.bench.model import bench_model
 from twellctl.bench.precisions import in_precisions, is_in_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
-from twellctl.bench.settings import DecodeSettings, ModelSettings
+from twellctl.bench.settings import DecodeSettings, FfnSettings, ModelSettings
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
-from twellctl.bench.twell_side import shared_copy
+from twellctl.bench.twell_side import fp8_module, shared_copy, with_route
 from twellctl.bundle import twell_fp8
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
-from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -47,6 +49,7 @@ from twellctl.models.quantised import round_model
 from twellctl.profile import profile
 
 CPU = torch.device("cpu")
+RIVALS = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 
@@ -112,8 +115,7 @@ def test_the_ffns_are_judged_by_exact_sums_of_what_they_rounded(problem):
     x, weights = problem
     rows = torch.arange(0, 80, 3)
     contenders = fp8_contenders(fp8_ffns(["eager"]), x, rows, [weights, weights.copy()])
-    names = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
-    assert [(c.name, c.kind) for c in contenders] == [(name, DENSE_FP8) for name in names]
+    assert [(c.name, c.kind) for c in contenders] == [(name, DENSE_FP8) for name in RIVALS]
     plain = [t if t is None else t.double() for t in weights.split]
     gate, up = x.double() @ plain[0].t() + plain[3], x.double() @ plain[1].t() + plain[4]
     wanted = (gate.relu() * up) @ plain[2].t() + plain[5]
@@ -178,7 +180,7 @@ def test_a_wrong_rival_never_wins(problem):
     ]
     course = Course(CPU, 1, None, 0.0, told.append, lambda done, total: None)
     outcome = hold(course, contenders, lambda y: {"error": 0.0}, what="rows", tokens=80)
-    names = ["dense eager", "dense FP8 row-wise eager", "twell"]
+    names = ["dense eager", RIVALS[0], "twell"]
     assert [c.name for c in outcome.candidates] == names
     said = (
         "its result is wrong: a relative error of 1 against exact sums of the same rounded "
@@ -197,9 +199,9 @@ def test_bench_ffn_times_both_rivals(cli, has_fp8):
     assert found["without_fp8"] is None
     for point in found["points"]:
         assert list(point["candidates"]) == [
-            "dense eager", "dense eager, fused", "dense FP8 row-wise eager",
-            "dense FP8 tensor-wise eager", "twell plain",
-        ]  # fmt: skip
+            *("dense eager", "dense eager, fused"),
+            *(*RIVALS, "twell plain"),
+        ]
         assert point["fastest_fp8"].startswith("dense FP8 ")
         fastest, twell = (point["candidates"][point[name]] for name in ("fastest_fp8", "twell"))
         assert point["over_fastest_fp8"] == pytest.approx(fastest["ms"] / twell["ms"])
@@ -209,6 +211,44 @@ def test_bench_ffn_times_both_rivals(cli, has_fp8):
     code, out, _ = cli("bench", "ffn", *words)
     assert code == 0
     assert "over FP8" in out
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+def test_bench_ffn_runs_over_fp8_weights(has_fp8, bias):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.05,)}
+    how = {"rounds": 1, "device": "cpu", "quantize": "fp8", "bias": bias}
+    found = bench_ffn(FfnSettings(**sizes, **how))
+    assert found.wrong == []
+    (point,) = found.points
+    names = ["dense eager", "dense eager, fused", *RIVALS, "twell FP8 plain"]
+    assert [c.name for c in point.candidates] == names
+    errors = {c.name: c.errors["error"] for c in point.candidates}
+    assert errors["dense eager"] < 0.01  # the weights of all are the rounded ones
+    assert errors["twell FP8 plain"] == pytest.approx(errors[RIVALS[0]], rel=0.05)
+    (said,) = found.sentences
+    assert said.startswith("on this CPU this FFN of 128 x 256 in FP8 at 5.00% density is ")
+
+
+def test_a_wrong_ffn_in_fp8_is_an_error(has_fp8, monkeypatch):
+    forward = TwellFFN._in_fp8
+    monkeypatch.setattr(TwellFFN, "_in_fp8", lambda *given: 2 * forward(*given))
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.05,)}
+    with pytest.raises(TwellError, match=r"twell FP8 plain failed .* its result is wrong"):
+        bench_ffn(FfnSettings(**sizes, rounds=1, device="cpu", quantize="fp8"))
+
+
+def test_an_ffn_in_fp8_is_that_of_an_export(problem):
+    x, weights = problem
+    module = with_route(fp8_module(weights, 64, 0.2), "twell")
+    assert (module.twell_slots, module.twell_density, module.twell_route) == (64, 0.2, "twell")
+    assert (module.twell_tile, bool(module.twell_sources)) == (256, True)
+    few = rounded_weights(few_weights(*weights.split))
+    assert torch.equal(module(x), fp8_ffn(x, *fp8_parts(few)))
+
+
+def test_only_bf16_is_quantised(cli):
+    code, _, err = cli("bench", "ffn", "--quantize", "fp8", "--dtype", "fp16")
+    assert (code, err) == (2, ["error: quantize goes with dtype bf16, got fp16"])
 
 
 def test_bench_ffn_says_once_why_it_is_left_out(cli):
@@ -279,7 +319,6 @@ TINY_BODY = {
     "tokens": (64,), "seq_len": 64, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
     "device": "cpu",
 }  # fmt: skip
-RIVALS = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"], ids=["bf16", "FP8"])

@@ -65,6 +65,17 @@ def test_every_side_is_timed_the_same_way(cli, has_kernels):
     assert found["sentences"][0].startswith("on this GPU this FFN of 1024 x 2048 at 2.00% density")
 
 
+def test_an_ffn_in_fp8_is_measured_beside_both(cli, has_kernels):
+    words = ("--tokens", "256", "--no-max-autotune", "--rounds", "3", "--quantize", "fp8")
+    code, out, err = cli("bench", "ffn", *FFN, *words, "--json")
+    assert code == 0, err[-1]
+    (point,) = json.loads(out)["points"]
+    assert list(point["candidates"]) == [*DENSE, *FP8, "twell FP8"]
+    assert point["skipped"] == {}
+    errors = {name: c["error"] for name, c in point["candidates"].items()}
+    assert errors["twell FP8"] == pytest.approx(errors["dense FP8 row-wise compile"], rel=0.3)
+
+
 def test_max_autotune_takes_part(cli):
     words = ("--tokens", "256", "--rounds", "1", "--route", "dense", "--json")
     code, out, err = cli("bench", "ffn", *FFN, *words)

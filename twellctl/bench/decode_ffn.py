@@ -27,7 +27,6 @@ from twellctl.bench.contest import (
 from twellctl.bench.decode_forms import (
     FewWeights,
     copy_bandwidth,
-    expanded,
     few_forms,
     few_weights,
     ffn_bytes,
@@ -35,7 +34,13 @@ from twellctl.bench.decode_forms import (
     why_no_few,
 )
 from twellctl.bench.dense_ffn import dense_ffns, dense_modes, fresh_compiler, reference
-from twellctl.bench.dense_fp8 import fp8_contenders, fp8_ffns, fp8_modes, why_no_dense_fp8
+from twellctl.bench.dense_fp8 import (
+    fp8_contenders,
+    fp8_ffns,
+    fp8_modes,
+    through_fp8,
+    why_no_dense_fp8,
+)
 from twellctl.bench.device import device_facts
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Bench, Point
 from twellctl.bench.settings import DecodeFfnSettings
@@ -105,7 +110,7 @@ def _points(
     made = {"dtype": DTYPE, "generator": generator}
     weights = make_weights(K, N, density, bias=False, **made)
     if in_fp8:
-        weights = expanded(rounded_weights(few_weights(*weights.split)), DTYPE)
+        weights = through_fp8(weights, DTYPE)
     check_union(_union(make_rows(COUNTED_ROWS, K, density, EVEN, **made), weights))
     copies = rotated_weights(weights, course.device, COPIES)
     few = [few_weights(*w.split, density=density) for w in copies]
@@ -171,7 +176,7 @@ def _few_contenders(
     how = {"with_kernels": with_kernels, "dense_fp8": dense_fp8, "twell_in_fp8": weights.in_fp8}
 
     def own_error(y: Tensor) -> float:
-        return relative_error(y, reference(x, expanded(few[0].fp8, torch.float64)))
+        return relative_error(y, reference(x, through_fp8(weights.copies[0], torch.float64)))
 
     return [
         Contender(

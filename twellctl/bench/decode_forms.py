@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from twellctl.bench.contest import MUST_RUN
 from twellctl.bench.dense_fp8 import why_no_dense_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, FEW_DENSE, FEW_DENSE_FP8, TWELL
-from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_few import (
     end_of,
@@ -92,14 +91,6 @@ def rounded_weights(weights: FewWeights) -> FewWeights:
     values, scales = zip(*rounded, strict=True)
     biases = ffn.b_gate, ffn.b_up, ffn.b_down
     return few_weights(*values, *biases, *scales, density=weights.density)
-
-
-def expanded(weights: FewWeights, dtype: torch.dtype) -> FfnWeights:
-    """What weights in FP8 are, in `dtype`."""
-    gate, up, down = ((part.values.double() * part.scale).to(dtype) for part in fp8_parts(weights))
-    ffn = weights.ffn
-    bias = None if ffn.b_gate is None else torch.cat([ffn.b_gate, ffn.b_up])
-    return FfnWeights(torch.cat([gate, up]), down, bias, ffn.b_down)
 
 
 def weights_of(module: nn.Module) -> FewWeights:

@@ -12,7 +12,7 @@ torch.compile fuses the rounding with what stands around it. Row-wise FP8 of a m
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -44,10 +44,8 @@ class Scheme:
     of_weights: Callable[[Tensor], Rounded]
 
 
-SCHEMES = (
-    Scheme(ROW_WISE, round_rows, round_weight),
-    Scheme(TENSOR_WISE, _round_tensor, _round_tensor),
-)
+BY_ROW = Scheme(ROW_WISE, round_rows, round_weight)
+SCHEMES = (BY_ROW, Scheme(TENSOR_WISE, _round_tensor, _round_tensor))
 
 
 def why_no_dense_fp8(
@@ -99,20 +97,15 @@ class Fp8Ffn:
     scheme: Scheme
     run: Callable[..., Tensor]
 
-    def rounded(self, weights: FfnWeights) -> tuple[Tensor | None, ...]:
-        """`weights` as `run` takes them."""
-        of_weights = self.scheme.of_weights
-        gate_up, down = of_weights(weights.gate_up), of_weights(weights.down)
-        return (*gate_up, weights.gate_up_bias, *down, weights.down_bias)
 
-    def expected(self, x: Tensor, rows: Tensor, weights: FfnWeights) -> Tensor:
-        """Of the rows `rows` of `x` what `run` shall give, by exact products.
+def through_fp8(weights: FfnWeights, dtype: torch.dtype) -> FfnWeights:
+    """`weights` rounded row-wise, as an export is; what they are then, in `dtype`."""
 
-        Tensor-wise h takes its scale from these rows alone.
-        """
-        values, scale = self.scheme.of_inputs(x)
-        scale = scale.expand(len(x), 1)[rows]
-        return _ffn(self.scheme, exact_product, (values[rows], scale), *self.rounded(weights))
+    def rounded(weight: Tensor) -> Tensor:
+        values, scale = round_weight(weight)
+        return (values.double() * scale).to(dtype)
+
+    return replace(weights, gate_up=rounded(weights.gate_up), down=rounded(weights.down))
 
 
 def fp8_ffns(modes: Iterable[str]) -> list[Fp8Ffn]:
@@ -132,9 +125,7 @@ def fp8_contenders(
     """Those of `ffns` on `x` `[M, K]` and on copies of the weights, judged by the rows `rows`."""
 
     def contender(ffn: Fp8Ffn, rounded: list[tuple[Tensor | None, ...]]) -> Contender:
-        def own_error(y: Tensor) -> float:
-            return relative_error(y[rows], ffn.expected(x, rows, copies[0]).double())
-
+        own_error = own_error_of(ffn.scheme, x, rows, copies[0])
         return Contender(
             ffn.name, DENSE_FP8, lambda number: ffn.run(x, *rounded[number]), own_error
         )
@@ -142,8 +133,31 @@ def fp8_contenders(
     by_scheme: dict[str, list[tuple[Tensor | None, ...]]] = {}
     for ffn in ffns:
         if ffn.scheme.name not in by_scheme:
-            by_scheme[ffn.scheme.name] = [ffn.rounded(weights) for weights in copies]
+            by_scheme[ffn.scheme.name] = [_rounded(ffn.scheme, weights) for weights in copies]
     return [contender(ffn, by_scheme[ffn.scheme.name]) for ffn in ffns]
+
+
+def own_error_of(
+    scheme: Scheme, x: Tensor, rows: Tensor, weights: FfnWeights
+) -> Callable[[Tensor], float]:
+    """What judges a result `[M, K]` of that scheme: its rows `rows` against exact products.
+
+    Tensor-wise h takes its scale from these rows alone.
+    """
+
+    def own_error(y: Tensor) -> float:
+        values, scale = scheme.of_inputs(x)
+        inputs = values[rows], scale.expand(len(x), 1)[rows]
+        expected = _ffn(scheme, exact_product, inputs, *_rounded(scheme, weights))
+        return relative_error(y[rows], expected.double())
+
+    return own_error
+
+
+def _rounded(scheme: Scheme, weights: FfnWeights) -> tuple[Tensor | None, ...]:
+    """As `Fp8Ffn.run` takes them."""
+    gate_up, down = scheme.of_weights(weights.gate_up), scheme.of_weights(weights.down)
+    return (*gate_up, weights.gate_up_bias, *down, weights.down_bias)
 
 
 def _fast_ffn(scheme: Scheme, x: Tensor, *weights: Tensor | None) -> Tensor:

@@ -24,10 +24,13 @@ from twellctl.bench.contest import (
 )
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
 from twellctl.bench.dense_fp8 import (
+    BY_ROW,
     Fp8Ffn,
     fp8_contenders,
     fp8_ffns,
     fp8_modes,
+    own_error_of,
+    through_fp8,
     why_no_dense_fp8,
 )
 from twellctl.bench.device import device_facts
@@ -45,9 +48,11 @@ from twellctl.bench.synthetic import (
 from twellctl.bench.twell_side import (
     as_loaded,
     ffn_over_twell,
+    fp8_module,
     require_kernels,
     routes_taken,
     twell_name,
+    with_route,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -92,6 +97,10 @@ class Inputs:
     density: float
 
 
+# by route: the FFN over TwELL with each copy of its weights
+Calls = Callable[[str], list[Callable[[Tensor], Tensor]]]
+
+
 def _point(
     settings: FfnSettings,
     tokens: int,
@@ -104,23 +113,23 @@ def _point(
     generator = torch.Generator(device).manual_seed(settings.seed)
     inputs = _inputs(settings, tokens, density, generator)
     rotated = rotated_weights(inputs.weights, device)
-    loaded = [as_loaded(weights) for weights in rotated]
-
-    def contender(name: str, kind: str, ffn: Ffn) -> Contender:
-        weights = loaded if kind == TWELL else rotated
-        return Contender(name, kind, lambda number: ffn(inputs.x, weights[number]))
-
-    def over_twell(route: str) -> Ffn:
-        return ffn_over_twell(route, inputs.slots, inputs.density)
-
-    without_kernels = require_kernels(
-        settings.routes, lambda route: over_twell(route)(inputs.x[:8], loaded[0]), device
-    )
     rows = torch.randperm(tokens, generator=generator, device=device)[:REFERENCE_ROWS]
-    over = [
-        contender(twell_name(route, device), TWELL, over_twell(route)) for route in settings.routes
+    calls_of = (_bf16_calls if settings.quantize is None else _fp8_calls)(inputs, rotated)
+    without_kernels = require_kernels(
+        settings.routes, lambda route: calls_of(route)[0](inputs.x[:8]), device
+    )
+    in_fp8 = settings.quantize is not None
+    own_error = own_error_of(BY_ROW, inputs.x, rows, inputs.weights) if in_fp8 else None
+
+    def over_twell(route: str) -> Contender:
+        calls, name = calls_of(route), twell_name(route, device, in_fp8)
+        return Contender(name, TWELL, lambda number: calls[number](inputs.x), own_error)
+
+    over = [over_twell(route) for route in settings.routes]
+    contenders = [
+        Contender(name, DENSE, lambda number, ffn=ffn: ffn(inputs.x, rotated[number]))
+        for name, ffn in dense.items()
     ]
-    contenders = [contender(name, DENSE, ffn) for name, ffn in dense.items()]
     contenders += [*fp8_contenders(fp8, inputs.x, rows, rotated), *over]
     expected = reference(inputs.x[rows], inputs.weights)
     outcome = hold(
@@ -140,7 +149,22 @@ def _point(
         "without_kernels": without_kernels,
         "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)]),
     }
-    return Point(tokens, about, "float64", (over[0].name,), outcome)
+    return Point(tokens, about, "float64", (over[0].name,), outcome, in_fp8)
+
+
+def _bf16_calls(inputs: Inputs, copies: list[FfnWeights]) -> Calls:
+    loaded = [as_loaded(weights) for weights in copies]
+
+    def calls(route: str) -> list[Callable[[Tensor], Tensor]]:
+        run = ffn_over_twell(route, inputs.slots, inputs.density)
+        return [lambda x, weights=weights: run(x, weights) for weights in loaded]
+
+    return calls
+
+
+def _fp8_calls(inputs: Inputs, copies: list[FfnWeights]) -> Calls:
+    modules = [fp8_module(weights, inputs.slots, inputs.density) for weights in copies]
+    return lambda route: [with_route(module, route) for module in modules]
 
 
 def _inputs(
@@ -149,6 +173,8 @@ def _inputs(
     K, N = settings.hidden_size, settings.intermediate_size
     made = {"dtype": DTYPES[settings.dtype], "generator": generator}
     weights = make_weights(K, N, density, bias=settings.bias, **made)
+    if settings.quantize is not None:
+        weights = through_fp8(weights, DTYPES[settings.dtype])
     x = make_rows(tokens, K, density, spread_of(settings), **made)
     fired = profiled = measure_firing(x, weights)
     if tokens < PROFILED_ROWS:  # a profile knows the model, and not these few rows
@@ -162,4 +188,5 @@ def _called(settings: FfnSettings, density: float) -> str:
     K, N = settings.hidden_size, settings.intermediate_size
     more = spread_of(settings).describe()
     spread = f" ({more})" if more else ""
-    return f"this FFN of {K} x {N} at {density:.2%} density{spread}"
+    in_fp8 = " in FP8" if settings.quantize else ""
+    return f"this FFN of {K} x {N}{in_fp8} at {density:.2%} density{spread}"

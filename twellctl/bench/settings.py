@@ -128,6 +128,7 @@ class FfnSettings(SpreadRows):
         None, "Of --spread heavy: their density. [default: 0.5]", above=0, at_most=1
     )
     bias: bool = setting(False, "Biases on gate, up and down.", one_way=True)
+    quantize: str | None = _quantize()
     dtype: str = setting("bf16", "Of weights and inputs.", choices=("bf16", "fp16", "fp32"))
     routes: tuple[str, ...] = _routes()
     slots: int | None = setting(
@@ -146,6 +147,8 @@ class FfnSettings(SpreadRows):
 
     def check(self) -> None:
         super().check()
+        if self.quantize is not None and self.dtype != "bf16":
+            raise UsageError(f"quantize goes with dtype bf16, got {self.dtype}")
         if self.spread != "heavy" and (self.heavy_rows, self.heavy_density) != (None, None):
             raise UsageError("heavy-rows and heavy-density are of --spread heavy: give that, too")
 
