@@ -251,6 +251,20 @@ def test_only_bf16_is_quantised(cli):
     assert (code, err) == (2, ["error: quantize goes with dtype bf16, got fp16"])
 
 
+def test_it_is_left_out_where_it_is_not_wanted(cli, has_fp8, both_forms, count_less):
+    words = ("--hidden-size", 128, "--intermediate-size", 128, "--rounds", 1, "--device", "cpu")
+    words += ("--density", 0.5, "--no-dense-fp8", "--json")
+    code, out, err = cli("bench", "ffn", *words, "--tokens", 16)
+    assert (code, json.loads(out)["without_fp8"]) == (0, "by --no-dense-fp8"), err
+    code, out, err = cli("bench", "decode", "--ffn", *words, "--batch", 2)
+    assert (code, json.loads(out)["without_fp8"]) == (0, "by --no-dense-fp8"), err
+    found = bench_decode(DecodeSettings(**TINY_STEPS | {"dense_fp8": False, "batches": (1,)}))
+    (point,) = found.models[0].points
+    assert ([form.name for form in point.forms], point.skipped) == (["dense", "twell"], {})
+    found = bench_model(ModelSettings(**TINY_BODY, dense_fp8=False))
+    assert found.facts["without_fp8"] == "by --no-dense-fp8"
+
+
 def test_bench_ffn_says_once_why_it_is_left_out(cli):
     words = ("--hidden-size", 128, "--intermediate-size", 128, "--rounds", 1, "--device", "cpu")
     words += ("--tokens", 16, "--tokens", 8, "--density", 0.5)
@@ -523,6 +537,8 @@ def test_the_kernels_own_dense_form_in_fp8_is_judged(monkeypatch):
     }
     monkeypatch.setattr(decode_ffn, "few_forms", lambda device, **how: forms)
     x, weights = make_rows(4, 128, 0.2, EVEN, **made), Weights([one], [few], 0.2, False, True)
+    said = decode_ffn._why_no_few_fp8(4, weights, CPU)
+    assert said == "the kernels need an NVIDIA GPU"
     (contender,) = decode_ffn._few_contenders(x, weights, True, CPU)
     y = contender.call(0)
     assert contender.own_error(y) < 0.005

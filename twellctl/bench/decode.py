@@ -119,7 +119,11 @@ def _measured(
 ) -> DecodeModel:
     models, batches = subject.models, settings.batches
     forms, without_twell = forms_of(
-        models, max(batches), generate=settings.generate, static=settings.generate_static
+        models,
+        max(batches),
+        generate=settings.generate,
+        static=settings.generate_static,
+        dense_fp8=settings.dense_fp8,
     )
     taken: list[_Taken] = []
     skipped: dict[int, dict[str, str]] = {batch: {} for batch in batches}

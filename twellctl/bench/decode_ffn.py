@@ -42,7 +42,7 @@ from twellctl.bench.dense_fp8 import (
     why_no_dense_fp8,
 )
 from twellctl.bench.device import device_facts
-from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Bench, Point
+from twellctl.bench.results import DENSE, DENSE_FP8, FEW_DENSE_FP8, TWELL, Bench, Point
 from twellctl.bench.settings import DecodeFfnSettings
 from twellctl.bench.synthetic import (
     EVEN,
@@ -67,7 +67,7 @@ def bench_decode_ffn(
     """Measure each density at each batch; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     course = open_course(settings, note, progress)
-    without_fp8 = why_no_dense_fp8(course.device, DTYPE, settings.sizes)
+    without_fp8 = why_no_dense_fp8(course.device, DTYPE, settings.sizes, wanted=settings.dense_fp8)
     with torch.no_grad():
         note("the device's copy bandwidth")
         bandwidth = copy_bandwidth(course.device)
@@ -91,8 +91,8 @@ def bench_decode_ffn(
 class Weights:
     """One FFN, in copies: `copies` for the forms that torch compiles, `few` for all others.
 
-    `density` is what a profile would tell. `in_fp8`: TwELL runs over FP8 weights; `has_fp8`: torch
-    has FP8 products here.
+    `density` is what a profile would tell. `in_fp8`: TwELL runs over FP8 weights; `has_fp8`: dense
+    FP8 is a rival.
     """
 
     copies: list[FfnWeights]
@@ -140,6 +140,8 @@ def _point(x: Tensor, weights: Weights, bandwidth: float, course: Course) -> Poi
             tokens=M,
             num_inputs=len(weights.copies),
         )
+    if without_kernels is None and (said := _why_no_few_fp8(M, weights, course.device)):
+        outcome = replace(outcome, skipped=outcome.skipped | {FEW_DENSE_FP8: said})
     fired = _fired(x, one)
     union = float(fired.any(0).float().mean())
     floors = {
@@ -167,12 +169,17 @@ def _why_no_kernels(M: int, weights: Weights, device: torch.device) -> str | Non
     return next((said for said in found if said), None)
 
 
+def _why_no_few_fp8(M: int, weights: Weights, device: torch.device) -> str | None:
+    """None if the kernels' own dense form in FP8 is a rival, or none was wanted, else why not."""
+    return why_no_few(M, weights.few[0].fp8, device) if weights.has_fp8 else None
+
+
 def _few_contenders(
     x: Tensor, weights: Weights, with_kernels: bool, device: torch.device
 ) -> list[Contender]:
     """TwELL, and the dense forms that are not compiled by torch."""
     few = weights.few
-    dense_fp8 = few[0].fp8 is not None and why_no_few(len(x), few[0].fp8, device) is None
+    dense_fp8 = weights.has_fp8 and _why_no_few_fp8(len(x), weights, device) is None
     how = {"with_kernels": with_kernels, "dense_fp8": dense_fp8, "twell_in_fp8": weights.in_fp8}
 
     def own_error(y: Tensor) -> float:

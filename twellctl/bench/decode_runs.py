@@ -73,18 +73,26 @@ class ModelForm:
 
 
 def forms_of(
-    models: Precisions, rows: int, *, generate: bool, static: bool
+    models: Precisions, rows: int, *, generate: bool, static: bool, dense_fp8: bool
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows.
 
     And why neither TwELL nor the dense form in FP8 is among them, if so. transformers' generate is
-    among them with `generate`, and with `static` its compiled form. The last one may lay the
-    weights of its model otherwise, with the same values.
+    among them with `generate`, with `static` its compiled form, and with `dense_fp8` the dense form
+    in FP8. The last one may lay the weights of its model otherwise, with the same values.
     """
     model, benched = models.bf16, models.benched
 
     def dense(model: PreTrainedModel) -> Decoder:
         return KernelDecoder(model, sparse=False)
+
+    def engine(
+        name: str,
+        kind: str,
+        model_of: Callable[[], PreTrainedModel],
+        opened: Callable[[PreTrainedModel], Decoder],
+    ) -> ModelForm:
+        return ModelForm(name, kind, kind == DENSE_FP8, lambda: _engine(model_of, opened, rows))
 
     forms = []
     if generate:
@@ -92,19 +100,13 @@ def forms_of(
     if static:
         forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
     if (said := KernelDecoder.why_not(benched)) is not None:
-        plain = ModelForm(
-            ENGINE_DENSE, DENSE, False, lambda: _engine(lambda: model, open_decoder, rows)
-        )
-        return [*forms, plain], said
+        return [*forms, engine(ENGINE_DENSE, DENSE, lambda: model, open_decoder)], said
+    forms.append(engine(ENGINE_DENSE, DENSE, lambda: model, dense))
+    if dense_fp8:
+        forms.append(engine(ENGINE_DENSE_FP8, DENSE_FP8, lambda: _in_fp8(models), dense))
     name = ENGINE_TWELL if models.fp8 is None else ENGINE_TWELL_FP8
-    return [
-        *forms,
-        ModelForm(ENGINE_DENSE, DENSE, False, lambda: _engine(lambda: model, dense, rows)),
-        ModelForm(
-            ENGINE_DENSE_FP8, DENSE_FP8, True, lambda: _engine(lambda: _in_fp8(models), dense, rows)
-        ),
-        ModelForm(name, TWELL, False, lambda: _engine(lambda: benched, KernelDecoder, rows)),
-    ], None
+    forms.append(engine(name, TWELL, lambda: benched, KernelDecoder))
+    return forms, None
 
 
 def _in_fp8(models: Precisions) -> PreTrainedModel:

@@ -49,10 +49,16 @@ SCHEMES = (BY_ROW, Scheme(TENSOR_WISE, _round_tensor, _round_tensor))
 
 
 def why_no_dense_fp8(
-    device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Iterable[tuple[int, int]],
+    *,
+    wanted: bool = True,
 ) -> str | None:
     """None if `device` has FP8 products, with results of `dtype`, for weights of these `sizes`
-    (N, K); else why not."""
+    (N, K), and they are `wanted`; else why not."""
+    if not wanted:
+        return "by --no-dense-fp8"
     index = device.index if device.type == "cuda" else None
     reasons = (why_no_products(index, N, K, str(dtype)) for N, K in sorted(set(sizes)))
     return next((said for said in reasons if said), None)

@@ -68,7 +68,9 @@ def bench_ffn(
     """Measure each density at each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     course = open_course(settings, note, progress)
-    without_fp8 = why_no_dense_fp8(course.device, DTYPES[settings.dtype], settings.sizes)
+    without_fp8 = why_no_dense_fp8(
+        course.device, DTYPES[settings.dtype], settings.sizes, wanted=settings.dense_fp8
+    )
     found: dict[float, list[Point]] = {density: [] for density in settings.densities}
     with torch.no_grad():
         for tokens in settings.tokens:

@@ -93,7 +93,7 @@ def bench_model(
             ),
             course.device,
         )
-        without_fp8 = _why_no_dense_fp8(subject.body, course.device)
+        without_fp8 = _why_no_dense_fp8(subject.body, course.device, settings.dense_fp8)
         rivals = [] if without_fp8 else [(s.name, rounded_copy(subject.body, s)) for s in SCHEMES]
         about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
         points = tuple(
@@ -148,11 +148,11 @@ def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
     return count_layers(subject.benched, subject.counted, tile)
 
 
-def _why_no_dense_fp8(body: nn.Module, device: torch.device) -> str | None:
-    """None if `body` can be timed densely in FP8 here, in all schemes, else why not."""
+def _why_no_dense_fp8(body: nn.Module, device: torch.device, wanted: bool) -> str | None:
+    """None if `body` is to be timed densely in FP8 here, in all schemes, else why not."""
     sizes = linear_sizes(body)
     needed, free = len(SCHEMES) * sum(N * K for N, K in sizes), free_memory(device)
-    if said := why_no_dense_fp8(device, DTYPE, sizes):
+    if said := why_no_dense_fp8(device, DTYPE, sizes, wanted=wanted):
         return said
     if needed + WORKSPACE > free:
         return f"its weights take {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free"

@@ -48,6 +48,10 @@ def _quantize() -> Any:
     return setting(None, help, choices=QUANTIZE)
 
 
+def _dense_fp8() -> Any:
+    return setting(True, "Dense FP8 as a rival, where the GPU has it.")
+
+
 def _layers() -> Any:
     help = "Layers of the random model, where its whole does not fit. [default: all]"
     return setting(None, help, at_least=1)
@@ -129,6 +133,7 @@ class FfnSettings(SpreadRows):
     )
     bias: bool = setting(False, "Biases on gate, up and down.", one_way=True)
     quantize: str | None = _quantize()
+    dense_fp8: bool = _dense_fp8()
     dtype: str = setting("bf16", "Of weights and inputs.", choices=("bf16", "fp16", "fp32"))
     routes: tuple[str, ...] = _routes()
     slots: int | None = setting(
@@ -160,6 +165,7 @@ class DecodeFfnSettings(FfnShape):
     batches: tuple[int, ...] = _batches((1, 4, 16, 64))
     densities: tuple[float, ...] = _densities((0.005, 0.05))
     quantize: str | None = _quantize()
+    dense_fp8: bool = _dense_fp8()
     rounds: int = _rounds(11)
 
 
@@ -195,6 +201,7 @@ class AnyModel(Settings):
     config: str | None = _config()
     layers: int | None = _layers()
     quantize: str | None = _quantize()
+    dense_fp8: bool = _dense_fp8()
 
     def check(self) -> None:
         super().check()

@@ -86,8 +86,8 @@ def decode(
         bool,
         typer.Option(
             "--ffn",
-            help="One FFN alone, in place of a model: then --batch, --density, --seed, --device "
-            "and what is of --ffn.",
+            help="One FFN alone, in place of a model: then --batch, --density, --quantize, "
+            "--dense-fp8, --seed, --device and what is of --ffn.",
         ),
     ] = False,
     flags: dict[str, Any],

@@ -56,13 +56,18 @@ def over_rivals(point: Any, candidate: Any) -> list[str]:
 
 def remarks(point: Any) -> None:
     """What stands below a table: what was left out, which ways were gone, the union."""
-    for name, reason in point.outcome.skipped.items():
-        ui.note(f"{name} was left out: {reason}")
+    left_out(point.outcome.skipped)
     if said := point.about["without_kernels"]:
         ui.note(said)
     if took := point.about.get("auto_took"):
         ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
     ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
+
+
+def left_out(skipped: dict[str, str]) -> None:
+    """Dense candidates that could not run, or were wrong, and why."""
+    for name, reason in skipped.items():
+        ui.note(f"{name} was left out: {reason}")
 
 
 def firing(about: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from twellctl.screens import ui
-from twellctl.screens.bench import benched_on, over_columns, over_rivals
+from twellctl.screens.bench import benched_on, left_out, over_columns, over_rivals
 
 
 def decoded(found: Any) -> None:
@@ -40,8 +40,7 @@ def _model_table(point: Any) -> None:
         rows.append([name, *figures])
     steps = len(point.dense.step_seconds)
     ui.table(f"batch {point.batch}; medians of {steps} steps; floor in steps/s", columns, rows)
-    for name, reason in point.skipped.items():
-        ui.note(f"{name} was left out: {reason}")
+    left_out(point.skipped)
     if (twell := point.twell) and point.batch > 1:
         ui.say(f"neurons that fire for some row of a step: {twell.union:.1%}")
     alone = (f"{name} {1000 * seconds:.3g} ms" for name, seconds in point.ffn_seconds.items())
@@ -61,5 +60,6 @@ def _ffn_table(point: Any) -> None:
     ui.table(
         title, ["", "us", "floor, us", "of it", *over_columns(point.fastest_fp8), "error"], rows
     )
+    left_out(point.outcome.skipped)
     if said := about["without_kernels"]:
         ui.note(said)
