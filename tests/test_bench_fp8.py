@@ -374,7 +374,7 @@ def test_bench_model_takes_an_fp8_export(cli, fp8_export, text_file):
 def test_rivals_without_room_are_left_out(has_fp8, count_less, monkeypatch):
     monkeypatch.setattr("twellctl.bench.model.free_memory", lambda device: 4.4e9)
     found = bench_model(ModelSettings(**TINY_BODY)).to_json()
-    said = "its weights take 0 GB, and 4 GB are free"
+    said = "5 GB are needed, and 4 GB are free"
     assert found["without_fp8"] is None  # it needs next to nothing
     monkeypatch.setattr("twellctl.bench.model.WORKSPACE", 5 << 30)
     assert bench_model(ModelSettings(**TINY_BODY)).facts["without_fp8"] == said
