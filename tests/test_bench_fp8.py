@@ -543,3 +543,17 @@ def test_the_kernels_own_dense_form_in_fp8_is_judged(monkeypatch):
     y = contender.call(0)
     assert contender.own_error(y) < 0.005
     assert contender.own_error(2 * y) == pytest.approx(1, rel=0.01)
+
+
+def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(
+    cli, count_less, fp8_export, text_file
+):
+    words = ("--data", text_file, "--prompt-tokens", "16", "--new-tokens", "15", "--batch", "1")
+    code, out, err = cli("bench", "decode", fp8_export, *words, "--device", "cpu", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    (point,) = found["models"][0]["points"]
+    assert (list(point["forms"]), point["skipped"]) == (["generate", "dense"], {})
+    (said,) = found["sentences"]
+    assert said.startswith("on this CPU this model in FP8 (")
+    assert said.endswith("TwELL and dense FP8 were not run: the decode kernels need an NVIDIA GPU")
