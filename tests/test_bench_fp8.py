@@ -215,7 +215,7 @@ def test_bench_ffn_times_both_rivals(cli, has_fp8):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
 def test_bench_ffn_runs_over_fp8_weights(has_fp8, bias):
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.05,)}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.2,)}
     how = {"rounds": 1, "device": "cpu", "quantize": "fp8", "bias": bias}
     found = bench_ffn(FfnSettings(**sizes, **how))
     assert found.wrong == []
@@ -226,7 +226,15 @@ def test_bench_ffn_runs_over_fp8_weights(has_fp8, bias):
     assert errors["dense eager"] < 0.01  # the weights of all are the rounded ones
     assert errors["twell FP8 plain"] == pytest.approx(errors[RIVALS[0]], rel=0.05)
     (said,) = found.sentences
-    assert said.startswith("on this CPU this FFN of 128 x 256 in FP8 at 5.00% density is ")
+    assert said.startswith("on this CPU this FFN of 128 x 256 in FP8 at 20.00% density is ")
+
+
+def test_a_row_that_owes_much_to_a_neuron_that_just_fires_is_not_wrong(has_fp8):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "densities": (0.005,)}
+    how = {"tokens": (1, 8), "rounds": 1, "device": "cpu", "quantize": "fp8"}
+    found = bench_ffn(FfnSettings(**sizes, **how))
+    assert found.wrong == []
+    assert all(len(point.candidates) == 5 for point in found.points)
 
 
 def test_a_wrong_ffn_in_fp8_is_an_error(has_fp8, monkeypatch):

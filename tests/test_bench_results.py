@@ -8,6 +8,7 @@ import pytest
 from twellctl.bench.results import (
     DENSE,
     DENSE_FP8,
+    FP8_ROUNDING,
     FP8_SCHEMES,
     TWELL,
     Bench,
@@ -150,9 +151,9 @@ def test_twell_in_fp8_may_err_as_fp8_rounds():
     for error, wrong in ((0.2, 0), (0.31, 1), (float("nan"), 1)):
         errors = {"error": error, "worst_row_error": 0.3}
         outcome = Outcome("", (eager, replace(twell, errors=errors)), {})
-        assert len(replace(right, outcome=outcome, in_fp8=True).wrong) == wrong
+        assert len(replace(right, outcome=outcome, explained=FP8_ROUNDING).wrong) == wrong
         assert len(replace(right, outcome=outcome).wrong) == 2
-    (said,) = replace(right, outcome=outcome, in_fp8=True).wrong
+    (said,) = replace(right, outcome=outcome, explained=FP8_ROUNDING).wrong
     assert said.endswith("at 64 tokens, where rounding to FP8 explains 0.3")
 
 

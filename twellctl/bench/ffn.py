@@ -151,7 +151,8 @@ def _point(
         "without_kernels": without_kernels,
         "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)]),
     }
-    return Point(tokens, about, "float64", (over[0].name,), outcome, in_fp8)
+    explained = {} if in_fp8 else None  # in FP8 its own error has judged it
+    return Point(tokens, about, "float64", (over[0].name,), outcome, explained)
 
 
 def _bf16_calls(inputs: Inputs, copies: list[FfnWeights]) -> Calls:

@@ -40,7 +40,7 @@ from twellctl.bench.dense_fp8 import (
 from twellctl.bench.device import device_facts, free_memory, model_facts
 from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
 from twellctl.bench.random_model import WORKSPACE, Shape, make_model, open_shape
-from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Bench, Point
+from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench, Point
 from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
 from twellctl.bench.synthetic import check_union
 from twellctl.bench.twell_side import (
@@ -204,7 +204,8 @@ def _point(
     biases = any(ffn.down_proj.bias is not None for ffn in gated_ffns(subject.body))
     taken = routes_taken(K, N, biases, tokens, told)
     about = shape | about | {"auto_took": taken}
-    return Point(tokens, about, "float32", tuple(headline), outcome, subject.in_fp8)
+    explained = FP8_ROUNDING if subject.in_fp8 else None
+    return Point(tokens, about, "float32", tuple(headline), outcome, explained)
 
 
 def _own_error(body: nn.Module, ids: Tensor, y: Tensor) -> float:
