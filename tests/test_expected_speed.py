@@ -90,6 +90,8 @@ def test_a_random_model_of_the_shape_is_measured_at_the_target():
     assert (decoded.layers, decoded.generate) == (2, False)
     assert (prefilled.config, prefilled.density, prefilled.layers) == (TINY_CONFIG, 0.03, 2)
     assert (prefilled.tokens, prefilled.seq_len) == ((2048,), 2048)
+    assert not decoded.dense_fp8
+    assert not prefilled.dense_fp8
     assert [text.startswith("measuring ") for text in told] == [True, True]
 
 

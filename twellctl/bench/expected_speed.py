@@ -96,6 +96,7 @@ def _decoding(
         prompt_tokens=PROMPT_TOKENS,
         new_tokens=NEW_TOKENS,
         generate=False,
+        dense_fp8=False,
         device=device,
     )
     found = decode(settings)
@@ -118,6 +119,7 @@ def _prefill(
         tokens=(PREFILL_TOKENS // seq_len * seq_len,),
         seq_len=seq_len,
         rounds=PREFILL_ROUNDS,
+        dense_fp8=False,
         device=device,
     )
     found = prefill(settings)
