@@ -140,7 +140,7 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
 def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
     words = ("--config", write_config(tmp_path, family), "--layers", 2, "--no-generate")
     words += ("--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2, "--density", 0.05)
-    code, out, err = cli("bench", "decode", *words, "--device", "cpu", "--json")
+    code, out, err = cli("bench", "decode", *words, "--device", "cpu", "--json", "-")
     assert code == 0, err
     (model,) = json.loads(out)["models"]
     kv_heads = FAMILIES[family].get("num_key_value_heads", 4)
@@ -233,7 +233,7 @@ def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_p
     export(relu_llama, tmp_path / "export", profile=measured)
     words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
     words += ("--device", "cpu")
-    code, out, err = cli("bench", "decode", tmp_path / "export", *words, "--json")
+    code, out, err = cli("bench", "decode", tmp_path / "export", *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     assert found["command"] == "bench decode"

@@ -42,7 +42,7 @@ def test_either_layout_of_down_is_taken():
 def test_one_ffn_alone(cli):
     words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
     words += ("--device", "cpu", "--batch", "1", "--batch", "16", "--density", "0.05")
-    code, out, err = cli("bench", "decode", "--ffn", *words, "--json")
+    code, out, err = cli("bench", "decode", "--ffn", *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     assert found["command"] == "bench decode --ffn"

@@ -131,9 +131,24 @@ def test_without_a_gpu_only_the_cpu_is_tried(cli, monkeypatch):
         assert "there is none on the CPU: leave out --energy" in err[0]
 
 
+def test_json_goes_to_a_file_beside_the_tables(cli, tmp_path):
+    file, other = tmp_path / "bench.json", tmp_path / "other.json"
+    other.write_text('{"mine": 1}')
+    words = ("bench", "ffn", *TINY, "--tokens", "16", "--density", "0.02", "--json")
+    for _ in range(2):  # its own kind is replaced
+        code, out, err = cli(*words, file)
+        assert code == 0, err
+        assert "16 tokens" in "".join(out)
+        assert json.loads(file.read_text())["command"] == "bench ffn"
+    code, out, err = cli(*words, other)
+    assert (code, out) == (1, "")
+    assert f"{other} exists and is no bench" in err[-1]
+    assert other.read_text() == '{"mine": 1}'
+
+
 def test_json_alone_goes_to_stdout(cli):
     words = ("--tokens", "256", "--tokens", "16", "--density", "0.02", "--density", "1", "--bias")
-    code, out, err = cli("bench", "ffn", *TINY, *words, "--json")
+    code, out, err = cli("bench", "ffn", *TINY, *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     assert (found["command"], found["device"]) == ("bench ffn", "CPU")

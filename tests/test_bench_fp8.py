@@ -193,7 +193,7 @@ def test_a_wrong_rival_never_wins(problem):
 def test_bench_ffn_times_both_rivals(cli, has_fp8):
     words = ("--hidden-size", 256, "--intermediate-size", 512, "--rounds", 1, "--device", "cpu")
     words += ("--tokens", 64, "--tokens", 16, "--density", 0.05)
-    code, out, err = cli("bench", "ffn", *words, "--json")
+    code, out, err = cli("bench", "ffn", *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     assert found["without_fp8"] is None
@@ -261,7 +261,7 @@ def test_only_bf16_is_quantised(cli):
 
 def test_it_is_left_out_where_it_is_not_wanted(cli, has_fp8, both_forms, count_less):
     words = ("--hidden-size", 128, "--intermediate-size", 128, "--rounds", 1, "--device", "cpu")
-    words += ("--density", 0.5, "--no-dense-fp8", "--json")
+    words += ("--density", 0.5, "--no-dense-fp8", "--json", "-")
     code, out, err = cli("bench", "ffn", *words, "--tokens", 16)
     assert (code, json.loads(out)["without_fp8"]) == (0, "by --no-dense-fp8"), err
     code, out, err = cli("bench", "decode", "--ffn", *words, "--batch", 2)
@@ -280,7 +280,7 @@ def test_bench_ffn_says_once_why_it_is_left_out(cli):
     assert code == 0
     assert [line for line in err if "FP8" in line] == [f"dense FP8 was left out: {NO_FP8}"]
     assert "FP8" not in out
-    code, out, _ = cli("bench", "ffn", *words, "--json")
+    code, out, _ = cli("bench", "ffn", *words, "--json", "-")
     assert json.loads(out)["without_fp8"] == NO_FP8
 
 
@@ -370,7 +370,7 @@ def test_bench_model_times_the_body_in_fp8(has_fp8, count_less, quantize):
 
 def test_bench_model_takes_an_fp8_export(cli, fp8_export, text_file):
     words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
-    code, out, err = cli("bench", "model", fp8_export, *words, "--device", "cpu", "--json")
+    code, out, err = cli("bench", "model", fp8_export, *words, "--device", "cpu", "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     (point,) = found["points"]
@@ -463,7 +463,7 @@ def test_bench_decode_takes_an_fp8_export(
 ):
     words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
     words += ("--no-generate", "--device", "cpu")
-    code, out, err = cli("bench", "decode", fp8_export, *words, "--json")
+    code, out, err = cli("bench", "decode", fp8_export, *words, "--json", "-")
     assert code == 0, err
     (model,) = json.loads(out)["models"]
     assert list(model["points"][0]["forms"]) == ["dense", "dense FP8", "twell FP8"]
@@ -511,7 +511,7 @@ def test_one_ffn_for_few_tokens(cli, has_fp8, count_less, quantize):
     words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
     words += ("--device", "cpu", "--batch", "4", "--density", "0.05")
     words += ("--quantize", quantize) if quantize else ()
-    code, out, err = cli("bench", "decode", "--ffn", *words, "--json")
+    code, out, err = cli("bench", "decode", "--ffn", *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     (point,) = found["points"]
@@ -557,7 +557,7 @@ def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(
     cli, count_less, fp8_export, text_file
 ):
     words = ("--data", text_file, "--prompt-tokens", "16", "--new-tokens", "15", "--batch", "1")
-    code, out, err = cli("bench", "decode", fp8_export, *words, "--device", "cpu", "--json")
+    code, out, err = cli("bench", "decode", fp8_export, *words, "--device", "cpu", "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     (point,) = found["models"][0]["points"]

@@ -99,7 +99,7 @@ def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, 
     export(relu_llama, tmp_path / "export", profile=measured)
     words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
     words += ("--device", "cpu")
-    code, out, err = cli("bench", "model", tmp_path / "export", *words, "--json")
+    code, out, err = cli("bench", "model", tmp_path / "export", *words, "--json", "-")
     assert code == 0, err
     found = json.loads(out)
     (point,) = found["points"]

@@ -226,7 +226,7 @@ def test_each_gradient_is_judged():
 
 
 def test_one_ffn_as_json(cli):
-    words = ("--tokens", "300", "--tokens", "40", "--density", "0.02", "--density", "1", "--json")
+    words = ("--tokens=300", "--tokens=40", "--density=0.02", "--density=1", "--json=-")
     code, out, err = cli("bench", "train", *TINY, *words)
     assert code == 0, err
     found = json.loads(out)

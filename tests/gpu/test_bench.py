@@ -46,7 +46,7 @@ def has_energy():
 def test_every_side_is_timed_the_same_way(cli, has_kernels):
     words = ("--tokens", "8192", "--tokens", "256", "--no-max-autotune", "--rounds", "3")
     routes = ("--route", "auto", "--route", "twell", "--route", "portable", "--route", "dense")
-    code, out, err = cli("bench", "ffn", *FFN, *words, *routes, "--bias", "--json")
+    code, out, err = cli("bench", "ffn", *FFN, *words, *routes, "--bias", "--json", "-")
     assert code == 0, err[-1]
     found = json.loads(out)
     assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
@@ -67,7 +67,7 @@ def test_every_side_is_timed_the_same_way(cli, has_kernels):
 
 def test_an_ffn_in_fp8_is_measured_beside_both(cli, has_kernels):
     words = ("--tokens", "256", "--no-max-autotune", "--rounds", "3", "--quantize", "fp8")
-    code, out, err = cli("bench", "ffn", *FFN, *words, "--json")
+    code, out, err = cli("bench", "ffn", *FFN, *words, "--json", "-")
     assert code == 0, err[-1]
     (point,) = json.loads(out)["points"]
     assert list(point["candidates"]) == [*DENSE, *FP8, "twell FP8"]
@@ -77,7 +77,7 @@ def test_an_ffn_in_fp8_is_measured_beside_both(cli, has_kernels):
 
 
 def test_max_autotune_takes_part(cli):
-    words = ("--tokens", "256", "--rounds", "1", "--route", "dense", "--json")
+    words = ("--tokens", "256", "--rounds", "1", "--route", "dense", "--json", "-")
     code, out, err = cli("bench", "ffn", *FFN, *words)
     assert code == 0, err[-1]
     (point,) = json.loads(out)["points"]
@@ -90,7 +90,7 @@ def test_max_autotune_takes_part(cli):
 def test_energy_is_of_a_sane_size(cli, has_energy):
     words = ("--tokens", "8192", "--no-max-autotune", "--rounds", "1", "--route", "dense")
     code, out, err = cli(
-        "bench", "ffn", *FFN, *words, "--energy", "--energy-seconds", "1", "--json"
+        "bench", "ffn", *FFN, *words, "--energy", "--energy-seconds", "1", "--json", "-"
     )
     assert code == 0, err[-1]
     (point,) = json.loads(out)["points"]
@@ -136,7 +136,7 @@ def test_a_dtype_without_kernels_is_told_or_refused(cli, has_kernels):
 def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "8192", "--tokens", "256", "--seq-len", "1024", "--density", "0.02")
-    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json")
+    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")
     code, out, err = cli("bench", "model", *words)
     assert code == 0, err[-1]
     found = json.loads(out)
@@ -157,7 +157,7 @@ def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, t
 def test_a_model_in_fp8_is_measured_beside_both(cli, has_kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "256", "--seq-len", "256", "--density", "0.02", "--quantize", "fp8")
-    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json")
+    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")
     code, out, err = cli("bench", "model", *words)
     assert code == 0, err[-1]
     found = json.loads(out)
@@ -180,7 +180,7 @@ def test_dense_fp8_of_a_gpu_without_it_is_left_out_in_a_line(cli, monkeypatch):
 
 
 def test_an_export_is_measured_on_text(cli, relu_llama, text_file):
-    words = ("--data", text_file, "--tokens", "128", "--seq-len", "64", "--rounds", "1", "--json")
+    words = ("--data", text_file, "--tokens=128", "--seq-len=64", "--rounds=1", "--json=-")
     code, out, err = cli("bench", "model", relu_llama, *words)
     assert code == 0, err[-1]
     assert json.loads(out)["sentences"][0].startswith("on this GPU this model is ")

@@ -40,7 +40,7 @@ def _has_kernels():
 @pytest.mark.parametrize("quantize", [False, True], ids=["bf16", "FP8"])
 def test_one_ffn_in_all_forms(cli, quantize):
     words = ("--hidden-size", "1024", "--intermediate-size", "2048", "--density", "0.05")
-    words += ("--batch", "1", "--batch", "3", "--batch", "64", "--rounds", "3", "--json")
+    words += ("--batch", "1", "--batch", "3", "--batch", "64", "--rounds", "3", "--json", "-")
     words += ("--quantize", "fp8") if quantize else ()
     code, out, err = cli("bench", "decode", "--ffn", *words)
     assert code == 0, err[-1]
@@ -60,7 +60,7 @@ def test_one_ffn_in_all_forms(cli, quantize):
 
 
 def test_a_model_in_all_forms(cli, tmp_path):
-    words = ("--batch", "1", "--batch", "5", "--generate-static", "--json")
+    words = ("--batch", "1", "--batch", "5", "--generate-static", "--json", "-")
     words += ("--config", write_config(tmp_path, **SIZES))
     code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]
@@ -84,7 +84,7 @@ def test_a_model_in_all_forms(cli, tmp_path):
 
 @needs_e4m3
 def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
-    words = ("--batch", "1", "--batch", "5", "--no-generate", "--quantize", "fp8", "--json")
+    words = ("--batch", "1", "--batch", "5", "--no-generate", "--quantize", "fp8", "--json", "-")
     words += ("--config", write_config(tmp_path, **SIZES))
     code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]
@@ -105,7 +105,7 @@ def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
 def test_every_family_is_measured_over_twell(cli, family, tmp_path):
     sizes = SIZES | FAMILIES[family] | {"num_key_value_heads": 4, "head_dim": 64}
     sizes |= {"layer_types": None} if family == "qwen3" else {}
-    words = ("--config", write_config(tmp_path, family, **sizes), "--no-generate", "--json")
+    words = ("--config", write_config(tmp_path, family, **sizes), "--no-generate", "--json", "-")
     words += ("--batch", "1", "--batch", "16", "--density", "0.02", "--density", "0.05")
     code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]

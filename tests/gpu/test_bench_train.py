@@ -32,7 +32,7 @@ def _has_kernels():
 
 
 def test_one_ffn_in_all_forms(cli):
-    words = ("--hidden-size", "1024", "--intermediate-size", "4096", "--rounds", "2", "--json")
+    words = ("--hidden-size", "1024", "--intermediate-size", "4096", "--rounds", "2", "--json", "-")
     words += ("--tokens", "8192", "--tokens", "1000", "--density", "0.02", "--density", "1")
     code, out, err = cli("bench", "train", *words)
     assert code == 0, err[-1]
@@ -96,7 +96,7 @@ def steps_of_a_model(cli, monkeypatch, folder: Path, *more: str) -> list[dict]:
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 4096}
     config = write_config(folder, **sizes, max_position_embeddings=1024)
     words = ("--config", config, "--batch", "8", "--seq-len", "1024")
-    words += ("--density", "0.01", "--rounds", "2", "--json", *more)
+    words += ("--density", "0.01", "--rounds", "2", "--json", "-", *more)
     code, out, err = cli("bench", "train", "--model", *words)
     assert code == 0, err[-1]
     found = json.loads(out)

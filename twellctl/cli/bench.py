@@ -1,9 +1,10 @@
 """twellctl bench ...: the commands that measure speed. No torch here."""
 
 import contextlib
-import json as json_text
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,9 @@ from twellctl.bench.settings import (
 )
 from twellctl.cli.command import command, show_help
 from twellctl.cli.flags import made, takes, takes_either
+from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.errors import TwellError, UsageError
+from twellctl.files.strict_json import to_json
 from twellctl.screens import ui
 from twellctl.screens.bench import benched
 from twellctl.screens.bench_decode import decoded, ffn_decoded
@@ -30,12 +33,10 @@ app = typer.Typer(
     help="Measure TwELL against the dense form, on this GPU.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="All figures as JSON on stdout, no table.")]
-
 
 @command(app, "bench ffn --density 0.01 --tokens 2048", name="ffn")
 @takes(FfnSettings)
-def ffn(*, flags: dict[str, Any], json: Json = False) -> None:
+def ffn(*, flags: dict[str, Any], json: JsonFile = None) -> None:
     """One gated FFN over TwELL against dense ones.
 
     The dense ones: eager and torch.compile (default and max-autotune), gate and up as two products
@@ -48,7 +49,7 @@ def ffn(*, flags: dict[str, Any], json: Json = False) -> None:
     settings = made(FfnSettings, flags)
     from twellctl.bench.ffn import bench_ffn
 
-    _show(_measured(bench_ffn, settings), json, benched)
+    _run(bench_ffn, settings, json, benched)
 
 
 @command(app, "bench model exported --data heldout.jsonl", name="model")
@@ -59,7 +60,7 @@ def model(
     batch: Annotated[
         int | None, typer.Option(help="In place of --tokens: so many times --seq-len.")
     ] = None,
-    json: Json = False,
+    json: JsonFile = None,
 ) -> None:
     """A whole model over TwELL against the dense one.
 
@@ -75,7 +76,7 @@ def model(
     settings = made(ModelSettings, flags)
     from twellctl.bench.model import bench_model
 
-    _show(_measured(bench_model, settings), json, benched)
+    _run(bench_model, settings, json, benched)
 
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
@@ -91,7 +92,7 @@ def decode(
         ),
     ] = False,
     flags: dict[str, Any],
-    json: Json = False,
+    json: JsonFile = None,
 ) -> None:
     """Token by token: a whole model dense and over TwELL.
 
@@ -105,11 +106,11 @@ def decode(
     if ffn:
         from twellctl.bench.decode_ffn import bench_decode_ffn
 
-        _show(_measured(bench_decode_ffn, settings), json, ffn_decoded)
+        _run(bench_decode_ffn, settings, json, ffn_decoded)
         return
     from twellctl.bench.decode import bench_decode
 
-    _show(_measured(bench_decode, settings), json, decoded)
+    _run(bench_decode, settings, json, decoded)
 
 
 @command(app, "bench train --model --layers 4", name="train")
@@ -121,7 +122,7 @@ def train(
         typer.Option("--model", help="Steps of a whole random model, in place of one FFN."),
     ] = False,
     flags: dict[str, Any],
-    json: Json = False,
+    json: JsonFile = None,
 ) -> None:
     """Training over TwELL against dense: time, memory and the gradients' errors.
 
@@ -135,19 +136,16 @@ def train(
         from twellctl.bench.train_step import bench_train_step as bench
     else:
         from twellctl.bench.train_ffn import bench_train_ffn as bench
-    _show(_measured(bench, settings), json, trained)
+    _run(bench, settings, json, trained)
 
 
-def _measured(bench: Callable[..., Any], settings: Any) -> Any:
+def _run(
+    bench: Callable[..., Any], settings: Any, json: Path | None, screen: Callable[[Any], None]
+) -> None:
+    check_json_file(json, "command", "bench")
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
-        return bench(settings, note=ui.note, progress=progress)
-
-
-def _show(found: Any, json: bool, screen: Callable[[Any], None]) -> None:
-    if json:
-        print(json_text.dumps(found.to_json(), indent=2, allow_nan=False))
-    else:
-        screen(found)
+        found = bench(settings, note=ui.note, progress=progress)
+    tell(json, lambda: to_json(found.to_json(), indent=2) + "\n", partial(screen, found))
     if found.wrong:
         raise TwellError("; ".join(found.wrong))

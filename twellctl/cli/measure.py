@@ -1,10 +1,12 @@
 """The commands that read a text and count: profile and eval. Nothing heavy is imported before."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
 
@@ -18,7 +20,6 @@ _KINDS = (
     "Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of text, by the "
     "file's name or NAME; equal names are one kind."
 )
-_STDOUT = Path("-")
 
 
 def profile(
@@ -49,11 +50,10 @@ def profile(
     By token and layer; dead ones too, the slots a packed gate needs, and the loss. Then by position
     in the window, and by kind of text if --data names several; --json holds these by layer too.
     """
-    from twellctl.firing.profiled import check_profile_path, profile_json, save_profile
+    from twellctl.firing.profiled import PROFILE_KEY, profile_json
     from twellctl.report.write import check_page_path, write_profile_page
 
-    if json is not None and json != _STDOUT:
-        check_profile_path(json)
+    check_json_file(json, PROFILE_KEY, "profile")
     if html is not None:
         check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
@@ -69,12 +69,7 @@ def profile(
             speed=html is not None if speed is None else speed,
             progress=progress,
         )
-    if json == _STDOUT:
-        print(profile_json(done), end="")
-    else:
-        if json is not None:
-            save_profile(done, json)
-        ui.profiled(done, saved_as=json)
+    tell(json, partial(profile_json, done), partial(ui.profiled, done, saved_as=json))
     if html is not None:
         write_profile_page(done, html)
         ui.note(f"the page: {html}")
@@ -104,9 +99,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(help="Ask only so many questions of each task, the first ones.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all figures here; - is stdout.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Measure how good a model is.
 
@@ -118,10 +111,8 @@ def evaluate(
     TwELL where that is faster.
     """
     from twellctl.evaluation.results import VERSION_KEY, evaluation_json
-    from twellctl.files.outputs import check_json_path, write_file
 
-    if json is not None and json != _STDOUT:
-        check_json_path(json, VERSION_KEY, "evaluation")
+    check_json_file(json, VERSION_KEY, "evaluation")
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
@@ -138,9 +129,4 @@ def evaluate(
         doing=doing,
         progress=progress,
     )
-    if json == _STDOUT:
-        print(evaluation_json(done), end="")
-        return
-    if json is not None:
-        write_file(json, evaluation_json(done))
-    screen.evaluated(done)
+    tell(json, partial(evaluation_json, done), partial(screen.evaluated, done))

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from twellctl.errors import TwellError, reason, shown
-from twellctl.files.outputs import check_json_path, write_file
+from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
+PROFILE_KEY = "nnz_mean"  # by which such a file is known
 # Upper ends of the bins of shares: none, up to 0.01 %, then quarters of a decade up to 100 %.
 SHARES = (0.0, *(10 ** (quarter / 4 - 4) for quarter in range(17)))
 
@@ -172,11 +173,6 @@ def save_profile(profile: Profile, path: Path) -> None:
 def profile_json(profile: Profile) -> str:
     """The whole text of the file."""
     return to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
-
-
-def check_profile_path(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written, or that is something else."""
-    check_json_path(path, "schema_version", "profile")
 
 
 def read_profile(path: str | Path) -> Profile:
