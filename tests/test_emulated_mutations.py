@@ -12,6 +12,7 @@ import emulated_step
 import emulated_walk
 import pytest
 import torch
+from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_grad import of_grad
 
@@ -29,6 +30,11 @@ def walk(kernels: EmulatedKernels) -> None:
     plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2)
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)
+
+
+def few(kernels: EmulatedKernels) -> None:
+    """Three tokens over e4m3 weights, all neurons."""
+    of_e4m3.test_whole_numbers_are_exact(FewKernels(kernels.sources), 3, 1024, 24, 0.0, False)
 
 
 def lists(kernels: EmulatedKernels) -> None:
@@ -65,6 +71,7 @@ class Mutation:
     wrong: str = "a race"
 
 
+FEW, FEW_DOWN = "tile/few_product.cuh", "ffn/few_down.cu"
 WALK, LISTS, SUMS = "ffn/few_walk.cuh", "train/grad_lists.cu", "train/grad_sums.cu"
 STEP, PRODUCTS, FFN = (f"decode/step{part}.cuh" for part in ("", "_products", "_ffn"))
 ROWS_PRODUCTS, ROWS_FFN = (f"decode/step_rows{part}.cuh" for part in ("_products", "_ffn"))
@@ -122,6 +129,17 @@ MUTATIONS = {
         "            sync_consumers();\n            barrier_wait(down_full()",
         "            barrier_wait(down_full()",
     ),
+    "no barrier of the cluster": Mutation(
+        few,
+        FEW_DOWN,
+        "        product.add_warps();\n        cluster_sync();",
+        "        product.add_warps();",
+        "another block of the cluster",
+    ),
+    "ends while others read": Mutation(
+        few, FEW_DOWN, "    if (BLOCKS > 1) cluster_sync();  //", "    //", "may have ended"
+    ),
+    "no wait for a stage": Mutation(few, FEW, "wait_for_copies<kStages - 1>();"),
 }
 MORE = {
     "no arrive": Mutation(
@@ -181,7 +199,7 @@ MORE = {
 ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
 
 
-@pytest.mark.parametrize("run", [walk, lists, sums, step, rows])
+@pytest.mark.parametrize("run", [walk, few, lists, sums, step, rows])
 def test_without_a_mistake(run):
     run(EmulatedKernels())
 

@@ -18,8 +18,9 @@
 extern "C" {
 alignas(1024) thread_local char memory[emulator::kMostDynamic];
 }
-asm(".globl planes, staged, slabs, dynamic_memory\n"
-    ".set planes, memory\n.set staged, memory\n.set slabs, memory\n.set dynamic_memory, memory");
+asm(".globl planes, staged, slabs, dynamic_memory, _ZN12_GLOBAL__N_16memoryE\n"
+    ".set planes, memory\n.set staged, memory\n.set slabs, memory\n.set dynamic_memory, memory\n"
+    ".set _ZN12_GLOBAL__N_16memoryE, memory");
 
 namespace emulator {
 
@@ -117,7 +118,7 @@ void begin_thread() {
     kernel(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13],
            w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], f[0], f[1], f[2],
            f[3]);
-    thread->done = true, ++progress;
+    thread->done = thread->block->has_ended = true, ++progress;
     while (true) give_way();
 }
 
@@ -302,12 +303,21 @@ void cluster_arrive_relaxed() {
         if (mbarrier.maker == thread->number) mbarrier.told = mbarrier.fenced;
     Meeting& meeting = clusters[&block_of_cluster(0)];
     thread->cluster_turn = meeting.turn;
-    if (++meeting.arrived == static_cast<int>(threads_of_block.x * cluster_size))
-        meeting.arrived = 0, ++meeting.turn, ++progress;
+    if (++meeting.arrived < static_cast<int>(threads_of_block.x * cluster_size)) return;
+    meeting.arrived = 0, ++meeting.turn, ++progress;
+    for (unsigned rank = 0; rank < cluster_size; ++rank) {
+        Block& block = block_of_cluster(rank);
+        block.released = block.releasing;
+    }
+}
+void cluster_arrive() {
+    make_seen(thread->block->releasing);
+    cluster_arrive_relaxed();
 }
 void cluster_wait() {
     wait_while(clusters[&block_of_cluster(0)].turn, thread->cluster_turn);
     thread->met_cluster = true;
+    if (!thread->block->released.empty()) join(thread->clock, thread->block->released);
 }
 // The upper 12 bits of an address are 1 + the rank of its block.
 unsigned address_in_block(unsigned own, unsigned rank) { return own | (rank + 1) << 20; }
@@ -316,6 +326,22 @@ void store_cluster_async(unsigned to, unsigned barrier, const float4& v) {
     Copy copy{&block_of_cluster((to >> 20) - 1), to & 0xfffff, nullptr, 16, barrier & 0xfffff, {}};
     std::memcpy(&copy.kept, &v, 16);
     start_copy(copy);
+}
+
+float load_cluster_float(unsigned from) {
+    const unsigned rank = from >> 20, at = from & 0xfffff;
+    if (!rank || rank > cluster_size || at % 4 || at + 4 > dynamic_at + dynamic_bytes)
+        fail("no such shared memory in the cluster");
+    Block& block = block_of_cluster(rank - 1);
+    const Cell& cell = block.cells[at / 4];
+    if (block.has_ended) fail("reads shared memory of a block that may have ended");
+    if (!thread->met_cluster || block.released.empty() || cell.writer == kNobody ||
+        cell.written == kUnderWay || block.released[cell.writer] < cell.written)
+        fail("a race: reads what another block of the cluster may still write");
+    block.read_by_cluster[at / 4] = thread->cluster_turn;
+    float value;
+    std::memcpy(&value, block.memory.get() + at, 4);
+    return value;
 }
 
 // ---- what -fsanitize=thread calls

@@ -128,6 +128,9 @@ inline void __syncwarp() { emulator::meet_in_warp(); }
 inline void __syncthreads() { emulator::meet_in_block(0, blockDim.x); }
 [[noreturn]] inline void __trap() { emulator::fail("trap"); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
 inline int __ffs(unsigned value) { return __builtin_ffs(value); }
 inline unsigned __float_as_uint(float value) { return emulator::bits<unsigned>(value); }
 inline int __float_as_int(float value) { return emulator::bits<int>(value); }

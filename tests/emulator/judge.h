@@ -13,7 +13,8 @@
 // - What the kernel in front writes is not there before wait_for_previous; nor may one write.
 // - The copy engine writes over what threads wrote only behind fence_for_engine.
 // - Another block of the cluster is stored to after a barrier of the cluster that follows the fence
-//   behind its mbarriers' beginning.
+//   behind its mbarriers' beginning. It is read from behind a barrier that releases what it wrote,
+//   and neither writes over that nor ends before the next barrier.
 // - Addresses lie in memory that the launch was given. Shared memory begins as NaN.
 //
 // Of the readers of a word it keeps the last two, and of global memory none.
@@ -85,6 +86,9 @@ const char* race_of_write(const Block& block, size_t i, uint8_t mask, bool stron
         if (cell.reader[j] != kNobody && cell.read_bytes[j] & mask &&
             !knows(thread->clock, thread->number, cell.reader[j], cell.read[j]))
             return "a race: writes over shared memory that is being read";
+    const auto read = block.read_by_cluster.find(i);
+    if (read != block.read_by_cluster.end() && thread->cluster_turn <= read->second)
+        return "a race: writes over what another block of the cluster may still read";
     return nullptr;
 }
 
@@ -215,21 +219,35 @@ void read_transposed(unsigned* m, unsigned smem_row, int num) {
     std::copy(found, found + num, m);
 }
 
+float bf16_value(unsigned bits) { return __uint_as_float(bits << 16); }
+
+float f16_value(unsigned bits) {
+    _Float16 value;
+    std::memcpy(&value, &bits, 2);
+    return value;
+}
+
+template <float (*VALUE)(unsigned)>
 float product_of_pairs(uint64_t a, uint64_t b) {
-    const auto half = [](uint64_t word, int i) {
-        return __uint_as_float(static_cast<unsigned>(word >> 16 * i) << 16);
-    };
+    const auto half = [](uint64_t word, int i) { return VALUE(word >> 16 * i & 0xffff); };
     return half(a, 0) * half(b, 0) + half(a, 1) * half(b, 1);
 }
 
-void multiply_add(float* sums, const uint64_t (&own)[6]) {
+template <float (*VALUE)(unsigned)>
+void multiply_add_as(float* sums, const uint64_t (&own)[6]) {
     const Lanes& all = exchange(own, 6);
     for (int i = 0; i < 4; ++i)
         for (int t = 0; t < 4; ++t) {
             const uint64_t* a = all[lane() / 4 * 4 + t];
             const uint64_t* b = all[(lane() % 4 * 2 + i % 2) * 4 + t];
-            sums[i] += product_of_pairs(a[i / 2], b[4]) + product_of_pairs(a[2 + i / 2], b[5]);
+            sums[i] += product_of_pairs<VALUE>(a[i / 2], b[4]) +
+                       product_of_pairs<VALUE>(a[2 + i / 2], b[5]);
         }
+}
+
+void multiply_add(float* sums, const uint64_t (&own)[6]) { multiply_add_as<bf16_value>(sums, own); }
+void multiply_add_f16(float* sums, const uint64_t (&own)[6]) {
+    multiply_add_as<f16_value>(sums, own);
 }
 
 }  // namespace emulator

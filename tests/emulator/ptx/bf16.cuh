@@ -24,6 +24,14 @@ inline unsigned add_pairs(unsigned a, unsigned b) {
     return bf16_pair(bf16_of(a, 0) + bf16_of(b, 0), bf16_of(a, 1) + bf16_of(b, 1));
 }
 
+inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    const auto half = [&](int i) {
+        using emulator::bf16_of;
+        return static_cast<float>(double{bf16_of(a, i)} * bf16_of(b, i) + bf16_of(c, i));
+    };
+    return bf16_pair(half(0), half(1));
+}
+
 inline unsigned greater_or_nan_pair(unsigned a, unsigned b) {
     const auto half = [&](int i) {
         return emulator::bf16_of(a, i) <= emulator::bf16_of(b, i) ? 0u : 0xffffu << 16 * i;

@@ -3,6 +3,7 @@
 namespace emulator {
 
 void multiply_add(float* sums, const uint64_t (&own)[6]);
+void multiply_add_f16(float* sums, const uint64_t (&own)[6]);
 void read_transposed(unsigned* m, unsigned smem_row, int num);
 
 }  // namespace emulator
@@ -10,6 +11,11 @@ void read_transposed(unsigned* m, unsigned smem_row, int num);
 inline void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                          unsigned b0, unsigned b1) {
     emulator::multiply_add(sums, {a0, a1, a2, a3, b0, b1});
+}
+
+inline void multiply_add_f16(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                             unsigned b0, unsigned b1) {
+    emulator::multiply_add_f16(sums, {a0, a1, a2, a3, b0, b1});
 }
 
 inline void multiply_add_upper(float (&sums)[4], unsigned a0, unsigned a2, unsigned b0,

@@ -22,6 +22,9 @@ inline unsigned load_shared_half(unsigned from) {
 inline unsigned load_shared_byte(unsigned from) {
     return emulator::load_shared<unsigned char>(from);
 }
+inline void store_shared(unsigned to, const uint4& v) {
+    emulator::store(emulator::shared(to), v);
+}
 inline void store_shared_floats(unsigned to, const float4& v) {
     emulator::store(emulator::shared(to), v);
 }

@@ -1,0 +1,21 @@
+"""The kernels for few tokens on a CPU, by emulated_kernels.py, and the GPU's tests of them."""
+
+from emulated_kernels import EmulatedKernels
+from test_emulated_grad import on_cpu
+
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_spec import E4M3, few_down_entries
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+of_e4m3 = on_cpu("test_few_e4m3")
+of_e4m3.limits = lambda: H200
+
+
+class FewKernels(EmulatedKernels):
+    """Knows the clusters of few_down, which are compiled in."""
+
+    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
+        """As `KernelSet.launch`; the kernel in front has always ended."""
+        sizes = few_down_entries(H200.capability, E4M3 if name.endswith(E4M3) else "").get(name)
+        cluster = sizes.blocks if sizes else 1
+        super().launch(name, grid, block, args, smem_bytes, cluster=cluster)

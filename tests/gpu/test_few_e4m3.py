@@ -1,0 +1,171 @@
+"""The kernels for few tokens over e4m3 weights: whole numbers exactly, others by float64.
+
+Problems of whole numbers, with powers of two for scales, have the bits of the same equation in
+float64, rounded to bf16 where the kernels round.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from twellctl.bundle.twell_few import few_gated, few_linear, few_union
+from twellctl.bundle.twell_format import fires
+from twellctl.bundle.twell_fp8 import round_weight
+from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
+from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_weights import FFN
+from twellctl.here.own_kernels import own_kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICE = "cuda"
+TOKENS = [1, 2, 3, 8, 9, 16, 17, 33, 64]
+# K, N; K of the last is longer than stays beside 16 tokens
+SIZES = [(128, 8), (1024, 24), (2176, 136), (4096, 1400), (16384, 520)]
+
+
+def limits() -> Limits:
+    return device_limits(0)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelSet:
+    if said := what_is_missing():
+        pytest.skip(said)
+    if limits().capability < (8, 9):
+        pytest.skip("e4m3 needs compute capability 8.9")
+    return kernels_for(own_kernels(), 0)
+
+
+class Problem:
+    """An FFN in e4m3 and inputs `x` `[M, K]`; what is wanted: float64, rounded as kernels round."""
+
+    def __init__(self, x: Tensor, ffn: FFN, residual: Tensor | None):
+        self.x, self.ffn, self.residual = x, ffn, residual
+        self.gate = self.linear(x, ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
+        self.fired = fires(self.gate)
+        up = self.linear(x, ffn.w_up, ffn.s_up[:, None], ffn.b_up)
+        self.hidden = torch.where(self.fired, self.gate.double() * up.double(), 0).bfloat16()
+        down = ffn.w_down.t(), ffn.s_down[:, None], ffn.b_down
+        self.y = self.linear(self.hidden, *down, residual)
+
+    @staticmethod
+    def linear(
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        y = x.double() @ (values.double() * scale.double()).t()
+        y = (y if bias is None else y + bias.double()).bfloat16()
+        return y if residual is None else (y.double() + residual.double()).bfloat16()
+
+
+def whole(*shape: int, most: int) -> Tensor:
+    return torch.randint(-most, most + 1, shape, device=DEVICE).bfloat16()
+
+
+def powers(num: int) -> Tensor:
+    """Scales: 1/2, 1 or 2."""
+    return 2.0 ** torch.randint(-1, 2, (num,), device=DEVICE)
+
+
+def of_whole_numbers(M: int, K: int, N: int, level: float, full: bool) -> Problem:
+    """`level`: of the gates' mean, in their standard deviations."""
+    x = whole(M, K, most=1)
+    weights = [whole(N, K, most=1), whole(N, K, most=1), whole(N, K, most=2)]
+    x[:, 0], weights[0][:, 0] = round(level * (4 * K / 9) ** 0.5), 1
+    e4m3 = [weight.to(torch.float8_e4m3fn) for weight in weights]
+    biases = [whole(num, most=3) if full else None for num in (N, N, K)]
+    residual = whole(M, K, most=50) if full else None
+    return Problem(x, FFN(*e4m3, *biases, powers(N), powers(N), powers(K)), residual)
+
+
+def of_any_numbers(M: int, K: int, N: int) -> Problem:
+    x = torch.randn(M, K, device=DEVICE).bfloat16()
+    (gate, s_gate), (up, s_up), (down, s_down) = (
+        round_weight(torch.randn(*shape, device=DEVICE) / shape[1] ** 0.5)
+        for shape in ((N, K), (N, K), (K, N))
+    )
+    biases = [torch.randn(num, device=DEVICE).bfloat16() for num in (N, N, K)]
+    scales = (s_gate[:, 0], s_up[:, 0], s_down[:, 0])
+    down = down.t().contiguous()
+    return Problem(x, FFN(gate, up, down, *biases, *scales), torch.randn_like(x))
+
+
+def computed(kernels: KernelSet, problem: Problem) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each kernel gives, and what is wanted; counts too."""
+    x, ffn = problem.x, problem.ffn
+    here, first = (kernels, limits(), x), torch.arange(len(x), device=DEVICE).int()
+    counts, dense_counts = first.clone(), first.clone()
+    gate = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate)
+    wide = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, wide=True)
+    ahead = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, ahead=True)
+    fired = first + problem.fired.sum(-1).int()
+    return {
+        "few_linear": (gate, problem.gate),
+        "few_linear, wide": (wide.bfloat16(), gate),
+        "few_linear, ahead": (ahead, gate),
+        "few_gated": (few_gated(*here, ffn, counts=dense_counts), problem.hidden),
+        "few_union": (
+            few_union(*here, ffn, residual=problem.residual, counts=counts),
+            problem.y,
+        ),
+        "counts": (counts, fired),
+        "counts of few_gated": (dense_counts, fired),
+    }
+
+
+@pytest.mark.parametrize("M", TOKENS)
+@pytest.mark.parametrize(("K", "N"), SIZES)
+@pytest.mark.parametrize(("level", "full"), [(-2.0, True), (0.0, False), (-99.0, True)])
+def test_whole_numbers_are_exact(kernels, M, K, N, level, full):
+    torch.manual_seed(M + K + N)
+    problem = of_whole_numbers(M, K, N, max(level, -256 / K**0.5), full)
+    for what, (found, wanted) in computed(kernels, problem).items():
+        assert torch.equal(found, wanted), what
+
+
+@pytest.mark.parametrize("M", TOKENS)
+@pytest.mark.parametrize(("K", "N"), SIZES)
+def test_numbers_err_as_bf16_rounds(kernels, M, K, N):
+    problem = of_any_numbers(M, K, N)
+    for what, (found, wanted) in computed(kernels, problem).items():
+        if found.dtype == torch.bfloat16:
+            error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+            assert error < 2**-8, f"{what}: {error}"
+
+
+@pytest.mark.parametrize("M", [1, 8, 16])
+def test_rows_of_any_size(kernels, M):
+    """Each warp takes its part of a row in f16, times a power of two, where all of it stays."""
+    problem = of_any_numbers(M, 1024, 136)
+    x = problem.x * 10.0 ** torch.randint(-20, 21, (M, 1), device=DEVICE)
+    weight = problem.ffn.w_gate, None
+    found = few_linear(kernels, limits(), x.bfloat16(), *weight, scale=problem.ffn.s_gate)
+    wanted = Problem.linear(x.bfloat16(), weight[0], problem.ffn.s_gate[:, None], None)
+    error = (found.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+    assert error.max() < 2**-8
+
+
+@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite(kernels, M, bad):
+    problem = of_any_numbers(M, 1024, 136)
+    x = problem.x.clone()
+    x[0, 700] = bad
+    scale = problem.ffn.s_gate
+    found = few_linear(kernels, limits(), x, problem.ffn.w_gate, scale=scale)
+    wanted = Problem.linear(x, problem.ffn.w_gate, scale[:, None], None)
+    assert torch.equal(found[0].isfinite(), wanted[0].isfinite())
+    assert torch.equal(found[0].isnan(), wanted[0].isnan())
+    assert found[1:].isfinite().all()
+
+
+def test_the_same_bits_each_time(kernels):
+    problem = of_any_numbers(5, 2176, 1400)
+    first, again = computed(kernels, problem), computed(kernels, problem)
+    assert all(torch.equal(first[what][0], again[what][0]) for what in first)

@@ -1,0 +1,38 @@
+"""The kernels for few tokens over e4m3 weights, emulated: what tests/gpu/test_few_e4m3.py asks."""
+
+import pytest
+from emulated_few import FewKernels, of_e4m3
+from emulated_kernels import needs_emulator
+
+pytestmark = needs_emulator
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return FewKernels()
+
+
+@pytest.mark.parametrize("M", [1, 3, 8, 9, 17, 40])
+@pytest.mark.parametrize(("K", "N"), [(128, 8), (1024, 24), (2176, 136)])
+def test_whole_numbers_are_exact(kernels, M, K, N):
+    of_e4m3.test_whole_numbers_are_exact(kernels, M, K, N, -1.0, bool(M % 2))
+
+
+@pytest.mark.parametrize("M", [1, 16])
+def test_long_inputs_do_not_stay(kernels, M):
+    of_e4m3.test_whole_numbers_are_exact(kernels, M, 16384, 24, -1.0, True)
+
+
+@pytest.mark.parametrize("M", [1, 12])
+def test_numbers_err_as_bf16_rounds(kernels, M):
+    of_e4m3.test_numbers_err_as_bf16_rounds(kernels, M, 1024, 24)
+
+
+@pytest.mark.parametrize("M", [1, 8, 16])
+def test_rows_of_any_size(kernels, M):
+    of_e4m3.test_rows_of_any_size(kernels, M)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite(kernels, bad):
+    of_e4m3.test_rows_that_are_not_finite(kernels, 9, bad)
