@@ -108,7 +108,12 @@ def make_optimizer(
     arguments: TrainingArguments,
     kind: str = "muon",
 ) -> Muon:
-    """Of all that is trained in `model`; with kind "adamw" matrices are like the rest."""
+    """Of all that is trained in `model`; with kind "adamw" matrices are like the rest.
+
+    `ValueError` for another kind.
+    """
+    if kind not in ("muon", "adamw"):
+        raise ValueError(f"no optimizer is called {kind}")
     shifts = [p for gate in gates for p in gate.parameters()]
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     trained = [(n, p) for n, p in trained if not any(p is shift for shift in shifts)]
