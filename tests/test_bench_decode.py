@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from shapes import FAMILIES, TINY_CONFIG, write_config
+from small_benches import BothForms, count_less
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
@@ -47,23 +48,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _less(monkeypatch):
-    """Fewer tokens are counted, and less is copied."""
-    monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
-    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
-
-
-class BothForms(HFDecoder):
-    """Stands in for the decoder over kernels, where there is no GPU."""
-
-    @staticmethod
-    def why_not(model):
-        return None
-
-    def __init__(self, model, sparse: bool = True):
-        super().__init__(model)
-        if sparse:
-            self.chosen = lambda rows: "union" if rows > 1 else None
+    count_less(monkeypatch)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ failures are told. Benches are stand-ins, or run tiny models on the CPU."""
 import pytest
 import torch
 from shapes import TINY_CONFIG, write_config
+from small_benches import BothForms, count_less
 
 from twellctl.bench import expected_speed as module
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
@@ -11,7 +12,6 @@ from twellctl.bench.expected_speed import Speedup, expected_speed
 from twellctl.bench.random_model import open_shape
 from twellctl.bench.results import DENSE, TWELL, Bench, Candidate, Outcome, Point
 from twellctl.bench.settings import DecodeSettings, ModelSettings
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError
 
 DECODED = [Speedup("1 row", 2.0), Speedup("16 rows", 1.25)]
@@ -162,24 +162,10 @@ def test_a_family_that_cannot_be_drawn_is_told_once(tmp_path):
     assert benches.decoded == benches.prefilled == []
 
 
-class BothForms(HFDecoder):
-    """Stands in for the decoder over kernels, where there is no GPU."""
-
-    @staticmethod
-    def why_not(model):
-        return None
-
-    def __init__(self, model, sparse: bool = True):
-        super().__init__(model)
-
-
 def test_the_benches_themselves_take_what_they_are_told(relu_llama, monkeypatch):
     """Of a converted folder, whose config.json already says how it runs over TwELL."""
     monkeypatch.setattr("twellctl.bench.decode_runs.KernelDecoder", BothForms)
-    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
-    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+    count_less(monkeypatch)
     monkeypatch.setattr(module, "PREFILL_TOKENS", 256)
     monkeypatch.setattr(module, "PREFILL_LAYERS", 1)
     monkeypatch.setattr(module, "ROWS", (1, 2))

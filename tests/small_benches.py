@@ -1,0 +1,37 @@
+"""Benches on the CPU: a stand-in for the decoder over kernels, less to count, numbers to judge."""
+
+import torch
+
+from twellctl.decoding.hf_decoder import HFDecoder
+
+
+class BothForms(HFDecoder):
+    """Stands in for the decoder over kernels, where there is no GPU."""
+
+    @staticmethod
+    def why_not(model):
+        return None
+
+    def __init__(self, model, sparse: bool = True):
+        super().__init__(model)
+        if sparse:
+            self.chosen = lambda rows: "union" if rows > 1 else None
+
+
+def count_less(monkeypatch) -> None:
+    """Fewer tokens are counted, and less is copied."""
+    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    """bf16 rows and columns of different sizes."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = 4 ** torch.randn(shape[0], 1, generator=made)
+    return (torch.randn(shape, generator=made) * sizes).bfloat16()
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
