@@ -7,12 +7,19 @@ import torch
 from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
+from twellctl.bundle.twell_fp8 import round_weight
+from twellctl.bundle.twell_spec import E4M3, step_entry
+
 PAGE, EPS = 64, 1e-5
 
 
 @dataclass
 class Model:
-    """Random layers, and a cache that is full of numbers, for `rows` texts; all bf16."""
+    """Random layers, and a cache that is full of numbers, for `rows` texts; all bf16.
+
+    With `fp8` the layers' weights are rounded to e4m3. `weights` are what the judge takes, and
+    `given` what a kernel does.
+    """
 
     K: int
     D: int
@@ -29,7 +36,10 @@ class Model:
     rows: int = 1
     vocabulary: int = 512
     token: int = 7
+    fp8: bool = False
+    ffn_size: float = 1.0  # of its inputs; its results are as large as ever
     weights: list[dict[str, Tensor | None]] = field(init=False)
+    given: list[dict[str, Tensor | None]] = field(init=False)
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(self.seed)
@@ -55,10 +65,10 @@ class Model:
                 "qkv_bias": normal(Q, std=0.1) if self.biases else None,
                 "out": normal(K, K, std=std),
                 "out_bias": normal(K, std=0.1) if self.biases else None,
-                "ffn_norm": normal(K, mean=1, std=0.1),
+                "ffn_norm": normal(K, mean=1, std=0.1) * self.ffn_size,
                 "gate": normal(N, K, std=std),
                 "up": normal(N, K, std=std),
-                "down": normal(N, K, std=0.1),
+                "down": normal(N, K, std=0.1) / self.ffn_size**2,
                 "gate_bias": normal(N, std=0.1, mean=self.gate_mean) if has_gate_bias else None,
                 "up_bias": normal(N, std=0.1) if self.biases else None,
                 "down_bias": normal(K, std=0.1) if self.biases else None,
@@ -68,15 +78,33 @@ class Model:
                 "k_norm": normal(D, mean=1, std=0.1) if self.head_norms else None,
             }
             self.weights.append(layer)
+        self.given = [self._rounded(layer) if self.fp8 else layer for layer in self.weights]
+
+    def _rounded(self, layer: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The layer in e4m3, its scales behind the rest; in `layer` what the numbers stand for."""
+        given, scales = dict(layer), {}
+        for name in ("qkv", "out", "gate", "up", "down"):
+            by_rows = layer[name].t() if name == "down" else layer[name]
+            values, scale = round_weight(by_rows)
+            wide = values.double() * scale.double()
+            scales[f"{name}_scale"] = scale.flatten().contiguous()
+            turned = name == "down"
+            layer[name] = wide.t() if turned else wide
+            given[name] = (values.t() if turned else values).contiguous()
+        return given | scales
 
     def told(self) -> Tensor:
-        """The kernel's table of layers: pointers, then the window."""
-        rows = [[pointer(t) for t in layer.values()] + [self.window] for layer in self.weights]
+        """The kernel's table of layers: pointers, then the window, then of e4m3 the scales."""
+        rows = []
+        for layer in self.given:
+            pointers = [pointer(t) for t in layer.values()]
+            places = len(pointers) - 5 * self.fp8
+            rows.append([*pointers[:places], self.window, *pointers[places:]])
         return torch.tensor(rows, dtype=torch.int64)
 
     def memory(self) -> Iterator[Tensor]:
         """What that table points to."""
-        return (t for layer in self.weights for t in layer.values() if t is not None)
+        return (t for layer in self.given for t in layer.values() if t is not None)
 
 
 @dataclass(frozen=True)
@@ -105,7 +133,7 @@ def emulate(
     inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
     for i, seed in enumerate(seeds):
         kernels.launch(
-            f"step_{K}_{D}" + "_dense" * (not sparse),
+            step_entry(K, D, sparse=sparse, end=E4M3 if model.fp8 else ""),
             (blocks,),
             288,
             (

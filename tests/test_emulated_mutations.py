@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EmulatedKernels, needs_emulator
+from test_emulated_e4m3 import of_lists
 from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
@@ -45,12 +46,16 @@ def sums(kernels: EmulatedKernels) -> None:
     of_grad.test_sums_are_added_to_if_there_are_heavy_rows(kernels, 5)
 
 
-def step(kernels: EmulatedKernels) -> None:
-    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5)
+def step(kernels: EmulatedKernels, fp8: bool = False) -> None:
+    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5, fp8=fp8)
     wanted = emulated_step.judge(model)
     done = emulated_step.emulate(kernels, model, 96, True, seeds=(1,))
     assert (done.logits - wanted.logits).abs().max() < 0.05
     assert (done.counts[0] - wanted.counts[0]).abs().max() <= 2
+
+
+def step_e4m3(kernels: EmulatedKernels) -> None:
+    step(kernels, fp8=True)
 
 
 def rows(kernels: EmulatedKernels) -> None:
@@ -62,13 +67,23 @@ def rows(kernels: EmulatedKernels) -> None:
         assert (done.logits - exact.logits).abs().max() < 0.5
 
 
+def e4m3(kernels: EmulatedKernels) -> None:
+    """x in e4m3, and each kernel of many tokens: rows in two panels."""
+    of_lists.test_rows_are_rounded_as_the_judge_does(kernels, 70, 384, True)
+    small = of_lists.CASES[1]
+    of_lists.test_up_gives_partial_dot_products(kernels, *small, 1, 1, 2)
+    for how in ((3, (7, 3), 0), (2, None, 64)):
+        of_lists.test_hidden_fills_the_rounds(kernels, *small, True, *how)
+    of_lists.test_down_gives_y(kernels, *small, 1, True)
+
+
 @dataclass(frozen=True)
 class Mutation:
     run: Callable[[EmulatedKernels], None]
     file: str
     original: str
     mutated: str = ""
-    wrong: str = "a race"
+    wrong: str | None = "a race"  # None: the results are
 
 
 FEW, FEW_DOWN = "tile/few_product.cuh", "ffn/few_down.cu"
@@ -123,6 +138,19 @@ MUTATIONS = {
     "no wait for the ring": Mutation(
         step, PRODUCTS, "barrier_wait(empty(to), refill);", wrong="being read"
     ),
+    "scales that the barrier does not count": Mutation(
+        step_e4m3,
+        PRODUCTS,
+        "kUnitBytes + (scales ? kScaleBytes : 0)",
+        "kUnitBytes",
+        ".",
+    ),
+    "the neighbour's columns of x": Mutation(
+        step_e4m3, STEP, "        clear_dealt();\n", wrong="assert"
+    ),
+    "another column's scale": Mutation(
+        step_e4m3, FFN, "kQuad * own.first + thread(), bits);", "thread(), bits);", "assert"
+    ),
     "no wait for hidden": Mutation(
         rows,
         ROWS_FFN,
@@ -141,6 +169,38 @@ MUTATIONS = {
     ),
     "no wait for a stage": Mutation(few, FEW, "wait_for_copies<kStages - 1>();"),
 }
+MUTATIONS |= {
+    f"e4m3: {name}": Mutation(e4m3, f"ffn/{file}", original, mutated, None)
+    for name, file, original, mutated in (
+        ("rows of zeros", "quantise_rows.cu", "scale < kSmallestScale ?", "scale < 0.f ?"),
+        ("columns side by side", "down.cuh", "permute_bytes(octet1, 0, 0x3120)", "octet1"),
+        (
+            "powers of the group before",
+            "down.cuh",
+            "group += stride;\n        load_powers(t);",
+            "group += stride;",
+        ),
+        (
+            "sums of the other plane",
+            "down.cuh",
+            "kept[32 * plane] = make",
+            "kept[32 - 32 * plane] = make",
+        ),
+        (
+            "another token's power",
+            "hidden.cuh",
+            "hidden(gate, up, code >> COLUMN_BITS)",
+            "hidden(gate, up, 0)",
+        ),
+        (
+            "no scale of staged parts",
+            "hidden.cuh",
+            "if (4 * to + i < num) sum[i] = scales",
+            "if (i < 3) sum[i] = scales",
+        ),
+        ("one half of the weights", "up.cuh", "a.w, a8.w, b.z, b.w);", "a.w, a8.w, b.z, b.z);"),
+    )
+}
 MORE = {
     "no arrive": Mutation(
         step,
@@ -151,6 +211,18 @@ MORE = {
     ),
     "no wait for copies": Mutation(
         sums, SUMS, "        wait_for_copies<0>();\n        __syncwarp();", "        __syncwarp();"
+    ),
+    "x not taken back": Mutation(
+        step_e4m3, PRODUCTS, "        if constexpr (BYTES == 1) sum *= x.back;\n", wrong="assert"
+    ),
+    "the next row's scale": Mutation(
+        step_e4m3, PRODUCTS, "4 * row_of<1>(lane / 4)", "4 * row_of<1>(lane / 4 + 1)", "assert"
+    ),
+    "the first neuron's scale of up": Mutation(
+        step_e4m3, FFN, "(in * kGroup + j) * 4 + neuron % 4]", "(in * kGroup + j) * 4]", "assert"
+    ),
+    "parts of a chunk swapped": Mutation(
+        step_e4m3, PRODUCTS, "(from, i) + 16 * part", "(from, i) + 16 * (part ^ 1)", "assert"
     ),
     "a row too far": Mutation(
         walk, WALK, "min(base + i, num - 1)", "min(base + i, num)", "no such memory"
@@ -199,7 +271,7 @@ MORE = {
 ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
 
 
-@pytest.mark.parametrize("run", [walk, few, lists, sums, step, rows])
+@pytest.mark.parametrize("run", [walk, few, lists, sums, step, step_e4m3, rows, e4m3])
 def test_without_a_mistake(run):
     run(EmulatedKernels())
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import emulated_step as emulated
 import pytest
+import torch
 from emulated_kernels import EmulatedKernels, needs_emulator
 from emulated_step import Model
 
@@ -47,6 +48,55 @@ CASES = {
         113,
         True,
     ),
+    "e4m3, 1536": (  # slices of an odd number of groups
+        partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5, fp8=True),
+        100,
+        True,
+    ),
+    "e4m3, 1536, all at once": (
+        partial(
+            Model, 1536, 128, 12, 2, 776, 2, 200, biases=True, head_norms=True, fp8=True, seed=21
+        ),
+        100,
+        True,
+    ),
+    "e4m3, 1536, dense": (
+        partial(Model, 1536, 64, 24, 6, 776, 2, 65, biases=True, fp8=True, seed=22),
+        96,
+        False,
+    ),
+    "e4m3, 2048": (
+        partial(Model, 2048, 64, 32, 8, 1048, 2, 150, head_norms=True, fp8=True, seed=23),
+        132,
+        True,
+    ),
+    "e4m3, 3072, dense": (
+        partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, fp8=True, seed=24),
+        98,
+        False,
+    ),
+    "e4m3, 3584": (
+        partial(
+            Model, 3584, 128, 28, 4, 14916, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25
+        ),
+        113,
+        True,
+    ),
+    "e4m3, 4096": (
+        partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26),
+        132,
+        True,
+    ),
+    "e4m3, small x": (
+        partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15),
+        96,
+        True,
+    ),
+    "e4m3, large x": (
+        partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15),
+        96,
+        True,
+    ),
     "4096": (partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10), 132, True),
 }
 
@@ -67,3 +117,13 @@ def test_a_step(case):
     # a gate within one rounding of 0 may fall on either side
     missed = (done.counts[0] - wanted.counts[0]).abs()
     assert (missed <= 2).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_beside_e4m3_what_is_not_finite_stays_so(value):
+    model = Model(1536, 64, 24, 24, 392, 1, 3, fp8=True)
+    model.weights[0]["values"][..., 5] = value  # of one column of each head, which o takes
+    assert emulated.judge(model).logits.isnan().all()
+    done = emulated.emulate(EmulatedKernels(), model, 96, True, (1,))
+    assert done.logits.isnan().all()
+    assert (done.counts == model.N).all()  # a gate that is NaN fires

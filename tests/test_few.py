@@ -149,7 +149,8 @@ def test_every_entry_is_planned_and_has_its_source():
         for launch in launches_of(plan_few(M, N, K, limits, end))
     }
     files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
-    files |= {f"decode/{Path(file).stem}{E4M3}.cu" for file in files}
+    files |= {f"{file.removesuffix('.cu')}{E4M3}.cu" for file in files} - {"ffn/few_linear_e4m3.cu"}
+    files |= {"decode/few_linear_e4m3.cu"}
     assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
     tokens = range(1, FEW_TOKENS + 1)
     ffn = {name for M in tokens for end in ENDS for name in few_kernels(M, A100, end)}

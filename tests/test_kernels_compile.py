@@ -8,17 +8,20 @@ from compiled import SOURCES, compiled, most_threads, nvrtc
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
+from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
-from twellctl.bundle.twell_spec import ENTRY_FILES, MOST_OF_BLOCK, NUMBERS, SPEC, SPEC_NAME
+from twellctl.bundle.twell_spec import E4M3, ENTRY_FILES, MOST_OF_BLOCK, NUMBERS, SPEC, SPEC_NAME
 from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.bundle.twell_walk import WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_walk")}
-HOPPER_ONLY |= {f"decode/step_{K}.cu" for K in MOST_OF_BLOCK} | {"decode/step_rows_2048.cu"}
+HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3)}
+HOPPER_ONLY |= {"decode/step_rows_2048.cu"}
+HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
@@ -50,6 +53,17 @@ def test_compiles_without_spills(name, arch, major):
     assert wanted == entries
 
 
+@pytest.mark.parametrize("major", [12, 13])
+def test_gate_pack_with_sums_in_float32_spills_nothing(major, monkeypatch):
+    file = "ffn/gate_pack_e4m3.cu"
+    entries = twell_spec.gate_pack_e4m3_entries(promoted=True)
+    monkeypatch.setitem(twell_spec.SOURCES, file, entries)
+    cubin = nvrtc(major).compile(file, SOURCES, "sm_90a")
+    assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
+    assert "warning" not in cubin.log.lower(), cubin.log
+    assert cubin.code != compiled(file, "sm_90a", major).code
+
+
 def static_in_log(log: str) -> dict[str, int]:
     """Bytes of shared memory that each kernel declares, as ptxas says."""
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
@@ -73,7 +87,7 @@ def test_every_entry_has_its_source():
 
 def test_a_number_that_the_host_shares_is_one_that_a_kernel_takes():
     taken = {name.decode() for text in SOURCES.values() for name in SPEC_NAME.findall(text)}
-    of_steps = {"STEP_K", "STEP_OWN_QUADS", "STEP_MOST_ROWS"}
+    of_steps = {*twell_spec._step_numbers("decode/step_4096.cu")}
     host_alone = {name for name in NUMBERS if name not in taken}
     assert (host_alone, taken - NUMBERS.keys()) == (set(), of_steps)
 
@@ -89,7 +103,10 @@ def test_a_changed_number_compiles_anew_what_uses_it(monkeypatch):
 
     before = {name: spec_of(name) for name in SOURCES if name.endswith(".cu")}
     monkeypatch.setitem(twell_spec.NUMBERS, "UP_BLOCK", 256)
-    assert [name for name, was in before.items() if spec_of(name) != was] == ["ffn/up.cu"]
+    assert [name for name, was in before.items() if spec_of(name) != was] == [
+        "ffn/up.cu",
+        "ffn/up_e4m3.cu",
+    ]
 
 
 def test_no_source_includes_what_does_not_travel_with_it():

@@ -7,8 +7,9 @@ import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_sequence
+from twellctl.bundle import twell_lists_e4m3, twell_sequence
 from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
 from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import (
     HOPPER_KERNELS,
@@ -40,7 +41,8 @@ def launches(M: int, K: int, N: int, *, portable: bool, biases: bool = True) -> 
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    monkeypatch.setattr(twell_sequence, "tensor_map", Map)
+    for module in (twell_sequence, twell_lists_e4m3):
+        monkeypatch.setattr(module, "tensor_map", Map)
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
@@ -111,3 +113,73 @@ def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
     starts = [args[3] for name, _, _, args, _ in made if name == "heavy_gather"]
     assert starts == [0, 50, 100, 0, 50, 100, 0]
     assert chunk_tokens(131072, 5632, 2048, 64, hopper_cap(5632), H200, False) == 131072
+
+
+# ---- over e4m3 weights
+
+
+def launches_e4m3(M: int, K: int, N: int, *, biases: bool = True) -> list[tuple]:
+    x, ffn = problem(M, K, N, biases)
+    values = [w.to(torch.float8_e4m3fn) for w in (ffn.w_gate, ffn.w_up, ffn.w_down)]
+    scales = [torch.ones(n) for n in (N, N, K)]
+    kernels = Launches()
+    y = lists_e4m3_ffn(kernels, H200, x, FFN(*values, *ffn.tensors[3:], *scales), 64)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    return kernels.made
+
+
+@pytest.mark.parametrize("entry", LISTS_E4M3_KERNELS)
+def test_arguments_are_the_parameters_of_the_kernel_over_e4m3(entry):
+    made = [x for M in (10, 10000) for x in launches_e4m3(M, 128, 520) if x[0] == entry]
+    assert made
+    for _, _, _, args, _ in made:
+        assert_taken(entry, args)
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 8), (257, 256, 520), (300, 128, 16384)], ids=str)
+def test_launches_over_e4m3_fit_the_device(shape):
+    for name, grid, block, args, smem_bytes in launches_e4m3(*shape):
+        assert all(1 <= size < 2**31 for size in grid), name
+        assert all(size < 65536 for size in grid[1:]), name
+        assert block in (256, 384, 512), name
+        assert smem_bytes <= H200.smem_bytes, name
+        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
+
+
+def test_rows_of_e4m3_count_shorts_where_bf16_counts_columns():
+    M, K, N = 10000, 256, 520
+    bf16, e4m3 = launches(M, K // 2, N, portable=False), launches_e4m3(M, K, N)
+    sizes = {name: grid for name, grid, *_ in bf16}
+    assert [name for name, *_ in e4m3] == [
+        "quantise_rows",
+        "gate_pack_e4m3",
+        "plan_cluster",
+        *("up_e4m3", "hidden_e4m3", "down_e4m3"),
+        *("heavy_widen", "heavy_gather", "heavy_hidden_e4m3", "heavy_down_e4m3"),
+    ]
+    for name, grid, _, args, _ in e4m3:
+        if name in ("up_e4m3", "down_e4m3"):
+            assert grid == sizes[name.removesuffix("_e4m3")]
+        if name == "up_e4m3":
+            assert args[2:5] == (M, N, K // 2)
+        if name == "down_e4m3":
+            assert args[5:8] == (M, N, K // 2)
+
+
+def test_scales_go_with_their_chunk_and_rows_of_e4m3_with_their_window(monkeypatch):
+    monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
+    monkeypatch.setattr(twell_lists_e4m3, "heavy_window", lambda M, N, K, **k: 50)
+    made = launches_e4m3(300, 128, 96)
+    (scales,) = (args[-1] for name, _, _, args, _ in made if name == "quantise_rows")
+    downs = [args[-2] for name, _, _, args, _ in made if name == "down_e4m3"]
+    assert [t.data_ptr() - scales.data_ptr() for t in downs] == [0, 128 * 8, 256 * 8]
+    starts = [args[3] for name, _, _, args, _ in made if name == "heavy_gather"]
+    assert starts == [0, 50, 100, 0, 50, 100, 0]
+    assert sum(name == "heavy_widen" for name, *_ in made) == 3
+
+
+def test_sums_of_several_panels_are_kept_for_whole_groups():
+    downs = [x for x in launches_e4m3(11, 128, 16384) if x[0] == "down_e4m3"]
+    assert [args[8] for _, _, _, args, _ in downs] == list(range(len(downs)))
+    assert len(downs) > 1
+    assert all(args[12].shape == (16, 128) for _, _, _, args, _ in downs)

@@ -13,10 +13,11 @@ from popular_shapes import NOT_TAKEN, SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_ffn, twell_launch
+from twellctl.bundle import twell_ffn, twell_fp8, twell_launch, twell_reasons, twell_ways
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_lists_e4m3 import E4M3_STEP
 from twellctl.bundle.twell_plan import why_unfit
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
@@ -24,6 +25,7 @@ from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.models.quantised import round_model
 
 DEVICES = {
     "H200": Limits(132, 227 << 10, 50 << 20, (9, 0)),
@@ -147,6 +149,29 @@ def test_all_ways_of_the_operator(judge, shape, monkeypatch):
         assert {"walk_gate", "few_down", "few_hidden_1"} <= judge.launched
 
 
+@pytest.mark.parametrize("device", ["H200", "RTX 4090"])
+@of_all_shapes
+def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
+    N, K = shape.N, shape.K
+    if N % E4M3_STEP or K % E4M3_STEP:
+        pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
+    assert why_unfit(K // 2, N, 256, judge.limits.smem_bytes) is None
+    monkeypatch.setattr(twell_ffn, "choose", run_all)
+    monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)  # no autocast on meta
+    gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
+    scales = (empty(size).float() for size in (N, N, K))
+    ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
+    hopper = judge.limits.capability == (9, 0)
+    for M in TOKENS:
+        y = twell_ffn._by_route(empty(M, K), ffn, 64, 0.01, "", "auto", hopper, turned)
+        assert y.shape == (M, K)
+    assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
+    if hopper:
+        assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
+    entries = twell_reasons._e4m3_entries(judge.limits, hopper)
+    assert judge.launched <= set(entries)
+
+
 @pytest.mark.parametrize("device", ["H200"])
 @of_all_shapes
 def test_training(judge, shape):
@@ -183,6 +208,31 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
                     assert logits.shape == (B, shape.vocabulary)
                 densely, _ = decoder.forms(B)["dense"](*inputs(B, PAGES))
                 assert densely.shape == logits.shape
+    assert judge.launched <= judge.prepared
+
+
+@pytest.mark.parametrize("device", ["H200"])
+@of_all_shapes
+def test_steps_of_one_row_over_fp8_weights(judge, shape, monkeypatch):
+    model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
+    known = kernel_fit.why_not_one_kernel(model)
+    round_model(model)
+    if why_not(model, monkeypatch) is not None:
+        pytest.skip("no decode kernels take it in FP8")
+    assert kernel_fit.why_not_one_kernel(model) == known
+    # tensors without numbers have no FP8 products
+    monkeypatch.setattr(
+        twell_fp8, "fp8_linear", lambda x, w: x.new_empty(*x.shape[:-1], len(w.scale))
+    )
+    for is_sparse in (False, True):
+        decoder = KernelDecoder(model, sparse=is_sparse)
+        with torch.inference_mode():
+            decoder.open_cache(PAGES + 1)
+            forms = decoder.forms(1)
+            assert ("one dense kernel" in forms) == (known is None)
+            for form in forms.values():
+                logits, _ = form(*inputs(1, PAGES))
+                assert logits.shape == (1, shape.vocabulary)
     assert judge.launched <= judge.prepared
 
 

@@ -9,7 +9,7 @@ from emulated_rows import words_of_rows
 from launched import assert_taken
 
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_spec import ENTRY_FILES
+from twellctl.bundle.twell_spec import E4M3, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
 from twellctl.decoding.whole_step import (
@@ -36,6 +36,21 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+def fp8_layer(window: int | None) -> DecoderLayer:
+    """As `make_layer`, over e4m3 weights."""
+
+    def e4m3(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+    layer, N = make_layer(window), 64
+    qkv = Linear(e4m3(3072, 2048), bf16(3072), torch.ones(3072))
+    out = Linear(e4m3(2048, 2048), None, torch.ones(2048))
+    scales = torch.ones(N), torch.ones(N), torch.ones(2048)
+    biases = None, bf16(N), None
+    ffn = FFN(*(e4m3(N, 2048) for _ in range(3)), *biases, *scales)
+    return replace(layer, qkv=qkv, out=out, ffn=ffn)
+
+
 def make_layer(window: int | None) -> DecoderLayer:
     ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None)
     attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
@@ -59,6 +74,7 @@ def test_who_goes_in_one_kernel(sizes):
     assert why_no_whole_step(sizes, H200) is None
     for sparse in (True, False):
         assert sizes.entry(sparse) in ENTRY_FILES
+        assert ENTRY_FILES[replace(sizes, end=E4M3).entry(sparse)].endswith(f"{E4M3}.cu")
 
 
 @pytest.mark.parametrize(
@@ -78,10 +94,12 @@ def test_who_does_not(sizes, limits, why):
     assert why in why_no_whole_step(sizes, limits)
 
 
+@pytest.mark.parametrize("end", ["", E4M3])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_the_launch(sparse):
-    kernels, layers = Launches(), [make_layer(None), make_layer(100)]
-    sizes = replace(SMALL, N=64, V=512)
+def test_the_launch(sparse, end):
+    make = fp8_layer if end else make_layer
+    kernels, layers = Launches(), [make(None), make(100)]
+    sizes = replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
     step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, sparse=sparse)
@@ -89,7 +107,7 @@ def test_the_launch(sparse):
     logits, counts = step(tokens, tokens, tables)
     assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
     name, grid, block, args, smem_bytes = kernels.call
-    assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse), (132,), 288)
+    assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse) + end, (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
     assert_taken(name, args)
     assert args[1:6] == (2, 64, 512, 32, 8)
@@ -109,6 +127,7 @@ def test_the_launch(sparse):
         (replace(SMALL, N=8192), 132, 1),
         (replace(SMALL, N=5636), 132, 1),
         (replace(SMALL, V=50260), 132, 1),
+        (replace(SMALL, end=E4M3), 132, 1),
         (StepSizes(4096, 5632, 32, 128, 128256), 132, 1),
         (StepSizes(1536, 5632, 12, 128, 151936), 132, 1),
     ],
@@ -146,10 +165,11 @@ def test_the_launch_of_rows():
     assert len({id(words) for words in states.values()}) == 2
 
 
-def test_the_table_of_layers():
+@pytest.mark.parametrize("end", ["", E4M3])
+def test_the_table_of_layers(end):
     """As step_shared.cuh declares a layer."""
-    layer = make_layer(100)
-    kernels, sizes = Launches(), replace(SMALL, N=64, V=512)
+    layer = fp8_layer(100) if end else make_layer(100)
+    kernels, sizes = Launches(), replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
     WholeStep(kernels, H200, sizes, [layer], *weights, rotary, 1e-5, sparse=True)(
@@ -174,13 +194,15 @@ def test_the_table_of_layers():
         "q_norm": None,
         "k_norm": None,
     }
-    places = {name: 8 * word for word, name in enumerate([*of_layer, "window"])}
-    claims = [f"__builtin_offsetof(Layer, {name}) == {at}" for name, at in places.items()]
-    compile_claims(
-        "decode/step_shared.cuh", [*claims, f"sizeof(Layer) == {8 * len(row)}"], "sm_90a"
-    )
-    assert row[:-1] == [0 if t is None else t.data_ptr() for t in of_layer.values()]
-    assert row[-1] == 100
+    ffn = layer.ffn
+    scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down] if end else []
+    names = [*of_layer, "window", *(f"scales[{i}]" for i in range(len(scales)))]
+    kind = "ScaledLayer" if end else "LayerOf<unsigned short>"
+    claims = [f"__builtin_offsetof({kind}, {name}) == {8 * i}" for i, name in enumerate(names)]
+    claims.append(f"sizeof({kind}) == {8 * len(row)}")
+    compile_claims("decode/step_shared.cuh", claims, "sm_90a")
+    known = [0 if t is None else t.data_ptr() for t in of_layer.values()]
+    assert row == [*known, 100, *(scale.data_ptr() for scale in scales)]
 
 
 def test_weights_that_lie_otherwise_are_refused():

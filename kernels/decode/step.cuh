@@ -2,7 +2,8 @@
 // (Hopper). For models of hidden size K = spec::STEP_K whose heads of q are K columns together.
 //
 //   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
-//               biases and the norms of q and k may be null, windows are the same in all layers
+//               biases and the norms of q and k may be null, windows are the same in all layers.
+//               Of the entries that end in _e4m3 ScaledLayer: weights are e4m3 with fp32 scales
 //   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16
 //   words       uint32, zero before the first launch; step_block.cuh says what lies where
@@ -10,7 +11,7 @@
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
 //
-// One token needs 60 MB of weights a layer, and each multiplies one number: time goes by how fast
+// One token needs 60 MB of weights a layer (of K 2048 in bf16), and each multiplies one number: time goes by how fast
 // they stream in. So a ninth warp asks for them all the time, matrix after matrix and layer after
 // layer, into a ring of 144 KB (`produce`), while the eight others wait for each other's results:
 //
@@ -31,13 +32,19 @@
 //   before x is there.
 // - Code is shared by the three products of a layer, and short.
 //
+// Weights in e4m3 take half the bytes, so a unit has twice the rows, or half the bytes. They become
+// f16 on their way to the tensor cores, by one instruction for two; x is f16 there, times a power of
+// two for each warp and product. The scales of rows come with the rows, those of the columns of y
+// are asked for when the gates are through. The head stays bf16: its units are as long, of fewer rows.
+//
 // Rounding is as in the kernels for few tokens; sums have one order: the same bits each time.
 //
 // All blocks must run at the same time: no more than there are multiprocessors, and nothing else on
 // the GPU that waits for this to end.
 //
-// Launch: step_K_DIM or step_K_DIM_dense, one block a multiprocessor, at least H and K / 4 / kOwnQuads
-// of them; at most kMostRows rows of gate a block; 288 threads; Block::kBytes of dynamic shared memory.
+// Launch: step_K_DIM or step_K_DIM_dense, each also with _e4m3 behind it; one block a
+// multiprocessor, at least H and K / 4 / kOwnQuads of them; at most kMostRows rows of gate a block;
+// 288 threads; Block::kBytes of dynamic shared memory.
 #pragma once
 
 #include "decode/step_ffn.cuh"
@@ -66,6 +73,7 @@ struct Step : Neurons {
         const unsigned short* row = args.embeddings + static_cast<long long>(args.tokens[0]) * K;
         for (int i = thread(); i < K / 8; i += kConsumers)  // where sums will be
             load_streamed_if(true, row + 8 * i, at<uint4>(kSums)[i]);
+        clear_dealt();
         if (thread() < kQuad * own.num)
             at<float>(kOwn)[thread()] = bf16_value(row[kQuad * own.first + thread()]);
         if (thread() < DIM / 4) {
@@ -103,7 +111,7 @@ struct Step : Neurons {
         const int position = args.positions[0];
         const unsigned epoch = __ldcg(args.epoch);
         uint4 norm[kEights];
-        Columns x;
+        X x;
         load_row(args.layers->input_norm, norm);
         keep_layer(0);
         begin(own, position);
@@ -113,29 +121,31 @@ struct Step : Neurons {
 #pragma unroll 1
         for (int l = 0;; ++l, turned = turn(turned)) {
             const unsigned tag = (epoch + l + 1) & 0xffff;
+            if constexpr (kIsE4m3)
+                if (l == L) return multiply_head(norm, epoch, tag);
             keep_layer(l + 1);
             if (l < L && attends) fetch_cached<DIM>(layer(l));
-            // 0: q, k and v, or the head; 1: o; 2: gate
+            // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
 #pragma unroll 1
             for (int phase = 0; phase < 3; ++phase) {
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
                 const int num_units = share.num * kQuadUnits;
-                Unit taken[kTake] = {};  // or it would be kept from phase to phase
+                Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
                 for (int i = -kTake; i < num_units; i += kTake) {
                     float parts[kTake] = {};
                     if (i >= 0)
 #pragma unroll
-                        for (int j = 0; j < kTake; ++j) parts[j] = part_of_sum(taken[j], x);
+                        for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
                     if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
                     if (i < 0) {
                         await_x(x, norm, l, phase, tag);
                         continue;
                     }
                     const int row = i * kUnitRows % kMostRows, num = min(kTake, num_units - i);
-                    store_sums(parts, num, sums() + row * kWarps);
+                    store_sums<kWeightBytes>(parts, num, sums() + row * kWarps);
                     if (row + kTake * kUnitRows < kMostRows && i + kTake < num_units) continue;
                     if (SPARSE || phase < 2) sync_consumers();
                     if (phase == 2) break;
@@ -150,6 +160,7 @@ struct Step : Neurons {
                 }
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
+                if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
                 if (SPARSE)
                     ffn(layer(l), share, x, tag, args.counts + l);
                 else
@@ -159,9 +170,37 @@ struct Step : Neurons {
         }
     }
 
+    // The head, whose weights are bf16, where the layers' are not.
+    __device__ __forceinline__ void multiply_head(uint4 (&norm)[kEights], unsigned epoch,
+                                                  unsigned tag) {
+        constexpr int kRows = Weights<2>::kRows, kRowsAtOnce = kTake * kRows;
+        const int L = args.num_layers;
+        const Share share(division(3), block());
+        const int num_units = share.num * Weights<2>::kQuadUnits;
+        Columns<2> x;
+        await_x(x, norm, L, 0, tag);
+#pragma unroll 1
+        for (int i = 0; i < num_units; i += kTake) {
+            const int row = i * kRows % kMostRows, num = min(kTake, num_units - i);
+            Taken<2> taken;
+            float parts[kTake];
+            take(taken, num);
+#pragma unroll
+            for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
+            store_sums<2>(parts, num, sums() + row * kWarps);
+            if (row + kRowsAtOnce < kMostRows && i + kTake < num_units) continue;
+            sync_consumers();
+            if (thread() < row + num * kRows)
+                use_sum(layer(L), L, 0, kQuad * share.first + i * kRows - row + thread(), tag);
+            sums_at ^= 1;
+        }
+        if (block() == 0 && thread() == 0) *args.epoch = epoch + L;
+    }
+
     // The phase's x, normalised but for o; and the weights of the next norm are asked for.
-    __device__ __forceinline__ void await_x(Columns& x, uint4 (&norm)[kEights], int l, int phase,
-                                            unsigned tag) {
+    template <int BYTES>
+    __device__ __forceinline__ void await_x(Columns<BYTES>& x, uint4 (&norm)[kEights], int l,
+                                            int phase, unsigned tag) {
         const unsigned* from = row_words(phase);
         const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;
         uint4 eights[kEights];

@@ -16,27 +16,56 @@ constexpr int K = spec::STEP_K;
 static_assert(K == 1536 || K == 2048 || K == 3072 || K == 3584 || K == 4096,
               "who has which columns is written for these");
 constexpr bool kIsNarrow = K <= 2048;
+constexpr int kWeightBytes = spec::STEP_WEIGHT_BYTES;  // of the layers: 2, bf16, or 1, e4m3
+constexpr bool kIsE4m3 = kWeightBytes == 1;
 
 constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
 constexpr int kQuad = spec::STEP_QUAD;        // rows of a weight, the least that a block has
-constexpr int kUnitRows = kIsNarrow ? 4 : 2;  // what is asked for, waited for and taken at once
-constexpr int kUnitBytes = kUnitRows * 2 * K;  // 12 to 16 KB
-constexpr int kQuadUnits = kQuad / kUnitRows;
-constexpr int kUnits = (K == 4096 ? 128 : 144) * 1024 / kUnitBytes;  // of the ring
+constexpr int kUnitRows = kIsE4m3 || kIsNarrow ? 4 : 2;  // of a layer, what is asked for at once
+constexpr int kUnitBytes = kUnitRows * kWeightBytes * K;   // 6 to 16 KB
+constexpr int kScaleBytes = kIsE4m3 ? 4 * kQuad : 0;       // of a quad's rows, beside them
+constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
-constexpr int kAhead = (32 * 1024 + kUnitBytes / 2) / kUnitBytes;
-constexpr int kTake = 4;                      // units that a warp has in registers
-constexpr int kSliceGroups = K / kWarps / 32;  // 64 bytes each, of a row, of a warp
-constexpr int kChunks = (kUnitRows * kSliceGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
+constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
+constexpr int kTake = 4;  // units that a warp has in registers
+
+// Weights of so many bytes: how they lie in a unit, and how the lanes of a warp share its slice of
+// the rows. A slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
+// of an odd number have one of their neighbour's, which is multiplied by 0.
+template <int BYTES>
+struct Weights {
+    static constexpr int kRowBytes = BYTES * K;
+    static constexpr int kRows = kUnitBytes / kRowBytes;  // of a unit
+    static constexpr int kQuadUnits = kQuad / kRows;
+    static constexpr int kSliceBytes = kRowBytes / kWarps;
+    static constexpr bool kIsOdd = kSliceBytes % 128 != 0;
+    static constexpr int kGroups = (kSliceBytes + 64 * kIsOdd) / 64;
+    static constexpr int kChunks = (kRows * kGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
+    static constexpr int kXBytes = 2 / BYTES * 64 * kGroups;   // of x, beside the slice
+};
+using Layers = Weights<kWeightBytes>;
+constexpr int kQuadUnits = Layers::kQuadUnits;
 constexpr int kMostRows = spec::STEP_MOST_ROWS;  // whose sums are put together at once
+static_assert(kMostRows % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
 constexpr int kGroup = 4;                     // neurons that fired, at a time
-constexpr int kGroups = kIsNarrow ? 2 : 1;    // of those on their way
-constexpr int kNeuronBytes = 2 * 2 * K;       // up and down
+constexpr int kGroups = spec::STEP_GROUPS;    // of those on their way, 1 or 2
+constexpr int kNeuronBytes = 2 * kWeightBytes * K;  // up and down
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
 constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two
 constexpr int kMostDim = 128;                 // of a head
 constexpr int kApart = 37;                    // see Block::turn
+
+template <int BYTES>
+struct Kept {
+    using Layer = LayerOf<unsigned short>;
+};
+template <>
+struct Kept<1> {
+    using Layer = ScaledLayer;
+};
+using Layer = Kept<kWeightBytes>::Layer;
+constexpr int kLayerWords = sizeof(Layer) / 8;
 
 struct Args {
     const Layer* layers;
@@ -73,8 +102,32 @@ struct alignas(16) Attend {
 struct Column {
     unsigned b0, b1;
 };
-using Columns = Column[kChunks];
-using Unit = uint4[kChunks];  // a lane's part of a unit
+// x, for weights of so many bytes: bf16. Beside e4m3, f16 times a power of two, and what takes that
+// from the sums.
+template <int BYTES>
+struct Columns {
+    Column of[Weights<BYTES>::kChunks];
+};
+template <>
+struct Columns<1> {
+    Column of[2 * Weights<1>::kChunks];
+    float back;
+};
+using X = Columns<kWeightBytes>;
+
+// A lane's part of a unit.
+template <int BYTES>
+using Unit = uint4[Weights<BYTES>::kChunks];
+// Of those in registers; and the scales of the lane's rows.
+template <int BYTES>
+struct Taken {
+    Unit<BYTES> units[kTake];
+};
+template <>
+struct Taken<1> {
+    Unit<1> units[kTake];
+    float scales[kTake];
+};
 
 __device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
     return bits << 16 | (tag & 0xffff);
@@ -113,13 +166,15 @@ struct Block {
     static constexpr int kRows = kRing + kUnits * kUnitBytes;            // of neurons that fired
     static constexpr int kSums = kRows + kGroups * kGroup * kNeuronBytes;  // [2][row][warp]
     static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
-    static constexpr int kNorms = kDealt + 2 * K;                        // [2][warp]
+    static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
     static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
     static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
     static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
     static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
     static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
-    static constexpr int kBarriers = kDivisions + 4 * sizeof(Division);
+    static constexpr int kScales = kDivisions + 4 * sizeof(Division);    // of the ring's rows
+    static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of quads with neurons
+    static constexpr int kBarriers = kUpScales + kGroups * kGroup * kScaleBytes;
     // in turns: what attention has, and what the FFN has
     static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + kGroups) + 15) / 16 * 16;
     static constexpr int kUps = kAttend;                                 // [2][neuron][warp]
@@ -130,6 +185,7 @@ struct Block {
     static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
     static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0, "read by 16 bytes");
+    static_assert(kScales % 16 == 0 && kDealt % 256 == 0, "copied; groups are exchanged there");
 
     const Args& args;
     int thread_idx, block_idx;

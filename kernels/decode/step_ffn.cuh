@@ -1,37 +1,47 @@
 // The FFN of `step` (step.cuh), behind the gates' sums: up and down of the block's neurons that
 // fired, or of all in the dense form; its part of y, and the sum of all blocks' parts.
 //
-// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag.
+// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Of e4m3 it is without
+// the columns' scales, which multiply the sum of the parts.
 #pragma once
 
 #include "decode/step_attend.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/global.cuh"
+#include "ptx/halves.cuh"
 #include "ptx/handover.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
+#include "tile/halves.cuh"
 #include "tile/warp.cuh"
 
 namespace {
 
 struct Neurons : Attention {
     using Attention::Attention;
+    float column_scale;  // of e4m3: see fetch_column_scale
+    static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = 8 * kWeightBytes;
 
     // Up and down of a group of the list's neurons, by the first warp.
     __device__ __forceinline__ void bring_group(const Layer& layer, const float2* list, int first,
                                                 int num, int group) const {
         const int lane = thread() % 32, here = min(kGroup, num - first), in = group % kGroups;
         const unsigned to = memory + kRows + (in * kGroup + lane) * kNeuronBytes;
-        if (lane == 0 && here > 0) barrier_expect_bytes(row_full(in), here * kNeuronBytes);
+        if (lane == 0 && here > 0)
+            barrier_expect_bytes(row_full(in), here * (kNeuronBytes + kScaleBytes));
         __syncwarp();
         if (lane < here) {
-            const long long from = static_cast<long long>(__float_as_int(list[first + lane].x)) * K;
+            const int neuron = __float_as_int(list[first + lane].x);
+            const long long from = static_cast<long long>(neuron) * K;
             const unsigned long long policy = passing_by();
-            copy_bulk(to, layer.up + from, 2 * K, row_full(in), policy);
-            copy_bulk(to + 2 * K, layer.down + from, 2 * K, row_full(in), policy);
+            copy_bulk(to, layer.up + from, kRowBytes, row_full(in), policy);
+            copy_bulk(to + kRowBytes, layer.down + from, kRowBytes, row_full(in), policy);
+            if constexpr (kIsE4m3)  // of the four neurons that it is one of
+                copy_bulk(memory + kUpScales + (in * kGroup + lane) * kScaleBytes,
+                          scales_of(layer, kUp) + neuron / 4 * 4, kScaleBytes, row_full(in), policy);
         }
     }
 
@@ -62,7 +72,12 @@ struct Neurons : Attention {
         return num;
     }
 
-    __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, const Columns& x,
+    // Up's scale of neuron `j` of a group.
+    __device__ __forceinline__ float up_scale(int in, int j, int neuron) const {
+        return at<float>(kUpScales)[(in * kGroup + j) * 4 + neuron % 4];
+    }
+
+    __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, const X& x,
                                         unsigned tag, int* count) {
         float2* list = at<float2>(kList);
         const int num = make_list(layer, share, list);
@@ -81,20 +96,21 @@ struct Neurons : Attention {
             float parts[kQuadUnits];
 #pragma unroll
             for (int j = 0; j < kQuadUnits; ++j) {
-                Unit unit;
-                load_unit(unit, memory + rows + j * kUnitRows * kNeuronBytes +
-                                    place_in_unit(kNeuronBytes));
-                parts[j] = part_of_sum(unit, x);
+                Unit<kWeightBytes> unit;
+                load_unit<kWeightBytes>(unit, memory + rows + j * kUnitRows * kNeuronBytes +
+                                                  place_in_unit<kWeightBytes>(kNeuronBytes));
+                parts[j] = part_of_sum<kWeightBytes>(unit, x);
             }
             float* ups = at<float>(kUps) + (row_group & 1) * (kGroup * kWarps);
-            store_sums(parts, kQuadUnits, ups);
+            store_sums<kWeightBytes>(parts, kQuadUnits, ups);
             sync_consumers();
-            const unsigned downs = memory + rows + 2 * K + 16 * eight_of(0);
+            const unsigned downs = memory + rows + kRowBytes + kEightBytes * eight_of(0);
 #pragma unroll
             for (int j = 0; j < kGroup; ++j) {
                 if (first + j >= num) break;
                 const float2 neuron = list[first + j];
                 float up = sum_of_warps(ups + j * kWarps);
+                if constexpr (kIsE4m3) up *= up_scale(in, j, __float_as_int(neuron.x));
                 if (layer.up_bias) up += bf16_value(layer.up_bias[__float_as_int(neuron.x)]);
                 add_row(y, downs + j * kNeuronBytes, rounded(neuron.y * rounded(up)));
             }
@@ -109,18 +125,18 @@ struct Neurons : Attention {
 
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
     __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share,
-                                              const Columns& x, unsigned tag, int* count) {
+                                              const X& x, unsigned tag, int* count) {
         sums_at ^= 1;
         const int num_units = share.num * kQuadUnits;
 #pragma unroll 1
         for (int i = 0; i < num_units; i += kTake) {
             const int num = min(kTake, num_units - i);
-            Unit taken[kTake];
+            Taken<kWeightBytes> taken;
             float parts[kTake];
             take(taken, num);
 #pragma unroll
-            for (int j = 0; j < kTake; ++j) parts[j] = part_of_sum(taken[j], x);
-            store_sums(parts, num, sums() + i * kUnitRows * kWarps);
+            for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
+            store_sums<kWeightBytes>(parts, num, sums() + i * kUnitRows * kWarps);
         }
         sync_consumers();
         float* hidden = at<float>(kList);
@@ -142,10 +158,10 @@ struct Neurons : Attention {
 #pragma unroll 1
         for (int i = 0; i < num_units; ++i) {
             barrier_wait(full(slot), parity);
-            const unsigned from = memory + kRing + slot * kUnitBytes + 16 * eight_of(0);
+            const unsigned from = memory + kRing + slot * kUnitBytes + kEightBytes * eight_of(0);
 #pragma unroll
             for (int j = 0; j < kUnitRows; ++j)
-                add_row(y, from + j * 2 * K, hidden[i * kUnitRows + j]);
+                add_row(y, from + j * kRowBytes, hidden[i * kUnitRows + j]);
             __syncwarp();
             if (thread() % 32 == 0) barrier_arrive(empty(slot));
             if (++slot == kUnits) slot = 0, parity ^= 1;
@@ -159,7 +175,12 @@ struct Neurons : Attention {
         for (int i = 0; i < kEights; ++i) {
             if (!has_eight(i)) continue;
             float w[8];
-            unpack(load_shared(from + 512 * i), w);
+            if constexpr (kIsE4m3) {
+                const uint2 eight = read_shared_pair(from + 32 * kEightBytes * i);
+                unpack_f16(e4m3_as_f16(eight.x, eight.y), w);
+            } else {
+                unpack(load_shared(from + 32 * kEightBytes * i), w);
+            }
 #pragma unroll
             for (int c = 0; c < 8; ++c) y[i][c] += h * w[c];
         }
@@ -180,6 +201,14 @@ struct Neurons : Attention {
                             make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
                                        word(y[i][c + 3])));
         }
+    }
+
+    // Asks for the scale of the thread's column of y, long before it is wanted.
+    __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
+        unsigned bits = 0;
+        load_streamed_word_if(thread() < kQuad * own.num,
+                              scales_of(layer, kDown) + kQuad * own.first + thread(), bits);
+        column_scale = __uint_as_float(bits);
     }
 
     // All blocks' parts of this block's columns of y, in the order of blocks: onto x, to all.
@@ -220,6 +249,7 @@ struct Neurons : Attention {
             float sum = 0.f;
 #pragma unroll
             for (int warp = 0; warp < kWarps; ++warp) sum += all[warp * 32 + c];
+            if constexpr (kIsE4m3) sum *= column_scale;
             if (layer.down_bias) sum += bf16_value(layer.down_bias[column]);
             float& x = at<float>(kOwn)[c];
             x = rounded(rounded(sum) + x);

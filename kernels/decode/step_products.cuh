@@ -1,23 +1,28 @@
 // The products of `step`: weights through the ring, and what a warp makes of them. See step.cuh.
 //
-// Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two if
-// K is above 2048, as they lie in memory. Of a unit a lane has three or four chunks of 16 bytes, each
-// of which is its a of one mma: the first and third word are of row g of that mma, the other two of
-// row g + 8, and what they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the
-// group of four chunks that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the
-// sum of one row, and nothing is moved between the ring and the mma. Which quad reads which row and
-// group is such that eight lanes read from all banks.
+// Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two, as
+// they lie in memory. Of a unit a lane has two to four chunks of 16 bytes. Each of bf16 is its a of
+// one mma: the first and third word are of row g of that mma, the other two of row g + 8, and what
+// they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the group of four chunks
+// that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the sum of one row, and
+// nothing is moved between the ring and the mma. Which quad reads which row and group is such that
+// eight lanes read from all banks.
 //
 // One mma takes four groups of a row, or two if its other quads read as many of another row. Slices
-// of 1536 columns have 6 groups, those of 3584 have 14: see `moved` for their last two.
+// of 1536 columns of bf16 have 6 groups, those of 3584 have 14: see `moved` for their last two.
+//
+// A chunk of e4m3 is made two such a, in f16; x beside it is f16, too (tile/halves.cuh). The scales
+// of a unit's rows come with it.
 #pragma once
 
 #include "decode/step_block.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/compiler.cuh"
+#include "ptx/halves.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "tile/halves.cuh"
 
 namespace {
 
@@ -29,7 +34,7 @@ struct Products : Block {
     // Of all layers, one matrix after the other; one thread.
     template <bool SPARSE>
     __device__ __forceinline__ void produce() const {
-        constexpr int kKinds = SPARSE ? 3 : 5;
+        constexpr int kKinds = SPARSE ? kUp : kDown + 1;
         const unsigned long long policy = passing_by();
         int num = 0, to = 0, watched = 0, turned = block();
         unsigned refill = 1, landed = 0;  // parities
@@ -38,94 +43,176 @@ struct Products : Block {
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
             const Layer* layer = args.layers + (is_head ? 0 : l);
-            const unsigned short* weight = is_head     ? args.head
-                                           : kind == 0 ? layer->qkv
-                                           : kind == 1 ? layer->out
-                                           : kind == 2 ? layer->gate
-                                           : kind == 3 ? layer->up
-                                                       : layer->down;
-            const Share share(division(is_head ? 3 : min(kind, 2)),
-                              is_head || kind == 1 ? block() : turned);
-            const char* from = reinterpret_cast<const char*>(weight) +
-                               static_cast<long long>(share.first) * (kQuadUnits * kUnitBytes);
+            const void* weight = is_head         ? static_cast<const void*>(args.head)
+                                 : kind == kQkv  ? layer->qkv
+                                 : kind == kOut  ? layer->out
+                                 : kind == kGate ? layer->gate
+                                 : kind == kUp   ? layer->up
+                                                 : layer->down;
+            const Share share(division(is_head ? 3 : min(kind, kGate)),
+                              is_head || kind == kOut ? block() : turned);
+            const int quad_units = is_head ? Weights<2>::kQuadUnits : kQuadUnits;
+            const char* from = static_cast<const char*>(weight) +
+                               static_cast<long long>(share.first) * (quad_units * kUnitBytes);
+            const float* scales = nullptr;  // of the next unit's rows
+            if constexpr (kIsE4m3)
+                if (!is_head && kind < kDown)
+                    scales = scales_of(*layer, kind) + kQuad * share.first;
 #pragma unroll 1
-            for (int i = 0; i < share.num * kQuadUnits; ++i, ++num, from += kUnitBytes) {
+            for (int i = 0; i < share.num * quad_units; ++i, ++num, from += kUnitBytes) {
                 barrier_wait(empty(to), refill);
                 if (num >= kAhead) {
                     barrier_wait(full(watched), landed);
                     if (++watched == kUnits) watched = 0, landed ^= 1;
                 }
-                barrier_expect_bytes(full(to), kUnitBytes);
+                barrier_expect_bytes(full(to), kUnitBytes + (scales ? kScaleBytes : 0));
                 copy_bulk(memory + kRing + to * kUnitBytes, from, kUnitBytes, full(to), policy);
+                if constexpr (kIsE4m3)
+                    if (scales) {
+                        copy_bulk(scales_at(to), scales, kScaleBytes, full(to), policy);
+                        scales += kQuad;
+                    }
                 if (++to == kUnits) to = 0, refill ^= 1;
             }
             if (is_head || ++kind == kKinds) kind = 0, ++l, turned = turn(turned);
         }
     }
 
+    // Those of a layer's weight, in the order of the kinds; of bf16 there are none.
+    __device__ __forceinline__ static const float* scales_of(const ScaledLayer& layer, int kind) {
+        return layer.scales[kind];
+    }
+    __device__ __forceinline__ static const float* scales_of(const LayerOf<unsigned short>&, int) {
+        return nullptr;
+    }
+
+    // Of the rows of a unit of the ring.
+    __device__ __forceinline__ unsigned scales_at(int slot) const {
+        return memory + kScales + slot * kScaleBytes;
+    }
+
     // ---- the warps that compute
 
     // A lane's row and group of chunks of the first of its four loads.
-    __device__ __forceinline__ static int row_of(int quad) { return quad & (kUnitRows - 1); }
+    template <int BYTES>
+    __device__ __forceinline__ static int row_of(int quad) {
+        return quad & (Weights<BYTES>::kRows - 1);
+    }
+    template <int BYTES>
     __device__ __forceinline__ static int group_of(int quad) {
-        return kIsNarrow ? 2 * (quad >> 2) + (quad & 1)
-                         : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
+        return Weights<BYTES>::kRows == 4 ? 2 * (quad >> 2) + (quad & 1)
+                                          : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
     }
 
     // Where it lies for load `i`: two groups are exchanged, or the next four come. If there are but
     // two more, the high half of the warp, which would have the third and fourth, has those two: of
     // four rows the other one of them, which this row's low quad has not; of two rows the same, for
-    // nothing (see is_read_twice).
+    // nothing (see is_read_twice). GROUP: bytes of a group, of weights or of x.
+    template <int BYTES, int GROUP = 64>
     __device__ __forceinline__ static unsigned moved(unsigned from, int i) {
-        const int next = kIsNarrow ? i / 2 : i;
-        bool exchanged = kIsNarrow && i % 2;
-        if (4 * next + 2 == kSliceGroups && is_high()) exchanged = kIsNarrow, from -= 128;
-        return (from ^ exchanged * 64) + next * 256;
+        constexpr bool kFour = Weights<BYTES>::kRows == 4;
+        const int next = kFour ? i / 2 : i;
+        bool exchanged = kFour && i % 2;
+        if (4 * next + 2 == Weights<BYTES>::kGroups && is_high())
+            exchanged = kFour, from -= 2 * GROUP;
+        return (from ^ exchanged * GROUP) + next * (4 * GROUP);
     }
 
     // By the other half of the warp, which adds it up.
+    template <int BYTES>
     __device__ __forceinline__ static bool is_read_twice(int i) {
-        return !kIsNarrow && 4 * i + 2 == kSliceGroups && is_high();
+        return Weights<BYTES>::kRows == 2 && 4 * i + 2 == Weights<BYTES>::kGroups && is_high();
     }
 
     // Whether the lane has the third or fourth of four groups.
     __device__ __forceinline__ static bool is_high() { return opaque(threadIdx.x) % 32 >= 16; }
 
-    // Where a lane's first chunk lies in rows that are so many bytes apart.
-    __device__ __forceinline__ unsigned place_in_unit(int row_bytes) const {
-        const int quad = thread() % 32 / 4, t = thread() % 4;
-        return row_of(quad) * row_bytes + thread() / 32 * (K / 4) + group_of(quad) * 64 + t * 16;
+    // Where the warp's slice of a row begins, or the group in front of it.
+    template <int BYTES>
+    __device__ __forceinline__ int slice_at() const {
+        const int at = thread() / 32 * Weights<BYTES>::kSliceBytes;
+        return Weights<BYTES>::kIsOdd ? at & ~127 : at;
     }
 
-    __device__ __forceinline__ static void load_unit(Unit& unit, unsigned from) {
+    // Where a lane's first chunk lies in rows that are so many bytes apart.
+    template <int BYTES>
+    __device__ __forceinline__ unsigned place_in_unit(int row_bytes) const {
+        const int quad = thread() % 32 / 4, t = thread() % 4;
+        return row_of<BYTES>(quad) * row_bytes + slice_at<BYTES>() + group_of<BYTES>(quad) * 64 +
+               t * 16;
+    }
+
+    template <int BYTES>
+    __device__ __forceinline__ static void load_unit(Unit<BYTES>& unit, unsigned from) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) unit[i] = load_shared(moved(from, i));
+        for (int i = 0; i < Weights<BYTES>::kChunks; ++i)
+            unit[i] = load_shared(moved<BYTES>(from, i));
+    }
+
+    // Where a warp has x. What lies beside weights that are not of its slice stays 0.
+    __device__ __forceinline__ int dealt() const { return kDealt + thread() / 32 * Layers::kXBytes; }
+
+    __device__ __forceinline__ void clear_dealt() const {
+        if constexpr (Layers::kIsOdd) {
+            for (int i = thread() % 32; i < Layers::kXBytes / 16; i += 32)
+                at<uint4>(dealt())[i] = make_uint4(0, 0, 0, 0);
+            __syncwarp();
+        }
     }
 
     // x by the eights that the warp's lanes hold, to the columns of b.
-    __device__ __forceinline__ void deal(const uint4 (&eights)[kEights], Columns& x) const {
+    template <int BYTES>
+    __device__ __forceinline__ void deal(const uint4 (&eights)[kEights], Columns<BYTES>& x) const {
         const int lane = thread() % 32, column = lane / 4, t = lane % 4;
-        const int slice = kDealt + thread() / 32 * (K / 4);
+        const int to = dealt();
+        // what begins behind the neighbour's group
+        const bool is_behind = Weights<BYTES>::kIsOdd && thread() / 32 % 2;
+        unsigned powers = 0;
+        if constexpr (BYTES == 1) {
+            const unsigned power = power_of(eights);
+            powers = power << 7 | power << 23;
+            x.back = power_back(power);
+        }
 #pragma unroll
         for (int i = 0; i < kEights; ++i)
-            if (all_have(kEights - 1) || has_eight(i))  // the first is known before unrolling
-                at<uint4>(slice)[32 * i + lane] =
-                    make_uint4(eights[i].x, eights[i].z, eights[i].y, eights[i].w);
+            if (all_have(kEights - 1) || has_eight(i)) {  // the first is known before unrolling
+                uint4 v = eights[i];
+                if constexpr (BYTES == 1)
+                    v = make_uint4(scaled_f16(v.x, powers), scaled_f16(v.y, powers),
+                                   scaled_f16(v.z, powers), scaled_f16(v.w, powers));
+                at<uint4>(to + is_behind * 128)[32 * i + lane] = make_uint4(v.x, v.z, v.y, v.w);
+            }
         __syncwarp();
-        const unsigned from = memory + slice + column / 2 * 64 + t * 16 + column % 2 * 8;
+        // a chunk of e4m3 is two of x
+        constexpr int kParts = 2 / BYTES, kGroupBytes = 64 * kParts;
+        const unsigned from =
+            memory + to + column / 2 * kGroupBytes + t * (16 * kParts) + column % 2 * 8;
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
-            const uint2 b = load_shared_pair(moved(from, i));
-            x[i] = {b.x, b.y};
-            if (is_read_twice(i)) x[i] = {0, 0};
-        }
+        for (int i = 0; i < Weights<BYTES>::kChunks; ++i)
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                Column& own = x.of[kParts * i + part];
+                const uint2 b = load_shared_pair(moved<BYTES, kGroupBytes>(from, i) + 16 * part);
+                own = {b.x, b.y};
+                if (is_read_twice<BYTES>(i)) own = {0, 0};
+            }
         __syncwarp();
     }
 
+    // By which the warp's part of x fits f16.
+    __device__ __forceinline__ static unsigned power_of(const uint4 (&eights)[kEights]) {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) most = most_of(eights[i], most);
+        most = max(most & 0xffff, most >> 16);
+        return power_for_f16(__reduce_max_sync(~0u, static_cast<int>(most)));
+    }
+
     // The next `num` units, out of the ring; if that is less than kTake the last one several times.
-    __device__ __forceinline__ void take(Unit (&taken)[kTake], int num) {
+    template <int BYTES>
+    __device__ __forceinline__ void take(Taken<BYTES>& taken, int num) {
         const int lane = thread() % 32;
-        const unsigned from = memory + kRing + place_in_unit(2 * K);
+        const unsigned from = memory + kRing + place_in_unit<BYTES>(BYTES * K);
         int slots[kTake];
         unsigned parities[kTake];
         bool are_there = true;
@@ -143,7 +230,12 @@ struct Products : Block {
 #pragma unroll
             for (int j = 0; j < kTake; ++j) barrier_wait(full(slots[j]), parities[j]);
 #pragma unroll
-        for (int j = 0; j < kTake; ++j) load_unit(taken[j], from + slots[j] * kUnitBytes);
+        for (int j = 0; j < kTake; ++j)
+            load_unit<BYTES>(taken.units[j], from + slots[j] * kUnitBytes);
+        if constexpr (BYTES == 1)
+#pragma unroll
+            for (int j = 0; j < kTake; ++j)
+                taken.scales[j] = load_shared_float(scales_at(slots[j]) + 4 * row_of<1>(lane / 4));
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < kTake; ++j)
@@ -153,28 +245,53 @@ struct Products : Block {
     }
 
     // Of a unit: in the lane 4 g + group_of(g) a part of the warp's part of row row_of(g).
-    __device__ __forceinline__ static float part_of_sum(const Unit& unit, const Columns& x) {
+    template <int BYTES>
+    __device__ __forceinline__ static float part_of_sum(const Unit<BYTES>& unit,
+                                                        const Columns<BYTES>& x) {
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i)
-            multiply_add(sums[i % 2], unit[i].x, unit[i].y, unit[i].z, unit[i].w, x[i].b0, x[i].b1);
-        return opaque((sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3]));
+        for (int i = 0; i < Weights<BYTES>::kChunks; ++i) {
+            if constexpr (BYTES == 2) {
+                multiply_add(sums[i % 2], unit[i].x, unit[i].y, unit[i].z, unit[i].w, x.of[i].b0,
+                             x.of[i].b1);
+            } else {
+                const uint4 a[2] = {e4m3_as_f16(unit[i].x, unit[i].y),
+                                    e4m3_as_f16(unit[i].z, unit[i].w)};
+#pragma unroll
+                for (int part = 0; part < 2; ++part)
+                    multiply_add_f16(sums[part], a[part].x, a[part].y, a[part].z, a[part].w,
+                                     x.of[2 * i + part].b0, x.of[2 * i + part].b1);
+            }
+        }
+        float sum = (sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3]);
+        if constexpr (BYTES == 1) sum *= x.back;
+        return opaque(sum);
+    }
+
+    // The same of unit `j` of those in registers, times its row's scale.
+    template <int BYTES>
+    __device__ __forceinline__ static float scaled_part(const Taken<BYTES>& taken, int j,
+                                                        const Columns<BYTES>& x) {
+        const float part = part_of_sum<BYTES>(taken.units[j], x);
+        if constexpr (BYTES == 1) return part * taken.scales[j];
+        return part;
     }
 
     // The warp's parts of `num` units' rows, to [row][warp].
-    template <int NUM>
+    template <int BYTES, int NUM>
     __device__ __forceinline__ void store_sums(float (&parts)[NUM], int num, float* to) const {
+        constexpr int kRows = Weights<BYTES>::kRows;
         const int lane = thread() % 32, row = lane / 4;
         to += row * kWarps + thread() / 32;
-        const bool has_row = row < kUnitRows && lane % 4 == group_of(row);
+        const bool has_row = row < kRows && lane % 4 == group_of<BYTES>(row);
 #pragma unroll
         for (int j = 0; j < NUM; ++j) {
-            if (!kIsNarrow) parts[j] += __shfl_xor_sync(~0u, parts[j], 9);
+            if (kRows == 2) parts[j] += __shfl_xor_sync(~0u, parts[j], 9);
             parts[j] += __shfl_xor_sync(~0u, parts[j], 18);
         }
 #pragma unroll
         for (int j = 0; j < NUM; ++j)
-            if (has_row && j < num) to[j * kUnitRows * kWarps] = parts[j];
+            if (has_row && j < num) to[j * kRows * kWarps] = parts[j];
     }
 };
 

@@ -13,6 +13,9 @@
 
 namespace {
 
+using Layer = LayerOf<unsigned short>;
+constexpr int kLayerWords = sizeof(Layer) / 8;
+
 constexpr int K = spec::ROWS_K;
 constexpr int kWarps = 8, kConsumers = 32 * kWarps;  // of three warpgroups; the third brings
 constexpr int kThreads = kConsumers + 128;

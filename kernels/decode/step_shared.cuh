@@ -16,14 +16,26 @@ namespace {
 
 constexpr unsigned kPatience = 1u << 26;  // times that a word is looked at: half a minute
 
-struct Layer {
-    const unsigned short *input_norm, *qkv, *qkv_bias, *out, *out_bias, *ffn_norm;
-    const unsigned short *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+// One of rows of bf16 (WEIGHT: unsigned short) or e4m3 (unsigned char); all else is bf16.
+template <class WEIGHT>
+struct LayerOf {
+    const unsigned short* input_norm;
+    const WEIGHT* qkv;
+    const unsigned short* qkv_bias;
+    const WEIGHT* out;
+    const unsigned short *out_bias, *ffn_norm;
+    const WEIGHT *gate, *up, *down;
+    const unsigned short *gate_bias, *up_bias, *down_bias;
     unsigned short *keys, *values;
     const unsigned short *q_norm, *k_norm;
     int window;  // in a word of its own
 };
-constexpr int kLayerWords = sizeof(Layer) / 8;
+// In which order weights are read; up and down as a whole in the dense form.
+constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
+// The scales of e4m3 by that order: of rows, but of columns of down.
+struct ScaledLayer : LayerOf<unsigned char> {
+    const float* scales[5];
+};
 // The next one's comes where nobody can be reading any more, without a barrier.
 constexpr unsigned kLayersKept = 4;
 

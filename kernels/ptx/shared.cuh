@@ -29,6 +29,12 @@ __device__ __forceinline__ void load_shared_if(bool wanted, unsigned from, uint4
         : "r"(from), "r"(static_cast<unsigned>(wanted)));
 }
 
+__device__ __forceinline__ uint2 read_shared_pair(unsigned from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
+
 // It may move.
 __device__ __forceinline__ uint2 load_shared_pair(unsigned from) {
     uint2 v;

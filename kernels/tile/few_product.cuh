@@ -16,8 +16,8 @@
 //
 // e4m3 weights become bf16 in registers, exactly; their scales are for whoever takes the sums. That
 // takes five instructions for two of them. f16 would take one, but has too little range for x. So
-// of one octet that stays each warp makes its part of each row f16, times a power of two by which
-// the largest is near 2^15; what is lost is below 2^-39 of that. The sums get the power back.
+// of one octet that stays each warp makes its part of each row f16, times a power of two
+// (tile/halves.cuh). The sums get the power back.
 //
 // The product may start before the kernel in front of it has ended (ptx/pdl.cuh): weights do not
 // depend on it, x does.
@@ -34,6 +34,7 @@
 #include "tile/bf16.cuh"
 #include "tile/e4m3.cuh"
 #include "tile/few_sizes.cuh"
+#include "tile/halves.cuh"
 
 // A bf16 value that the previous kernel wrote.
 __device__ __forceinline__ float written_value(const unsigned short* from) {
@@ -197,15 +198,13 @@ class Product {
 #pragma unroll 1
         for (int slab = 0; is_there && slab < num_slabs_; ++slab) {
             const uint4 v = load_shared(first + slab * step);
-            most = __vmaxu2(__vmaxu2(most, __vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff)),
-                            __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+            most = most_of(v, most);
         }
         most = max(most & 0xffff, most >> 16);
 #pragma unroll
         for (int i = kXChunks / 2; i > 0; i /= 2)
             most = max(most, __shfl_xor_sync(~0u, most, i));
-        // times 2^(14 - its exponent), by the bits of that power: a bf16 is 2^(bits >> 7 - 127)
-        const unsigned power = min(268 - (most >> 7), 253u), pair = power << 7 | power << 23;
+        const unsigned power = power_for_f16(most), pair = power << 7 | power << 23;
 #pragma unroll 1
         for (int slab = 0; is_there && slab < num_slabs_; ++slab) {
             const uint4 v = load_shared(first + slab * step);
@@ -213,12 +212,7 @@ class Product {
                                                          scaled_f16(v.z, pair), scaled_f16(v.w, pair)));
         }
         if (is_there && threadIdx.x % kXChunks == 0)
-            store_shared_float(scales_ + 4 * row, __uint_as_float((254 - power) << 23));
-    }
-
-    __device__ __forceinline__ static unsigned scaled_f16(unsigned values, unsigned powers) {
-        const unsigned scaled = multiply_add_pairs(values, powers, 0x80008000);
-        return f16_pair(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xffff0000u));
+            store_shared_float(scales_ + 4 * row, power_back(power));
     }
 
     // The warp's slab `slab` of the pass that begins with row block `first`; it goes to `stage`.

@@ -4,13 +4,16 @@
 // In a block one warpgroup loads (one thread of it, by TMA) and GROUPS others multiply, 64 rows
 // each: two, or one where there are too few rows to fill the chip otherwise. Two neighbouring
 // blocks form a cluster and take the same 256 columns for neighbouring rows: each loads half of
-// the columns and multicasts it to both. Four stages of 64 columns of `inner` are in flight. The
+// the columns and multicasts it to both. Four stages of 128 bytes of `inner` are in flight. The
 // multiplying warpgroups do not wait for each other, and what becomes of a tile can be put off into
 // the next one's products (Multiplier): so the tensor cores stay busy.
 //
 // Columns come from two maps, `columns0` for columns 0-127 of the tile and `columns1` for 128-255:
 // the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
-// the weight lies: `Along` as [N, inner], `Across` as [inner, N].
+// the weight lies: `Along` as [N, inner], `Across` as [inner, N]; `AlongE4m3` is `Along` with both
+// in e4m3, without scales, in boxes twice as wide. Hopper's sums of e4m3 products keep some 14 bits.
+// `AlongPromoted` adds each box's products, half of the columns at a time, to sums in float32:
+// there are registers for that where nothing of a tile is put off.
 //
 // Launch: cluster of 2 (even grid), 128 (1 + GROUPS) threads, kPipelineBytes (+ kPatchBytes) of
 // dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,
@@ -31,10 +34,10 @@ namespace product {
 
 constexpr int kGroupRows = spec::INPUT_BOX_ROWS;
 constexpr int kBlockColumns = 2 * spec::WEIGHT_BOX_ROWS;
-constexpr int kBlockInner = spec::PRODUCT_INNER;
+constexpr int kInnerBytes = 2 * spec::PRODUCT_INNER;  // of a row of a stage
 constexpr int kStages = spec::PRODUCT_STAGES;
-constexpr int kGroupBytes = kGroupRows * kBlockInner * 2;
-constexpr int kColumnsBytes = kBlockColumns * kBlockInner * 2;
+constexpr int kGroupBytes = kGroupRows * kInnerBytes;
+constexpr int kColumnsBytes = kBlockColumns * kInnerBytes;
 constexpr int kStageBytes = 2 * kGroupBytes + kColumnsBytes;
 static_assert(kStageBytes == spec::PRODUCT_STAGE_BYTES);
 constexpr int kPipelineBytes = kStages * kStageBytes + 1024;  // 1024: to align the first stage
@@ -52,7 +55,7 @@ struct Shape {
 
     __device__ int row_pairs() const { return (num_rows + 2 * kBlockRows - 1) / (2 * kBlockRows); }
     __device__ int column_tiles() const { return (num_columns + tile_columns - 1) / tile_columns; }
-    __device__ int inner_blocks() const { return (num_inner + kBlockInner - 1) / kBlockInner; }
+    __device__ int inner_blocks(int inner) const { return (num_inner + inner - 1) / inner; }
     __device__ int num_tiles() const { return row_pairs() * column_tiles(); }
 };
 
@@ -104,7 +107,7 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
                                            const TensorMap* columns1) {
     const unsigned rank = cluster_rank();
     const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
-    const int inner_blocks = shape.inner_blocks();
+    const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
     const TensorMap* columns = rank == 0 ? columns0 : columns1;
     const int half = columns0 == columns1 ? static_cast<int>(rank) * (kBlockColumns / 2) : 0;
     int stage = 0;
@@ -112,7 +115,7 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
     for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
         const Tile tile = tile_at(shape, tile_idx, rank);
         for (int block = 0; block < inner_blocks; ++block) {
-            const int inner = block * kBlockInner;
+            const int inner = block * COLUMNS::kInner;
             barrier_wait(pipe.empty_at(stage), parity);
             barrier_expect_bytes(pipe.full_at(stage), GROUPS * kGroupBytes + kColumnsBytes);
 #pragma unroll
@@ -136,9 +139,63 @@ class Multiplier {
         : pipe_(pipe), group_(group), finish_(finish) {}
 
     __device__ __forceinline__ void run(const Shape<GROUPS>& shape) {
+        if constexpr (COLUMNS::kPromotes)
+            run_promoting(shape);
+        else
+            run_adding(shape);
+    }
+
+  private:
+    __device__ __forceinline__ void run_promoting(const Shape<GROUPS>& shape) {
         const unsigned rank = cluster_rank();
         const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
-        const int inner_blocks = shape.inner_blocks();
+        const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
+        for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
+            float sums[128] = {};
+            for (int block = 0; block < inner_blocks; ++block) {
+                barrier_wait(pipe_.full_at(stage_), parity_);
+                promote<0>(sums);
+                promote<1>(sums);
+                release(stage_);
+                if (++stage_ == kStages) stage_ = 0, parity_ ^= 1;
+            }
+            Tile tile = tile_at(shape, tile_idx, rank);
+            tile.row += group_ * kGroupRows;
+            finish_.take(tile, sums);
+            finish_all();
+        }
+    }
+
+    // Adds the stage's products of columns 128 HALF to 128 HALF + 127.
+    template <int HALF>
+    __device__ __forceinline__ void promote(float (&sums)[128]) {
+        const unsigned long long rows =
+            Along::descriptor(pipe_.rows(stage_) + group_ * kGroupBytes);
+        const unsigned long long columns =
+            COLUMNS::descriptor(pipe_.columns(stage_) + HALF * (kColumnsBytes / 2));
+        float part[64];
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kInnerBytes / 32; ++k)
+            wgmma_64x128x32_e4m3(part, rows + Along::kNext * k, columns + COLUMNS::kNext * k,
+                                 k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sums[64 * HALF + i] += part[i];
+    }
+
+    __device__ __forceinline__ void finish_all() {
+        finish_.template later<0>();
+        finish_.template later<1>();
+        finish_.template later<2>();
+        finish_.template later<3>();
+    }
+
+    __device__ __forceinline__ void run_adding(const Shape<GROUPS>& shape) {
+        const unsigned rank = cluster_rank();
+        const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
+        const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
         bool pending = false;
         for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
             float sums[128];
@@ -158,15 +215,9 @@ class Multiplier {
             finish_.take(tile, sums);
             pending = true;
         }
-        if (pending) {
-            finish_.template later<0>();
-            finish_.template later<1>();
-            finish_.template later<2>();
-            finish_.template later<3>();
-        }
+        if (pending) finish_all();
     }
 
-  private:
     template <int BLOCK>
     __device__ __forceinline__ void step(float (&sums)[128], int inner_blocks, bool pending) {
         if (BLOCK < inner_blocks) multiply(sums, BLOCK > 0);
@@ -181,9 +232,9 @@ class Multiplier {
         const unsigned long long columns = COLUMNS::descriptor(pipe_.columns(stage_));
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kBlockInner / 16; ++k)
-            wgmma_64x256x16<COLUMNS::kAcross>(sums, rows + Along::kNext16 * k,
-                                              columns + COLUMNS::kNext16 * k, k > 0 ? 1 : add);
+        for (int k = 0; k < kInnerBytes / 32; ++k)
+            COLUMNS::multiply(sums, rows + Along::kNext * k, columns + COLUMNS::kNext * k,
+                              k > 0 ? 1 : add);
         wgmma_commit();
     }
 

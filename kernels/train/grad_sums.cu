@@ -5,7 +5,7 @@
 //   grad_down      dW_down = h^T grad_y, by rows of neurons               fours of neurons
 //   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
 //
-// Each is `down` (down.cu) with rows in fours and two values a slot: the other rows lie in shared
+// Each is `down` (down.cuh) with rows in fours and two values a slot: the other rows lie in shared
 // memory, 32 bytes of each, in planes of 8 columns, and a round of 16 slots is an mma a plane
 // (tile/octets.cuh)
 //

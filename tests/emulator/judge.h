@@ -22,6 +22,9 @@
 
 #include "threads.h"
 
+#include "ptx/bf16.cuh"
+#include "ptx/halves.cuh"
+
 namespace emulator {
 
 template <class Visit>

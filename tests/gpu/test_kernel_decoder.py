@@ -156,8 +156,8 @@ def test_steps_over_fp8_weights(family):
         assert (found["True union"][1] - found["True dense"][1]).abs().max() <= 8
 
 
-def make_for_one_kernel(family: str):
-    settings = {"hidden_size": 2048, "initializer_range": 0.03}
+def make_for_one_kernel(family: str, neurons: int = 1416):
+    settings = {"hidden_size": 2048, "initializer_range": 0.03, "intermediate_size": neurons}
     return make(family, settings | ONE_KERNEL[family])
 
 
@@ -182,12 +182,18 @@ def check_forms(found: dict, wanted: torch.Tensor, *, counted: bool) -> None:
             assert (counts - fired).abs().sum() <= 0.02 * fired.sum() + 2, name
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("family", ONE_KERNEL)
-def test_a_row_alone(family, sparse):
+def test_a_row_alone(family, sparse, weights):
     """Each form of a step is as near to the model in float64 as the kernels one by one."""
-    model = make_for_one_kernel(family)
-    judge = copy.deepcopy(model).double()
+    if weights == "fp8":
+        model = make_for_one_kernel(family, 1408)
+        round_model(model)
+        judge = dequantised(model)
+    else:
+        model = make_for_one_kernel(family)
+        judge = copy.deepcopy(model).double()
     assert KernelDecoder.why_not(model) is None
     assert why_not_one_kernel(model) is None
     decoder = KernelDecoder(model, sparse)
@@ -205,6 +211,30 @@ def test_a_row_alone(family, sparse):
             found = twice_each(forms, inputs)
             wanted = judge(ids).logits[0, -1:]
         check_forms(found, wanted, counted=sparse)
+
+
+@pytest.mark.parametrize("family", ["llama", "1536", "3584", "4096"])
+def test_a_row_alone_over_fp8_weights_of_any_size(family):
+    """Inputs of an FFN, and of o, of 1e-15 to 1e15; what is not finite stays so."""
+    model = make_for_one_kernel(family, 1408)
+    with torch.no_grad():
+        for layer, size in zip(model.model.layers, (1e-15, 1.0, 1e15), strict=True):
+            layer.post_attention_layernorm.weight *= size
+            layer.mlp.down_proj.weight /= size**2
+            layer.self_attn.v_proj.weight *= size
+            layer.self_attn.o_proj.weight /= size
+    round_model(model)
+    judge, decoder = dequantised(model), KernelDecoder(model)
+    decoder.open_cache(3)
+    tokens = torch.tensor([7], dtype=torch.int32, device="cuda")
+    inputs = tokens, torch.zeros_like(tokens), tokens[None] * 0 + 1
+    with torch.inference_mode():
+        found = twice_each(decoder.forms(1), inputs)
+        check_forms(found, judge(tokens[None].long()).logits[:, 0], counted=True)
+        for value in (torch.inf, torch.nan):
+            model.get_input_embeddings().weight[7, 100] = value
+            for name, form in decoder.forms(1).items():
+                assert form(*inputs)[0].isnan().all(), (name, value)
 
 
 @pytest.mark.parametrize("B", [2, 5, 16])

@@ -36,7 +36,7 @@ from .twell_spec import (
     few_entries,
     shared_kb,
 )
-from .twell_weights import FFN
+from .twell_weights import FFN, end_of
 
 FEW_TOKENS = 64
 _BLOCK = 32 * FEW_WARPS
@@ -149,7 +149,15 @@ def _builds(family: str, octets: int, end: str) -> list[str]:
     return [name for name, sizes in of_any_gpu if sizes.octets == octets]
 
 
-# all entries of the FFN for few tokens, on any device; exports have no e4m3 ones
+def _union_kernels(octets: int) -> tuple[str, ...]:
+    return (*_builds("few_hidden", octets, E4M3), f"few_down_wide_{octets}{E4M3}")
+
+
+# all entries of `few_union` over e4m3 weights, and of the FFN for few tokens, on any device
+UNION_E4M3_KERNELS = (
+    *(entry for octets in FEW_OCTETS for entry in _union_kernels(octets)),
+    f"few_down{E4M3}",
+)
 FEW_KERNELS = (
     *(entry for octets in FEW_OCTETS for entry in _entries(octets, "")),
     "few_down",
@@ -166,6 +174,13 @@ def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
     """All entries of the FFN for few tokens on this device."""
     taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
     return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
+
+
+def union_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
+    """All entries of `few_union` over e4m3 weights on this device."""
+    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3))
+    found = [name for M in taken for name in _union_kernels(_octets(M))]
+    return (*found, f"few_down{E4M3}") if found else ()
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:
@@ -190,11 +205,6 @@ def _fits(limits: Limits, *launches: Launch) -> bool:
 
 def _static(name: str) -> int:
     return _DOWN_STATIC if name.startswith("few_down") else 0
-
-
-def end_of(weight: Tensor) -> str:
-    """What ends the names of the entries that take `weight`."""
-    return E4M3 if weight.dtype == torch.float8_e4m3fn else ""
 
 
 def few_union(

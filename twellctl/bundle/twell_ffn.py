@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .twell_config import SLOTS, TILE
 from .twell_format import fires, gated_ffn
+from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear
 from .twell_launch import (
     device_limits,
     kernels_for,
@@ -37,17 +38,18 @@ from .twell_reasons import (
     route_of_training,
     say_once,
     takes_hopper_kernels,
+    why_no_e4m3_kernels,
     why_no_kernels,
+    why_not_e4m3_ffn,
     why_not_ffn,
     why_not_here,
     why_not_route,
     why_not_trained,
 )
 from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
-from .twell_sequence import dense_ffn
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_ways import Problem, Way, by_rule, ways_of
-from .twell_weights import FFN
+from .twell_ways import Problem, Way, by_rule, dense_products, ways_of
+from .twell_weights import FFN, end_of
 
 logger = logging.getLogger(__name__)
 _SAMPLED_ROWS = 4096
@@ -90,6 +92,33 @@ def sparse_ffn(
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
     return _gated_ffn_op(*tensors, tile, slots, known, sources, route)
+
+
+def sparse_fp8_ffn(
+    x: Tensor,
+    gate: Fp8Weight,
+    up: Fp8Weight,
+    down: Fp8Weight,
+    turned: Tensor | None = None,
+    *,
+    slots: int = SLOTS,
+    tile: int = TILE,
+    sources: str = "",
+    route: str = "auto",
+    density: float | None = None,
+) -> Tensor:
+    """The same of weights in e4m3, like `fp8_ffn`; up to 64 tokens, and h, are not rounded to e4m3.
+
+    `turned`: the values of `down` by rows of neurons, `[N, K]`; without it each call of the kernels
+    makes a copy. No gradients.
+    """
+    if not (sources and x.is_cuda):
+        return fp8_ffn(x, gate, up, down)
+    weights, biases = zip(*((w.values, w.bias) for w in (gate, up, down)), strict=True)
+    scales = (w.scale.reshape(-1) for w in (gate, up, down))
+    known = -1.0 if density is None else density
+    tensors = x, *weights, *biases, *scales, turned
+    return _fp8_ffn_op(*tensors, tile, slots, known, sources, route)
 
 
 def train_ffn(
@@ -239,23 +268,70 @@ def _gated_ffn(
         say_once(said)
         route = "dense"
     if route == "dense":
-        y = dense_ffn(rows, ffn)
+        y = dense_products(rows, ffn)
     else:
         y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _by_route(
-    rows: Tensor, ffn: FFN, slots: int, density: float, sources: str, route: str, hopper: bool
+def _fp8_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    s_gate: Tensor,
+    s_up: Tensor,
+    s_down: Tensor,
+    turned: Tensor | None,
+    tile: int,
+    slots: int,
+    density: float,
+    sources: str,
+    route: str,
 ) -> Tensor:
-    index, in_place = rows.device.index, lies_well(ffn.w_down)
+    """The operator `fp8_ffn`."""
+    check_numbers(slots, tile)
+    biases, scales = (b_gate, b_up, b_down), (s_gate, s_up, s_down)
+    ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
+    rows, index = x.reshape(-1, x.shape[-1]), x.device.index
+    route = requested(route)
+    hopper = takes_hopper_kernels(index, route)
+    if route not in ("dense", "fused") and (
+        said := why_not_e4m3_ffn(rows, ffn, tile) or why_no_e4m3_kernels(sources, index, hopper)
+    ):
+        say_once(said)
+        route = "dense"
+    if route in ("dense", "fused") or not rows.numel():
+        y = dense_products(rows, ffn)
+    else:
+        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned)
+    return y.view(x.shape)
+
+
+def _by_route(
+    rows: Tensor,
+    ffn: FFN,
+    slots: int,
+    density: float,
+    sources: str,
+    route: str,
+    hopper: bool,
+    turned: Tensor | None = None,
+) -> Tensor:
+    """`turned`: W_down by rows of neurons, if that of `ffn` does not lie so."""
+    index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
+    in_place, end = lies_well(by_rows), end_of(ffn.w_gate)
     here = kernels_for(sources, index), device_limits(index)
-    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place)
+    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place, end)
     ways, known = ways_of(route, problem), None if density < 0 else density
 
     def run(way: Way) -> Tensor:
-        copied = not in_place and way.by_rows
-        laid = replace(ffn, w_down=_aligned(ffn.w_down)) if copied else ffn
+        laid = ffn
+        if way.by_rows:
+            laid = replace(ffn, w_down=by_rows if in_place else _aligned(by_rows))
         return way.run(*here, rows, laid, slots)
 
     runs = {way.name: functools.partial(run, way) for way in ways}
@@ -265,11 +341,11 @@ def _by_route(
         torch.cuda.get_device_name(rows.device),
         ffn.K,
         ffn.N,
-        len(ffn.tensors) > 3,
+        any(bias is not None for bias in (ffn.b_gate, ffn.b_up, ffn.b_down)),
         token_bucket(rows.shape[0]),
         None if known is None else density_bucket(known),
         slots,
-        f"{'hopper' if hopper else 'portable'} {sources[:12]}{'' if in_place else ' copying'}",
+        f"{'hopper' if hopper else 'portable'}{end} {sources[:12]}{'' if in_place else ' copying'}",
         tuple(runs),
     )
     with torch.cuda.device(index):  # whose stream is timed, or captured
@@ -290,7 +366,10 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _sampled_density(rows: Tensor, ffn: FFN) -> float:
     step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
-    gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
+    if ffn.s_gate is None:
+        gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
+    else:
+        gate = fp8_linear(rows[::step], Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate))
     return fires(gate).float().mean().item()
 
 
@@ -308,15 +387,31 @@ _FFN_SCHEMA = (
 )
 
 
+_FP8_SCHEMA = (
+    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, Tensor s_gate, Tensor s_up, Tensor s_down, Tensor? turned, int tile, "
+    "int slots, float density, str sources, str route) -> Tensor"
+)
+
+
+def _fake_fp8_ffn(x: Tensor, *rest) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _own_digest() -> str:
     files = sorted(Path(__file__).parent.glob("twell_*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operator `twell::gated_ffn_<digest>`, and those of training."""
+    """The operators `twell::gated_ffn_<digest>` and `twell::fp8_ffn_<digest>`, and training's."""
     library = torch.library.Library("twell", "FRAGMENT")
-    define_operators(library, digest, ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn))
+    define_operators(
+        library,
+        digest,
+        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
+        ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_fp8_ffn),
+    )
     define_training(library, digest)
     return library
 
@@ -326,9 +421,11 @@ _owner = sys.modules.setdefault(f"twell_ffn_{_DIGEST}", sys.modules[__name__])
 if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
+    _fp8_ffn_op = getattr(torch.ops.twell, f"fp8_ffn_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
+    sparse_fp8_ffn = _owner.sparse_fp8_ffn
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -142,7 +142,13 @@ def why_no_products(index: int | None, N: int, K: int, dtype: str) -> str | None
 
 
 class Fp8Linear(nn.Linear):
-    """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`."""
+    """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`.
+
+    `turned`: the weight a second time, `[K, N]`, contiguous, where `turn` made it. It goes when the
+    layer moves or loads other values; no state_dict has it.
+    """
+
+    turned: Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where):
         """Without values yet; `where`: device, and the dtype of the bias."""
@@ -162,7 +168,17 @@ class Fp8Linear(nn.Linear):
         refuse_gradients(x)
         return fp8_linear(x, self.fp8_weight)
 
+    def turn(self) -> None:
+        """Make `turned`."""
+        self.turned = self.weight.t().contiguous()
+
+    def _load_from_state_dict(self, *given):
+        self.turned = None
+        super()._load_from_state_dict(*given)
+
     def _apply(self, fn, recurse=True):
+        self.turned = None
+
         def placed(tensor: Tensor) -> Tensor:
             """Where `fn` puts it; of to(dtype) too, e4m3 and its scales keep their dtypes."""
             moved = fn(tensor)

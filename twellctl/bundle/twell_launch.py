@@ -26,7 +26,9 @@ from .twell_spec import ENTRY_FILES
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and dynamic together
-_BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3  # of cuTensorMapEncodeTiled
+_SWIZZLE_128B, _L2_256B = 3, 3  # of cuTensorMapEncodeTiled
+_MAP_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # and this as bytes
+_BOX_BYTES = 128  # of a row
 
 
 class LoadError(KernelError):
@@ -205,32 +207,39 @@ def _cupy() -> tuple[type, ModuleType]:
     return Module, driver
 
 
-def tensor_map(tensor: Tensor, box_rows: int, box_columns: int = 64) -> np.void:
-    """The TMA descriptor of bf16 `tensor` `[rows, columns]`, swizzled over 128 bytes.
+def tensor_map(tensor: Tensor, box_rows: int) -> np.void:
+    """The TMA descriptor of `tensor` `[rows, columns]`, bf16 or e4m3, swizzled over 128 bytes.
 
-    A load brings a box of `box_rows x box_columns` (at most 256 x 64); outside of the tensor it
-    reads zeros. Rows must begin at multiples of 16 bytes. Pass it by value, as a
+    A load brings a box of `box_rows` (at most 256) times 128 bytes of each; outside of the tensor
+    it reads zeros. Rows must begin at multiples of 16 bytes. Pass it by value, as a
     `const __grid_constant__` struct of 128 bytes aligned to 64.
     """
-    if tensor.dtype != torch.bfloat16 or tensor.dim() != 2 or tensor.stride(1) != 1:
-        raise ValueError("a tensor map takes bf16 [rows, columns] with contiguous rows")
-    return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), box_rows, box_columns)
+    if tensor.dtype not in _MAP_TYPES or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise ValueError("a tensor map takes bf16 or e4m3 [rows, columns] with contiguous rows")
+    element = _MAP_TYPES[tensor.dtype], tensor.element_size()
+    return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), box_rows, *element)
 
 
 @functools.lru_cache(maxsize=4096)  # a pure function: the descriptor holds just these numbers
 def _encode(
-    pointer: int, rows: int, columns: int, row_stride: int, box_rows: int, box_columns: int
+    pointer: int,
+    rows: int,
+    columns: int,
+    row_stride: int,
+    box_rows: int,
+    element: int,
+    element_bytes: int,
 ) -> np.void:
     raw = np.zeros(256, np.uint8)
     start = -raw.ctypes.data % 128
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(raw.ctypes.data + start),
-        _BFLOAT16,
+        element,
         2,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(row_stride * 2),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint64 * 1)(row_stride * element_bytes),
+        (ctypes.c_uint32 * 2)(_BOX_BYTES // element_bytes, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
         _SWIZZLE_128B,
@@ -239,7 +248,7 @@ def _encode(
     )
     if status:
         raise KernelError(
-            f"cuTensorMapEncodeTiled answers {status} for bf16 [{rows}, {columns}] with rows of "
-            f"{row_stride} at {pointer:#x}, boxes of {box_rows} x {box_columns}"
+            f"cuTensorMapEncodeTiled answers {status} for [{rows}, {columns}] of {element_bytes} "
+            f"bytes with rows of {row_stride} at {pointer:#x}, boxes of {box_rows} rows"
         )
     return raw[start : start + 128].view(TENSOR_MAP)[0]

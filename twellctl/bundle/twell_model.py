@@ -27,9 +27,10 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from .twell_config import check_twell
-from .twell_ffn import register_sources, sparse_ffn, train_ffn
-from .twell_fp8 import Fp8Linear, fp8_ffn, refuse_gradients
+from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
+from .twell_fp8 import Fp8Linear, refuse_gradients
 from .twell_fp8_config import is_fp8
+from .twell_launch import device_limits
 from .twell_quantizer import with_own_layers
 from .twell_reasons import say_once
 from .twell_route import check_route
@@ -99,13 +100,7 @@ class TwellFFN:
             weights = tuple(projection.weight for projection in projections)
             biases = tuple(projection.bias for projection in projections)
         tensors = (x, *weights, self.down_proj.weight, *biases, self.down_proj.bias)
-        how = {
-            "tile": self.twell_tile,
-            "slots": self.twell_slots,
-            "sources": self.twell_sources,
-            "route": self.twell_route,
-            "density": self.twell_density,
-        }
+        how = self._numbers()
         if meter is None:
             return sparse_ffn(*tensors, **how)
         end = None
@@ -122,11 +117,19 @@ class TwellFFN:
 
     def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:
         refuse_gradients(x)
-        if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
-            say_once("FFNs in FP8 compute all neurons")
         weights = [projection.fp8_weight for projection in projections]
         gate, up = weights if len(weights) > 1 else weights[0].chunk(2)
-        return fp8_ffn(x, gate, up, self.down_proj.fp8_weight)
+        down = self.down_proj
+        return sparse_fp8_ffn(x, gate, up, down.fp8_weight, down.turned, **self._numbers())
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "tile": self.twell_tile,
+            "slots": self.twell_slots,
+            "sources": self.twell_sources,
+            "route": self.twell_route,
+            "density": self.twell_density,
+        }
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -187,16 +190,27 @@ def _kernels_read(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.bfloat16
 
 
+def _kernels_read_e4m3(weight: Tensor) -> bool:
+    if not weight.is_cuda or torch.version.cuda is None:
+        return False
+    return device_limits(weight.device.index).capability >= (8, 9)
+
+
 def lay_down_by_rows(model: nn.Module) -> None:
     """Lay the weight of each down projection by rows of neurons, where `use_kernels` gave kernels.
 
     Its name, shape and values stay, and so does what is saved. Without this each call of the
-    kernels would make a copy. What is not a plain nn.Linear, or lies elsewhere, stays as it is.
+    kernels would make a copy. An FP8 layer keeps both layouts: dense FP8 products want the other
+    one. What is not a plain layer, or lies elsewhere, stays as it is.
     """
     for ffn in gated_ffns(model):
-        if getattr(ffn, "twell_sources", "") and is_plain(ffn.down_proj, nn.Linear):
-            weight = ffn.down_proj.weight
-            weight.data = by_rows_of_neurons(weight.data)
+        down = ffn.down_proj
+        if not getattr(ffn, "twell_sources", ""):
+            continue
+        if is_plain(down, nn.Linear):
+            down.weight.data = by_rows_of_neurons(down.weight.data)
+        elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
+            down.turn()
 
 
 class TwellModel:

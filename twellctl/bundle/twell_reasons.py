@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_few import FEW_KERNELS, few_ffn_kernels
+from .twell_few import (
+    FEW_KERNELS,
+    UNION_E4M3_KERNELS,
+    few_ffn_kernels,
+    union_e4m3_kernels,
+)
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
+from .twell_lists_e4m3 import E4M3_STEP, LISTS_E4M3_KERNELS
 from .twell_nvrtc import what_is_missing
 from .twell_plan import why_unfit
 from .twell_route import requested
@@ -25,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(
-    (*HOPPER_KERNELS, *PORTABLE_KERNELS, *WALK_KERNELS, *FEW_KERNELS, *GRAD_KERNELS)
+    (
+        *(*HOPPER_KERNELS, *PORTABLE_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
+        *(*UNION_E4M3_KERNELS, *GRAD_KERNELS),
+    )
 )
 
 
@@ -82,6 +91,19 @@ def _entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
     return (*many, *few_ffn_kernels(limits))
 
 
+def why_no_e4m3_kernels(sources: str, index: int, hopper: bool) -> str | None:
+    """None if the kernels over e4m3 weights are compiled and loaded, else why they are not."""
+    limits = device_limits(index)
+    if limits.capability < (8, 9):
+        return "kernels over FP8 weights need compute capability 8.9 or newer"
+    return why_not_loaded(sources, index, _e4m3_entries(limits, hopper))
+
+
+@functools.cache
+def _e4m3_entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
+    return (*(LISTS_E4M3_KERNELS if hopper else ()), *union_e4m3_kernels(limits))
+
+
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
     """None if `entries` are compiled and loaded on CUDA device `index`, else why they are not."""
     try:
@@ -123,6 +145,23 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     said = _why_not(rows, ffn.tensors, K, N, tile)
     as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
     return said or why_they_do_not_lie_well(as_they_are)
+
+
+def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
+    """The same of e4m3 weights with scales; `ffn.w_down` may lie as it wants."""
+    N, K, where = ffn.N, ffn.K, rows.device
+    if rows.dtype != torch.bfloat16:
+        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
+    if K % E4M3_STEP or N % E4M3_STEP:
+        return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
+    if said := why_unfit(K // 2, N, tile, device_limits(where.index).smem_bytes):
+        return f"the kernels take {said}"
+    biases = [b for b in (ffn.b_gate, ffn.b_up, ffn.b_down) if b is not None]
+    if any(bias.dtype != torch.bfloat16 for bias in biases):
+        return "the kernels take biases in bf16"
+    if any(tensor.device != where for tensor in ffn.tensors):
+        return "the kernels take weights of the dtype and device of their input"
+    return why_they_do_not_lie_well(t for t in ffn.tensors if t is not ffn.w_down)
 
 
 def _why_not(

@@ -6,7 +6,7 @@
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
 torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in the heads of
-plan.cu, up.cu, hidden.cu and down.cu.
+plan.cu, up.cuh, hidden.cuh and down.cuh.
 """
 
 from collections.abc import Iterator
@@ -36,6 +36,7 @@ from .twell_spec import (
     DOWN_BLOCK,
     GATHER_BLOCK,
     GRAD_PAIRS_BLOCK,
+    GROUP,
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PACK_BLOCK,
@@ -49,7 +50,7 @@ from .twell_spec import (
     UP_BLOCK,
     WEIGHT_BOX_ROWS,
 )
-from .twell_weights import FFN
+from .twell_weights import FFN, end_of
 
 _SPARSE = ("up", "hidden", "down")
 HOPPER_KERNELS = (
@@ -81,7 +82,7 @@ class PairLists:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Which rows heavy.cu computes: `count` of the list `rows` from `start` on, flagged, or all."""
+    """Which rows heavy.cuh has: `count` of the list `rows` from `start` on, flagged, or all."""
 
     rows: Tensor | None = None
     count: Tensor | None = None
@@ -107,7 +108,7 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` entries a tile, more go densely."""
     y = torch.empty_like(x)
     cap = hopper_cap(ffn.N)
-    for plan, xs, ys in _chunks(x, y, ffn, slots, cap, limits, portable=False):
+    for plan, xs, ys in chunks_of(x, y, ffn, slots, cap, limits, portable=False):
         counts, entries, heavy_count = packed_buffers(plan, x.device)
         packed = counts, entries, heavy_count
         launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
@@ -119,7 +120,7 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
 def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
     """The same on any GPU from sm_80 on: every row sparsely, whatever fired."""
     y = torch.empty_like(x)
-    for plan, xs, ys in _chunks(x, y, ffn, TILE, ffn.N, limits, portable=True):
+    for plan, xs, ys in chunks_of(x, y, ffn, TILE, ffn.N, limits, portable=True):
         counts, entries, heavy_count = packed_buffers(plan, x.device)
         gate = F.linear(xs, ffn.w_gate, ffn.b_gate)
         kernels.launch(
@@ -143,31 +144,36 @@ def launch_gate_pack(
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
+    scales: tuple[Tensor, ...] = (),
 ) -> None:
-    """The gate product and its packing in one kernel, into `counts` and `entries`."""
+    """The gate product and its packing in one kernel, into `counts` and `entries`.
+
+    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py).
+    """
     M, (N, K) = x.shape[0], w_gate.shape
     short = gate_pack_is_short(M, N, limits.num_sms)
     kernels.launch(
-        "gate_pack_short" if short else "gate_pack",
+        ("gate_pack_short" if short else "gate_pack") + end_of(w_gate),
         (product_grid(M, N, limits.num_sms, groups=1 if short else 2),),
         SHORT_PRODUCT_BLOCK if short else PRODUCT_BLOCK,
         (
             *(tensor_map(x, INPUT_BOX_ROWS), tensor_map(w_gate, WEIGHT_BOX_ROWS), b_gate),
-            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
+            *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),
         ),
         GATE_PACK_SMEM,
     )
 
 
-def _chunks(
+def chunks_of(
     x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
 ) -> Iterator[tuple[Plan, Tensor, Tensor]]:
+    """Plan, inputs and outputs of each chunk of tokens."""
     size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, limits, portable)
     if size == x.shape[0]:
-        yield make_plan(size, ffn.N, ffn.K, slots, cap, limits), x, y
+        yield make_plan(size, ffn.N, ffn.shorts, slots, cap, limits), x, y
         return
     for xs, ys in zip(x.split(size), y.split(size), strict=True):
-        yield make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
+        yield make_plan(xs.shape[0], ffn.N, ffn.shorts, slots, cap, limits), xs, ys
 
 
 def packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,10 +225,13 @@ def launch_plan(
 def launch_up(
     kernels: KernelSet, plan: Plan, x: Tensor, weight: Tensor, lists: PairLists
 ) -> Tensor:
-    """Parts of the dot product of each pair's rows of `x` `[M, K]` and `weight` `[N, K]`, fp32."""
-    partial = x.new_empty(plan.num_ranges, plan.num_pairs, dtype=torch.float32)
+    """Parts of the dot product of each pair's rows of `x` `[M, K]` and `weight` `[N, K]`, fp32.
+
+    Of e4m3 rows they lack their scales.
+    """
+    partial = x.new_empty((plan.num_ranges, plan.num_pairs), dtype=torch.float32)
     kernels.launch(
-        "up",
+        f"up{end_of(weight)}",
         plan.up_grid,
         UP_BLOCK,
         (
@@ -236,13 +245,19 @@ def launch_up(
 
 
 def launch_hidden(
-    kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, ffn: FFN, lists: PairLists
+    kernels: KernelSet,
+    limits: Limits,
+    plan: Plan,
+    partial: Tensor,
+    ffn: FFN,
+    lists: PairLists,
+    scales: tuple[Tensor, ...] = (),
 ) -> PairLists:
-    """Fill the rounds with h; returns the lists with masks."""
+    """Fill the rounds with h; returns the lists with masks. `scales`: of x and W_up, if e4m3."""
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
-    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists)
-    kernels.launch("hidden", grid, HIDDEN_BLOCK, args, smem_bytes)
+    args = (*_hidden_arguments(plan, partial, plan.num_ranges, ffn, lists), *scales)
+    kernels.launch(f"hidden{end_of(ffn.w_up)}", grid, HIDDEN_BLOCK, args, smem_bytes)
     return lists
 
 
@@ -284,18 +299,29 @@ def _hidden_arguments(
     )
 
 
-def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: Tensor) -> None:
-    """y of the filled rounds; that of heavy rows is not what it should be."""
+def launch_down(
+    kernels: KernelSet,
+    plan: Plan,
+    ffn: FFN,
+    lists: PairLists,
+    y: Tensor,
+    scales: tuple[Tensor, ...] = (),
+) -> None:
+    """y of the filled rounds; that of heavy rows is not what it should be.
+
+    `scales`: of x and of the columns of W_down, if e4m3.
+    """
     M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
-    sums = y.new_empty(M, K, dtype=torch.float32) if P > 1 else None
+    padded = plan.num_groups * GROUP
+    sums = y.new_empty((padded, ffn.K), dtype=torch.float32) if P > 1 else None
     for panel in range(P):
         kernels.launch(
-            "down",
+            f"down{end_of(ffn.w_down)}",
             plan.down_grid,
             DOWN_BLOCK,
             (
                 *(ffn.w_down, ffn.b_down, lists.num_rounds, lists.rounds, lists.masks, M, N, K),
-                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y),
+                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y, *scales),
             ),
             plan.down_smem,
         )

@@ -38,6 +38,7 @@ UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
 PLAN_BLOCK = 1024  # at most
 PLAN_CLUSTER = 8  # blocks that plan a tile together
 PACK_BLOCK = GATHER_BLOCK = 256
+QUANTISE_BLOCK = 512
 SLAB = 64  # columns of K that `up` takes at a time
 DOWN_COLUMNS = 16  # of y, of a block of `down`
 DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
@@ -183,6 +184,20 @@ STEP_QUAD = 4  # rows, the least that a block has
 STEP_HEAD_DIMS = (64, 128)
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
+# by hidden size and bytes of a weight: kilobytes of weights that a block has on their way, and in
+# its ring; groups of four neurons that fired whose rows it has on their way, 1 or 2
+STEP_FLOW = {
+    (1536, 2): (32, 144, 2),
+    (2048, 2): (32, 144, 2),
+    (3072, 2): (32, 144, 1),
+    (3584, 2): (32, 144, 1),
+    (4096, 2): (32, 128, 1),
+    (1536, 1): (32, 168, 2),
+    (2048, 1): (32, 168, 2),
+    (3072, 1): (32, 144, 2),
+    (3584, 1): (32, 144, 2),
+    (4096, 1): (32, 128, 2),
+}
 ROWS_TOKENS, ROWS_K, ROWS_BLOCK = 16, 2048, 384  # of step_rows
 ROWS_OCTETS = 6  # of gates, of a block, at most
 ROWS_PARTS, ROWS_GROUPS, ROWS_SOURCES = 16, 8, 9
@@ -191,34 +206,64 @@ ROWS_TASKS = 4  # heads of 64 of rows, of a block, at most
 
 def _step_numbers(source: str) -> dict[str, int]:
     """What one of the steps is built for."""
-    for K, (quads, rows) in MOST_OF_BLOCK.items():
-        if source == f"decode/step_{K}.cu":
-            return {"STEP_K": K, "STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
+    for (K, end), (name, _) in _STEPS.items():
+        if source == name:
+            weight_bytes = 1 if end else 2
+            quads, rows = MOST_OF_BLOCK[K]
+            ahead, ring, groups = STEP_FLOW[K, weight_bytes]
+            flow = {"STEP_AHEAD_KB": ahead, "STEP_RING_KB": ring, "STEP_GROUPS": groups}
+            most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
+            return {"STEP_K": K, "STEP_WEIGHT_BYTES": weight_bytes} | flow | most
     return {}
 
 
-def _steps(K: int) -> dict[str, Arguments]:
-    forms = (("", True), ("_dense", False))
-    return {f"step_{K}_{D}{form}": (D, sparse) for D in STEP_HEAD_DIMS for form, sparse in forms}
+def step_entry(K: int, D: int, *, sparse: bool, end: str = "") -> str:
+    """The entry for a hidden size and heads of D, for e4m3 weights with `end` E4M3."""
+    return f"step_{K}_{D}{'' if sparse else '_dense'}{end}"
+
+
+def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
+    forms = ((D, sparse) for D in STEP_HEAD_DIMS for sparse in (True, False))
+    entries = {step_entry(K, D, sparse=sparse, end=end): (D, sparse) for D, sparse in forms}
+    return f"decode/step_{K}{end}.cu", entries
+
+
+# by hidden size and E4M3 or "": source and entries
+_STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3) for K in MOST_OF_BLOCK}
 
 
 # ---- sources
 
 Entries = Mapping[str, Arguments]
+
+
+def gate_pack_e4m3_entries(*, promoted: bool) -> Entries:
+    """Of gate_pack_e4m3.cu; `promoted`: with sums in float32, not in some 14 bits."""
+    return {f"gate_pack{E4M3}": (2, promoted), f"gate_pack_short{E4M3}": (1, promoted)}
+
+
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
     "ffn/gate_pack.cu": {"gate_pack": (2,), "gate_pack_short": (1,)},
+    f"ffn/gate_pack{E4M3}.cu": gate_pack_e4m3_entries(promoted=False),
     "ffn/pack.cu": ("pack",),
+    "ffn/quantise_rows.cu": ("quantise_rows",),
     "ffn/plan.cu": ("plan", "plan_cluster"),
     "ffn/up.cu": ("up",),
+    f"ffn/up{E4M3}.cu": (f"up{E4M3}",),
     "ffn/hidden.cu": ("hidden", "hidden_kept"),
+    f"ffn/hidden{E4M3}.cu": (f"hidden{E4M3}",),
     "ffn/down.cu": ("down",),
+    f"ffn/down{E4M3}.cu": (f"down{E4M3}",),
     "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
+    f"ffn/heavy{E4M3}.cu": ("heavy_widen", f"heavy_hidden{E4M3}", f"heavy_down{E4M3}"),
     "ffn/walk.cu": ("walk", "walk_gate"),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,
+    f"ffn/few_hidden{E4M3}.cu": partial(few_entries, "few_hidden", end=E4M3),
+    f"ffn/few_down{E4M3}.cu": partial(few_down_entries, end=E4M3),
     "ffn/few_walk.cu": {
         f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
     },
@@ -237,11 +282,10 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "decode/few_gated.cu": partial(few_entries, "few_gated"),
     **{
         f"decode/{family}{E4M3}.cu": partial(few_entries, family, end=E4M3)
-        for family in ("few_linear", "few_hidden", "few_gated")
+        for family in ("few_linear", "few_gated")
     },
-    f"decode/few_down{E4M3}.cu": partial(few_down_entries, end=E4M3),
     "decode/norm.cu": ("rms_norm", "embed_norm"),
-    **{f"decode/step_{K}.cu": _steps(K) for K in MOST_OF_BLOCK},
+    **dict(_STEPS.values()),
     "decode/step_rows_2048.cu": {f"step_rows_2048_{D}": (D,) for D in STEP_HEAD_DIMS},
 }
 ENTRY_FILES = {

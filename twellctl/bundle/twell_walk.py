@@ -5,7 +5,7 @@
 
 Its time goes by pairs (token, neuron that fired). With few of them it is shorter than that of the
 lists of twell_sequence.py. The kernels behind the gate may start before the one in front has ended;
-they read nothing before that. What they do stands in kernels/ffn/walk.cu and heavy.cu.
+they read nothing before that. What they do stands in kernels/ffn/walk.cu and heavy.cuh.
 """
 
 from dataclasses import dataclass

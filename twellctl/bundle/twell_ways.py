@@ -13,7 +13,9 @@ from torch import Tensor
 
 from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
-from .twell_launch import Limits
+from .twell_fp8 import Fp8Weight, fp8_ffn
+from .twell_launch import KernelSet, Limits
+from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
 from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
 from .twell_weights import FFN
@@ -30,7 +32,7 @@ class Problem:
     """M tokens, N neurons and inputs of K on a device; `hopper`: whether by Hopper's kernels.
 
     `in_place`: W_down lies as the kernels read it; else each call copies it. `end`: what ends the
-    names of the entries for few tokens that take such weights ("" for bf16).
+    names of the entries that take such weights ("" for bf16).
     """
 
     M: int
@@ -45,6 +47,11 @@ class Problem:
     def few(self) -> bool:
         """Whether it goes by the kernels for few tokens."""
         return takes_few(self.M, self.N, self.limits, self.end)
+
+    @property
+    def bf16_many(self) -> bool:
+        """Whether it goes by those for more tokens, which there are for bf16 alone."""
+        return not self.few and not self.end
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,26 @@ def _without_slots(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kernels, limits, x, ffn, slots=0, **how: run(kernels, limits, x, ffn, **how)
 
 
+def _lists(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    run = hopper_ffn if ffn.s_gate is None else lists_e4m3_ffn
+    return run(kernels, limits, x, ffn, slots)
+
+
+def dense_products(x: Tensor, ffn: FFN) -> Tensor:
+    """The equation in torch's own products, `[M, K]` to `[M, K]`, in FP8 over e4m3 weights."""
+    if ffn.s_gate is None:
+        return dense_ffn(x, ffn)
+    weights = zip(
+        (ffn.w_gate, ffn.w_up, ffn.w_down.t()),
+        (ffn.s_gate, ffn.s_up, ffn.s_down),
+        (ffn.b_gate, ffn.b_up, ffn.b_down),
+        strict=True,
+    )
+    return fp8_ffn(x, *(Fp8Weight(w, scale[:, None], bias) for w, scale, bias in weights))
+
+
 def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    return dense_ffn(x, ffn)
+    return dense_products(x, ffn)
 
 
 WAYS = (
@@ -80,29 +105,37 @@ WAYS = (
     Way("union", lambda p: p.few, _without_slots(few_union)),
     Way(
         "walk_gate",
-        lambda p: p.hopper and not p.few and takes_walk(p.M, p.N, p.K, p.limits),
+        lambda p: p.hopper and p.bf16_many and takes_walk(p.M, p.N, p.K, p.limits),
         _without_slots(walk_gate_ffn),
         suits=lambda p, density: p.M <= GATE_TOKENS and suits_walk(p.M, p.N, density),
     ),
     Way(
         "walk",
-        lambda p: p.hopper and not p.few and takes_walk(p.M, p.N, p.K, p.limits),
+        lambda p: p.hopper and p.bf16_many and takes_walk(p.M, p.N, p.K, p.limits),
         walk_packed_ffn,
         suits=lambda p, density: p.M > GATE_TOKENS and suits_walk(p.M, p.N, density),
     ),
-    Way("lists", lambda p: p.hopper and not p.few, hopper_ffn),
-    Way("portable", lambda p: not p.hopper and not p.few, _without_slots(portable_ffn)),
-    Way("fused", lambda p: p.hopper, _without_slots(fused_ffn), own=False, by_rows=False),
+    Way("lists", lambda p: p.hopper and not p.few, _lists),
+    Way("portable", lambda p: not p.hopper and p.bf16_many, _without_slots(portable_ffn)),
+    Way(
+        "fused",
+        lambda p: p.hopper and not p.end,
+        _without_slots(fused_ffn),
+        own=False,
+        by_rows=False,
+    ),
     Way("dense", lambda p: True, _dense, own=False, by_rows=False),
 )
 FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
 
 
 def ways_of(route: str, problem: Problem) -> list[Way]:
-    """The ways of a route that take `problem`, in order: at least one."""
+    """The ways of a route that take `problem`, in order; if there is none, the dense one."""
     if route in ("fused", "dense"):
-        return [way for way in WAYS if way.name == route]
-    return [way for way in WAYS if (way.own or route == "auto") and way.takes(problem)]
+        found = [way for way in WAYS if way.name == route and way.takes(problem)]
+    else:
+        found = [way for way in WAYS if (way.own or route == "auto") and way.takes(problem)]
+    return found or [WAYS[-1]]
 
 
 def by_rule(ways: Sequence[Way], problem: Problem, density: float | None) -> Way:
@@ -120,11 +153,11 @@ def _pays(way: Way, problem: Problem, density: float | None) -> bool:
     return problem.M > SPARSE_ABOVE and (density is None or density < DENSE_FROM)
 
 
-def ways_by_tokens(limits: Limits, *, hopper: bool, N: int, K: int) -> Iterable[str]:
-    """The table for one FFN, a line for each range of numbers of tokens."""
+def ways_by_tokens(limits: Limits, *, hopper: bool, N: int, K: int, end: str = "") -> Iterable[str]:
+    """The table for one FFN, a line for each range of numbers of tokens; `end` as in `Problem`."""
     found: dict[tuple[str, ...], list[int]] = {}
     for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
-        problem = Problem(M, N, K, limits, hopper)
+        problem = Problem(M, N, K, limits, hopper, end=end)
         found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
     for names, tokens in found.items():
         last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
+
+from .twell_spec import E4M3
+
+
+def end_of(weight: Tensor) -> str:
+    """What ends the names of the entries that take `weight`."""
+    return E4M3 if weight.dtype == torch.float8_e4m3fn else ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,11 @@ class FFN:
     def K(self) -> int:
         """Hidden size."""
         return self.w_gate.shape[1]
+
+    @cached_property
+    def shorts(self) -> int:
+        """What a row of K columns takes, in units of 2 bytes: the K of kernels that count so."""
+        return self.K * self.w_gate.element_size() // 2
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -100,8 +100,11 @@ class KernelDecoder:
         if sparse:
             _put_over_twell(model)
             if self._end:  # now, so that the cache is sized by what is left
-                downs = {layer.mlp: layer.mlp.down_proj.weight for layer in model.model.layers}
-                self._turned = {mlp: down.t().contiguous() for mlp, down in downs.items()}
+                downs = {layer.mlp: layer.mlp.down_proj for layer in model.model.layers}
+                self._turned = {
+                    mlp: down.weight.t().contiguous() if down.turned is None else down.turned
+                    for mlp, down in downs.items()
+                }
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
         self._plain = HFDecoder(model)

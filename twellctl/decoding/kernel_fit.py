@@ -60,8 +60,6 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
-    if entry_end(model):
-        return "a step in one kernel has bf16 weights, not FP8"
     layers = range(model.config.num_hidden_layers)
     if len({window_of(model, i) for i in layers}) > 1:
         return "a step in one kernel has the same window in all layers"
@@ -88,6 +86,7 @@ def step_sizes(model: PreTrainedModel) -> StepSizes:
         config.num_attention_heads,
         head_dim(model),
         config.vocab_size,
+        entry_end(model),
     )
 
 

@@ -23,6 +23,7 @@ from twellctl.bundle.twell_spec import (
     STEP_HEAD_DIMS,
     STEP_QUAD,
     STEP_WARPS,
+    step_entry,
 )
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
@@ -53,16 +54,17 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Hidden size, neurons, heads of q, their size, vocabulary."""
+    """Hidden size, neurons, heads of q, their size, vocabulary; `end` E4M3 for such weights."""
 
     K: int
     N: int
     H: int
     D: int
     V: int
+    end: str = ""
 
     def entry(self, sparse: bool) -> str:
-        return f"step_{self.K}_{self.D}" + "_dense" * (not sparse)
+        return step_entry(self.K, self.D, sparse=sparse, end=self.end)
 
     @property
     def rows_entry(self) -> str:
@@ -90,7 +92,7 @@ def most_rows_at_once(sizes: StepSizes, limits: Limits, *, sparse: bool) -> int:
     """How many rows a step in one kernel may have, for a model that `step` takes."""
     blocks = limits.num_sms
     least, most = ROWS_PARTS * ROWS_GROUPS, ROWS_PARTS * ROWS_SOURCES
-    if not sparse or sizes.K != ROWS_K or not least <= blocks <= most:
+    if not sparse or sizes.end or sizes.K != ROWS_K or not least <= blocks <= most:
         return 1
     if sizes.N % 8 or sizes.V % 8 or ceil_div(sizes.N // 8, blocks) > ROWS_OCTETS:
         return 1
@@ -178,7 +180,7 @@ class WholeStep:
 
 
 def _words_of(layer: DecoderLayer) -> list[int]:
-    """kernels/decode/step_shared.cuh: Layer."""
+    """kernels/decode/step_shared.cuh: LayerOf, and of e4m3 weights ScaledLayer."""
     ffn, attend = layer.ffn, layer.attend
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
         raise ValueError("the kernel of a whole step takes weights by rows of neurons")
@@ -188,4 +190,6 @@ def _words_of(layer: DecoderLayer) -> list[int]:
         *(attend.keys, attend.values, attend.q_norm, attend.k_norm),
     )
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return [*pointers, attend.window or 0]
+    scales = (layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down)
+    told = [scale.data_ptr() for scale in scales if scale is not None]
+    return [*pointers, attend.window or 0, *told]

@@ -25,6 +25,10 @@ inline unsigned e4m3_rounded(float value) {
     return below | (std::signbit(value) ? 128 : 0);
 }
 
+inline float f16_of(unsigned pair, int half) {
+    return bits<_Float16>(static_cast<unsigned short>(pair >> 16 * half));
+}
+
 }  // namespace emulator
 
 inline unsigned f16_pair(float low, float high) {
@@ -40,4 +44,8 @@ inline uint4 e4m3_as_f16(unsigned low, unsigned high) {
         return f16_pair(emulator::e4m3_value(word & 255), emulator::e4m3_value(word >> 8 & 255));
     };
     return {two(low), two(low >> 16), two(high), two(high >> 16)};
+}
+
+inline void unpack_f16_pair(unsigned pair, float& low, float& high) {
+    low = emulator::f16_of(pair, 0), high = emulator::f16_of(pair, 1);
 }

@@ -14,6 +14,7 @@ inline void load_shared_if(bool wanted, unsigned from, uint4& v) {
     if (wanted) v = load_shared(from);
 }
 inline uint2 load_shared_pair(unsigned from) { return emulator::load_shared<uint2>(from); }
+inline uint2 read_shared_pair(unsigned from) { return emulator::load_shared<uint2>(from); }
 inline unsigned load_shared_word(unsigned from) { return emulator::load_shared<unsigned>(from); }
 inline float load_shared_float(unsigned from) { return emulator::load_shared<float>(from); }
 inline unsigned load_shared_half(unsigned from) {

@@ -1,0 +1,34 @@
+// gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh). `promoted`: sums are
+// kept in float32, not in some 14 bits (tile/hopper_product.cuh).
+#include "ffn/gate_pack.cuh"
+
+namespace {
+
+template <bool PROMOTED>
+struct Lying {
+    using Columns = AlongE4m3;
+};
+template <>
+struct Lying<true> {
+    using Columns = AlongPromoted;
+};
+
+}  // namespace
+
+#define TWELL_GATE_PACK(name, groups, promoted)                                                    \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1)                                          \
+        __launch_bounds__(product::threads(groups), 1)                                            \
+            name(const __grid_constant__ TensorMap x_map,                                         \
+                 const __grid_constant__ TensorMap w_map, const unsigned short* b_gate,           \
+                 int num_rows, int num_columns, int num_inner, int num_slots, int* counts,        \
+                 int* entries, int* heavy_count, const float2* token_scales,                      \
+                 const float* neuron_scales) {                                                    \
+        const product::Shape<groups> shape{num_rows, num_columns, num_inner,                      \
+                                           product::kBlockColumns};                               \
+        Packing<Scaled> packing{{token_scales, neuron_scales}, b_gate,    num_rows, num_columns,  \
+                                shape.column_tiles(),          num_slots, counts,   entries};     \
+        using Columns = Lying<promoted>::Columns;                                                 \
+        pack_product<Columns>(&x_map, &w_map, shape, packing, heavy_count);                       \
+    }
+
+TWELL_ENTRIES(TWELL_GATE_PACK)

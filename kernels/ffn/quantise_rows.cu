@@ -1,0 +1,124 @@
+// x by rows in e4m3, for the kernels of many tokens over e4m3 weights; and by what h is divided.
+//
+//   values [M, K] e4m3 = x / scale, rounded to nearest
+//   token_scales float2 [M] = scale, power
+//
+// scale = max |row| / 448 in float32, at least the smallest normal number, as in twell_fp8.py; of a
+// row with NaN or infinity it is one of them, and so is each of the row's products. power is a power
+// of two: divided by it each h = gate * up of the row lies below 2^16, as f16 can hold it. It
+// comes of a bound, no neuron is looked at:
+//
+//     |gate| <= scale s_gate |values| |w| + |b_gate|,   |w| <= 448 sqrt(K)       and so for up
+//
+// with the largest scales and biases of all neurons. Of real weights and inputs the bound lies up to
+// 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one, and
+// below an error of 2^-20 of that one.
+//
+// Launch: blocks of 1024 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
+// block looks through the scales and biases of all neurons first.
+#include "spec.cuh"
+#include "ptx/global.cuh"
+#include "ptx/halves.cuh"
+#include "tile/bf16.cuh"
+#include "tile/eights.cuh"
+#include "tile/powers.cuh"
+#include "tile/warp.cuh"
+
+namespace {
+
+constexpr int kWarps = spec::QUANTISE_BLOCK / 32;
+constexpr float kLargest = 448.f;                // of e4m3
+constexpr float kSmallestScale = 1.17549435e-38f;  // and the smallest normal number
+constexpr float kLargestFinite = 3.40282347e38f;
+constexpr float kRounded = 1.125f;               // values lie so much above x / scale at most
+constexpr int kHalfBits = 15;                    // f16 holds 2^15, and rounding adds less than that
+constexpr int kLeastPower = -112, kMostPower = 113;  // 1 / power, and any h / power, are finite
+
+// What bounds gate and up: the largest scale and bias of all neurons.
+struct Largest {
+    float scale, bias;
+};
+
+// The greatest of the block's numbers, none of which is negative, in all threads.
+__device__ __forceinline__ float greatest_of_block(float value) {
+    __shared__ int of_warps[kWarps];
+    const int lane = threadIdx.x % 32;
+    const int of_warp = __reduce_max_sync(~0u, __float_as_int(value));
+    if (lane == 0) of_warps[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    const int all = __reduce_max_sync(~0u, lane < kWarps ? of_warps[lane] : 0);
+    __syncthreads();
+    return __int_as_float(all);
+}
+
+__device__ __forceinline__ Largest largest_of(const float* scales, const unsigned short* biases,
+                                              int num) {
+    Largest own{0, 0};
+    for (int i = threadIdx.x; i < num; i += blockDim.x) {
+        own.scale = max(own.scale, __ldg(scales + i));
+        if (biases) own.bias = max(own.bias, bf16_value(__ldg(biases + i) & 0x7fff));
+    }
+    return {greatest_of_block(own.scale), greatest_of_block(own.bias)};
+}
+
+// The lane's share of a row goes in steps of a warp's 256 columns.
+__device__ __forceinline__ float scale_of(const unsigned short* row, int K, int lane) {
+    unsigned most = 0;  // as integers, bf16 numbers without signs have their order, NaN above all
+#pragma unroll 4
+    for (int first = 8 * lane; first < K; first += 256) {
+        const uint4 eight = load_constant(row + first);
+        const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            most = max(most, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
+    }
+    const float largest = bf16_value(__reduce_max_sync(~0u, static_cast<int>(most)));
+    const float scale = largest * (1 / kLargest);
+    return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+}
+
+// Writes the row's values; returns the root of the sum of their squares, about.
+__device__ __forceinline__ float round_row(const unsigned short* row, float scale, int K, int lane,
+                                           unsigned char* values) {
+    float squares = 0;
+#pragma unroll 4
+    for (int first = 8 * lane; first < K; first += 256) {
+        float x[8];
+        unpack(load_constant(row + first), x);
+        unsigned words[2];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] /= scale, squares += x[i] * x[i];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            words[i] = e4m3_two(x[4 * i], x[4 * i + 1]) |
+                       e4m3_two(x[4 * i + 2], x[4 * i + 3]) << 16;
+        store_pair(values + first, words[0], words[1]);
+    }
+    return sqrtf(sum_over_lanes(squares));
+}
+
+// An exponent that no gate (or up) of the row reaches.
+__device__ __forceinline__ int exponent_of(const Largest& largest, float scale, float norm, int K) {
+    const float bound =
+        scale * norm * (kRounded * kLargest) * sqrtf(static_cast<float>(K)) * largest.scale +
+        largest.bias;
+    return exponent_above(bound < kLargestFinite ? bound : kLargestFinite);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
+    quantise_rows(const unsigned short* x, int M, int N, int K, const float* s_gate,
+                  const float* s_up, const unsigned short* b_gate, const unsigned short* b_up,
+                  unsigned char* values, float2* token_scales) {
+    const Largest gate = largest_of(s_gate, b_gate, N), up = largest_of(s_up, b_up, N);
+    const int lane = threadIdx.x % 32;
+    for (int m = blockIdx.x * kWarps + threadIdx.x / 32; m < M; m += gridDim.x * kWarps) {
+        const long long first = static_cast<long long>(m) * K;
+        const float scale = scale_of(x + first, K, lane);
+        const float norm = round_row(x + first, scale, K, lane, values + first);
+        const int exponents = exponent_of(gate, scale, norm, K) + exponent_of(up, scale, norm, K);
+        const int power = max(kLeastPower, min(exponents - kHalfBits, kMostPower));
+        if (lane == 0) token_scales[m] = make_float2(scale, power_of_two_of(power));
+    }
+}

@@ -1,0 +1,570 @@
+"""The kernels of many tokens over e4m3 weights, in float64: by themselves, and all together.
+
+The lists, and the layout of sums and rounds, are those of test_up_down.py.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
+from list_reference import Shape
+from torch import Tensor
+
+from twellctl.bundle import twell_spec
+from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
+from twellctl.bundle.twell_format import keep_fired
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, round_rows, round_weight
+from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn, quantise_rows
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_plan import hopper_cap, make_plan
+from twellctl.bundle.twell_reasons import reasons_said
+from twellctl.bundle.twell_sequence import launch_gate_pack, packed_buffers
+from twellctl.bundle.twell_weights import FFN
+from twellctl.convert import convert
+from twellctl.export import export
+from twellctl.here.resources import kernel_files
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+
+HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_E4M3, reason="these kernels are for Hopper"),
+]
+DEVICE = "cuda"  # the emulator has another (test_emulated_e4m3.py)
+DOWN_STAGES = 32768
+NAN, INF = 0x7E00, 0x7C00  # of f16
+# kind of gate, shape, K: ragged tiles and groups, several groups a warp and panels, one token,
+# empty, full
+CASES = [
+    ("usual", Shape(70, 264, 64, 64, 32, 264), 256),
+    ("usual", Shape(150, 264, 64, 64, 32, 136), 128),
+    ("usual", Shape(1, 5632, 64, 64, 8, 5632), 512),
+    ("usual", Shape(3000, 5632, 64, 240, 896, 5632), 1024),
+    ("skewed", Shape(333, 2056, 256, 88, 128, 2056), 384),
+    ("skewed", Shape(333, 2056, 256, 88, 128, 520), 384),
+    ("none", Shape(9, 256, 64, 64, 8, 256), 128),
+    ("some rows", Shape(257, 768, 256, 768, 120, 384), 128),
+    ("one class", Shape(120, 2048, 64, 96, 64, 2048), 128),
+    ("all", Shape(9, 72, 256, 72, 8, 72), 128),
+    ("all", Shape(19, 1032, 256, 1032, 16, 344), 256),
+]
+ROWS = [(1, 128), (70, 384), (1000, 2048), (33, 4096)]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return kernels_for(register_sources(kernel_files()), 0)
+
+
+def limits():
+    return device_limits(0)
+
+
+def on_device(array: np.ndarray) -> Tensor:
+    """The same bits, signed."""
+    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).to(DEVICE)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_e4m3(*shape: int, seed: int) -> Tensor:
+    """Of all sizes, with subnormal numbers and zeros."""
+    return (drawn(*shape, seed=seed) * 4 ** drawn(*shape, seed=seed + 1)).to(E4M3)
+
+
+def random_scales(num: int, seed: int) -> np.ndarray:
+    return np.float32(10 ** np.random.default_rng(seed).uniform(-3, 1, num))
+
+
+def random_token_scales(num: int, seed: int) -> np.ndarray:
+    """float32 [num, 2]: scales and powers of two."""
+    powers = 2.0 ** np.random.default_rng(seed).integers(-9, 9, num)
+    return np.stack((random_scales(num, seed + 1), powers), 1).astype(np.float32)
+
+
+def some_ffn(N: int, K: int, *, bias: bool) -> FFN:
+    """Weights that `quantise_rows` looks at, and their biases."""
+    gate, up = (round_weight(drawn(N, K, seed=seed) / K**0.5) for seed in (5, 6))
+    biases = [drawn(N, seed=seed).bfloat16().to(DEVICE) if bias else None for seed in (7, 8)]
+    scales = [scale.flatten().to(DEVICE) for _, scale in (gate, up)]
+    values = [values.to(DEVICE) for values, _ in (gate, up)]
+    return FFN(*values, values[0], *biases, None, *scales, None)
+
+
+@pytest.mark.parametrize(("M", "K"), ROWS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_are_rounded_as_the_judge_does(kernels, M, K, bias):
+    x = (drawn(M, K, seed=1) * 10 ** (20 * (2 * torch.rand(M, 1) - 1))).bfloat16()
+    x[M // 2] = 0
+    ffn = some_ffn(264, K, bias=bias)
+    found, token_scales = (t.cpu() for t in quantise_rows(kernels, limits(), x.to(DEVICE), ffn))
+    values, scale = round_rows(x)
+    assert torch.equal(token_scales[:, :1], scale)
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    # no h of theirs is too large for f16, and none so small that f16 would lose it
+    mantissa, _ = torch.frexp(token_scales[:, 1])
+    assert (mantissa == 0.5).all()
+    wanted = values.double() * scale.double()
+    products = []
+    for weight, of_rows, added in (
+        (ffn.w_gate, ffn.s_gate, ffn.b_gate),
+        (ffn.w_up, ffn.s_up, ffn.b_up),
+    ):
+        exact = (weight.cpu().double() * of_rows.cpu().double()[:, None]).t()
+        products.append(wanted @ exact + (0 if added is None else added.cpu().double()))
+    hidden = (products[0] * products[1]).abs()
+    inside = hidden.amax(1) < torch.finfo(torch.float32).max
+    divided = hidden.amax(1) / token_scales[:, 1].double()
+    assert (divided[inside] < 2.0**16).all()
+    usual = inside & (hidden.amax(1) > 1e-30)
+    assert (divided[usual] > 2.0**-6).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
+    x = drawn(5, 256, seed=2).bfloat16()
+    x[3, 77] = bad
+    ffn = some_ffn(72, 256, bias=False)
+    values, token_scales = (t.cpu() for t in quantise_rows(kernels, limits(), x.to(DEVICE), ffn))
+    products = values.float() * token_scales[:, :1]
+    assert not (products.sum(1)).isfinite()[3]
+    assert products[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
+@pytest.mark.parametrize(("slabs_per_range", "neuron_ranges"), [(99, 1), (2, 1), (1, 4)])
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_up_gives_partial_dot_products(
+    kernels, kind, shape, K, slabs_per_range, neuron_ranges, slabs
+):
+    if slabs * shape.tile_tokens * 128 > limits().smem_bytes:
+        pytest.skip("too large a tile for this device's shared memory")
+    lists = build_lists(shape, kind, 2)
+    x, w_up = random_e4m3(shape.M, K, seed=3), random_e4m3(shape.N, K, seed=5)
+    per_range = min(slabs_per_range, K // 128)
+    num_ranges = -(-(K // 128) // per_range)
+    places = shape.num_tiles * shape.tile_tokens * shape.cap
+    partial = torch.full((num_ranges, places), float("nan"), device=DEVICE)
+    kernels.launch(
+        "up_e4m3",
+        (shape.num_tiles, num_ranges, neuron_ranges),
+        512,
+        (
+            *(x.to(DEVICE), w_up.to(DEVICE), shape.M, shape.N, K // 2, shape.tile_tokens),
+            *(shape.cap, per_range, on_device(lists.pair_start), on_device(lists.pairs)),
+            *(partial, np.int64(places)),
+        ),
+        slabs * shape.tile_tokens * 128,
+    )
+    found = partial.cpu().numpy()[:, lists.place]
+    for q, of_range in enumerate(found):
+        part = slice(q * per_range * 128, (q + 1) * per_range * 128)
+        rows, columns = x.double().numpy()[lists.token, part], w_up.double().numpy()
+        terms = rows * columns[lists.column, part]
+        most = 1e-6 * np.abs(terms).sum(1)
+        assert (np.abs(of_range - terms.sum(1)) <= most).all()
+
+
+@pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("ranges", "grid", "room"),
+    [(1, (1000, 1), 0), (3, (7, 3), 0), (9, (40, 2), 0), (1, None, 5000), (7, None, 64)],
+)
+def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid, room):
+    rng = np.random.default_rng(3)
+    lists = build_lists(shape, kind, 4)
+    places = shape.num_tiles * shape.tile_tokens * shape.cap
+    # eighths: every sum is exact
+    partial = (rng.integers(-64, 64, (ranges, places)) / 8).astype(np.float32)
+    bias = to_bf16(rng.integers(-64, 64, shape.N) / 8) if has_bias else None
+    tokens, neurons = random_token_scales(shape.M, 5), random_scales(shape.N, 7)
+    rounds = on_device(lists.rounds)
+    masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=DEVICE)
+    kernels.launch(
+        "hidden_e4m3",
+        grid or (shape.num_tiles,),
+        512,
+        (
+            *(on_device(partial), np.int64(places), ranges, on_device(lists.links)),
+            *(on_device(lists.pair_start), on_device(lists.pairs), shape.M, shape.N),
+            *(shape.tile_tokens, shape.cap, shape.panel_rows, shape.num_panels),
+            *(shape.group_rounds, on_device(bias) if has_bias else None),
+            *(on_device(lists.num_rounds), rounds, masks),
+            *(on_device(tokens), on_device(neurons)),
+        ),
+        2 * room,
+    )
+    up = partial[:, lists.place].sum(0) * tokens[lists.token, 0] * neurons[lists.column]
+    up = up + (from_bf16(bias)[lists.column] if has_bias else np.float32(0))
+    hidden = from_bf16(lists.gate) * from_bf16(to_bf16(up)) / tokens[lists.token, 1]
+    wanted = lists.rounds.reshape(-1).copy()
+    with np.errstate(over="ignore"):  # of gates and scales at random
+        wanted[lists.dest] = hidden.astype(np.float16).view(np.uint16)
+    found = rounds.cpu().numpy().view(np.uint16).reshape(-1)
+    # the compiler may add the bias in the same step as it scales
+    close = np.abs(found.astype(int) - wanted)[lists.dest] <= (16 if has_bias else 0)
+    assert close.all()
+    found[lists.dest] = wanted[lists.dest]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def run_down(
+    kernels, lists: Lists, rounds: np.ndarray, w_down: Tensor, bias, tokens, columns, splits
+) -> np.ndarray:
+    """float32 [M, K]: y, over NaN; `w_down` e4m3 [N, K]."""
+    shape, K = lists.shape, w_down.shape[1]
+    y = torch.full((shape.M, K), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    padded = shape.num_groups * 8
+    sums = torch.full((padded, K), float("nan"), device=DEVICE) if shape.num_panels > 1 else None
+    given = [on_device(a) for a in (lists.num_rounds, rounds, masks_of(lists))]
+    weights = w_down.to(DEVICE), None if bias is None else on_device(bias)
+    for panel in range(shape.num_panels):
+        kernels.launch(
+            "down_e4m3",
+            (K // 32, splits),
+            512,
+            (
+                *(*weights, *given, shape.M, shape.N, K // 2, panel, shape.panel_rows),
+                *(shape.num_panels, shape.group_rounds, sums, y),
+                *(on_device(tokens), on_device(columns)),
+            ),
+            shape.panel_rows * 32 + DOWN_STAGES,
+        )
+    return y.float().cpu().numpy()
+
+
+def f16_rounds(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds with h in f16, the gates' numbers; and h as float64 [M, N]."""
+    rounds, shape = lists.rounds.copy(), lists.shape
+    hidden = from_bf16(lists.gate).astype(np.float16)
+    rounds.reshape(-1)[lists.dest] = hidden.view(np.uint16)
+    dense = np.zeros((shape.M, shape.N))
+    dense[lists.token, lists.column] = hidden
+    return rounds, dense
+
+
+@pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_down_gives_y(kernels, kind, shape, K, splits, has_bias):
+    if shape.panel_rows * 32 + DOWN_STAGES > limits().smem_bytes:
+        pytest.skip("too large a panel for this device's shared memory")
+    lists, w_down = build_lists(shape, kind, 6), random_e4m3(shape.N, K, seed=7)
+    bias = to_bf16(np.random.default_rng(8).standard_normal(K)) if has_bias else None
+    tokens, columns = random_token_scales(shape.M, 9), random_scales(K, 11)
+    rounds, hidden = f16_rounds(lists)
+    scales = tokens[:, 1:].astype(float) * columns
+    wanted = hidden @ w_down.double().numpy() * scales
+    terms = hidden @ w_down.double().abs().numpy() * scales
+    wanted += from_bf16(bias) if has_bias else 0
+    given = lists, rounds, w_down, bias, tokens, columns, splits
+    found, again = run_down(kernels, *given), run_down(kernels, *given)
+    np.testing.assert_array_equal(found, again, "differs from run to run")
+    assert (np.abs(found - wanted) <= 2.0**-8 * np.abs(wanted) + 2e-6 * terms).all()
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_is_not_finite_stays_with_its_token(kernels, value):
+    shape, K = Shape(700, 1408, 64, 64, 248, 1408), 128
+    lists, w_down = build_lists(shape, "usual", 7), random_e4m3(1408, K, seed=8)
+    odd = np.arange(len(lists.dest)) % 997 == 5
+    rounds, _ = f16_rounds(lists)
+    spoilt = rounds.copy()
+    spoilt.reshape(-1)[lists.dest[odd]] = value
+    rest = w_down, None, random_token_scales(700, 9), random_scales(K, 10), 1
+    plain, found = (run_down(kernels, lists, given, *rest) for given in (rounds, spoilt))
+    is_odd = np.isin(np.arange(shape.M), lists.token[odd])
+    assert not np.isfinite(found[is_odd]).all(1).any()
+    np.testing.assert_array_equal(found[~is_odd], plain[~is_odd])
+
+
+# ---- all together
+
+
+@dataclass
+class Problem:
+    """x `[M, K]` and the weights of an FFN; `slots` of a tile."""
+
+    x: Tensor
+    ffn: FFN
+    slots: int = 64
+
+    def run(self, kernels) -> Tensor:
+        return lists_e4m3_ffn(kernels, limits(), self.x, self.ffn, self.slots)
+
+    def dense(self) -> Tensor:
+        """By torch's FP8 products."""
+        f = self.ffn
+        down = Fp8Weight(f.w_down.t().contiguous(), f.s_down[:, None], f.b_down)
+        gate = Fp8Weight(f.w_gate, f.s_gate[:, None], f.b_gate)
+        return fp8_ffn(self.x, gate, Fp8Weight(f.w_up, f.s_up[:, None], f.b_up), down)
+
+    def gate(self) -> Tensor:
+        """float64, rounded to bf16 as the judge does."""
+        return self._product(self.ffn.w_gate, self.ffn.s_gate, self.ffn.b_gate)
+
+    def up(self) -> Tensor:
+        """The same."""
+        return self._product(self.ffn.w_up, self.ffn.s_up, self.ffn.b_up)
+
+    def hidden(self) -> Tensor:
+        """float64, not rounded."""
+        return keep_fired(self.gate()) * self.up()
+
+    def exact(self) -> Tensor:
+        """float64 `[M, K]` of inputs in e4m3, and of a hidden state that is not rounded."""
+        y = self.hidden() @ self.ffn.w_down.double() * self.ffn.s_down.double()
+        return y if self.ffn.b_down is None else y + self.ffn.b_down.double()
+
+    def _product(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        values, of_rows = round_rows(self.x)
+        y = values.double() @ weight.double().t() * of_rows.double() * scale.double()
+        return (y if bias is None else y + bias.double()).bfloat16().double()
+
+
+def e4m3_ffn(w_gate: Tensor, w_up: Tensor, w_down: Tensor, *biases: Tensor | None) -> FFN:
+    """Of weights `[N, K]`, `[N, K]`, `[K, N]`, and biases."""
+    values, scales = zip(*map(round_weight, (w_gate, w_up, w_down)), strict=True)
+    *products, down = values
+    laid = (*products, down.t().contiguous())
+    biases = biases or (None, None, None)
+    return FFN(*laid, *biases, *(scale.flatten() for scale in scales))
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def random_problem(M: int, K: int, N: int, *, mean: float, bias: bool, decades: float) -> Problem:
+    """`mean`: of the gate, in its standard deviations; without a bias all channels 0 are as one."""
+    x = normal(M, K)
+    w_gate, w_up, w_down = normal(N, K) / K**0.5, normal(N, K) / K**0.5, normal(K, N) / N**0.5
+    x[:, 0], w_gate[:, 0] = 8, mean / 8
+    x *= 10 ** (decades * (2 * torch.rand(M, 1, device=DEVICE) - 1))
+    biases = [normal(n).bfloat16() / 8 if bias else None for n in (N, N, K)]
+    return Problem(x.bfloat16(), e4m3_ffn(w_gate, w_up, w_down, *biases))
+
+
+def patterned(fired: Tensor, slots: int, K: int = 512) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
+    M, N = fired.shape
+    x = torch.eye(K, device=DEVICE)[:M].bfloat16()
+    w_gate = -torch.randint(0, 8, (N, K), device=DEVICE).float()
+    values = torch.randint(1, 8, (N, M), device=DEVICE).float()
+    w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
+    return Problem(x, e4m3_ffn(w_gate, normal(N, K), normal(K, N)), slots)
+
+
+def relative_errors(found: Tensor, exact: Tensor) -> Tensor:
+    """Of each row, by its norm."""
+    size = exact.norm(dim=1).clamp_min(1e-300)
+    return (found.double() - exact).norm(dim=1) / size
+
+
+def check(problem: Problem, kernels, most: float = 0.02) -> None:
+    found, again = problem.run(kernels), problem.run(kernels)
+    assert torch.equal(found.view(torch.int16), again.view(torch.int16)), "differs from run to run"
+    exact, largest = problem.exact(), problem.hidden().abs().amax(1)
+    held = ((largest == 0) | (largest > 1e-30)) & (largest < 1e36)
+    held &= (exact.abs().amax(1) < 1e37) & (exact.norm(dim=1) > 1e-30)
+    assert found[held].isfinite().all()
+    ours = relative_errors(found, exact)[held]
+    assert ours.numel() == 0 or ours.max() < most, f"row {int(ours.argmax())}: {ours.max():.3g}"
+    silent = largest == 0
+    bias = problem.ffn.b_down
+    wanted = torch.zeros_like(found) if bias is None else bias.expand_as(found)
+    assert torch.equal(found[silent], wanted[silent])
+    if problem.ffn.N % 16 == 0 and ours.numel():
+        dense = relative_errors(problem.dense(), exact)[held].nan_to_num(nan=9.0)
+        assert ours.square().mean() <= (1.3 * dense).square().mean()
+
+
+@pytest.fixture
+def promoted(monkeypatch) -> KernelSet:
+    """Kernels whose gate_pack keeps its sums in float32."""
+    entries = twell_spec.gate_pack_e4m3_entries(promoted=True)
+    monkeypatch.setitem(twell_spec.SOURCES, "ffn/gate_pack_e4m3.cu", entries)
+    return KernelSet(kernel_files(), 0)
+
+
+def test_promoted_sums_are_nearer(kernels, promoted):
+    torch.manual_seed(11)
+    problem = random_problem(3000, 4096, 1024, mean=0.0, bias=False, decades=0.0)
+    problem.slots = 256
+    plain, better = (relative_errors(problem.run(k), problem.exact()) for k in (kernels, promoted))
+    assert better.mean() < plain.mean()
+    assert better.max() < 0.01
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["promoted", "as summed"])
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("slots", [8, 64, 256])
+def test_gate_pack_holds_what_fires(kernels, promoted, whole, short, slots):
+    kernels = promoted if whole else kernels
+    torch.manual_seed(1)
+    M, K, N = (100 if short else 20000), 384, 1032
+    problem = random_problem(M, K, N, mean=-2.0, bias=True, decades=1.0)
+    ffn, gate = problem.ffn, problem.gate()
+    values, token_scales = quantise_rows(kernels, limits(), problem.x, ffn)
+    plan = make_plan(M, N, ffn.shorts, slots, hopper_cap(N), limits())
+    counts, entries, heavy_count = packed_buffers(plan, values.device)
+    scales = token_scales, ffn.s_gate
+    packed = counts, entries, heavy_count
+    launch_gate_pack(kernels, limits(), values, ffn.w_gate, ffn.b_gate, *packed, scales)
+    assert (counts >= 0).all()
+    fits = (counts <= slots).all(1)
+    assert fits.any()
+    filled = torch.arange(slots, device=DEVICE) < counts[..., None]
+    token, tile, slot = (filled & fits[:, None, None]).nonzero(as_tuple=True)
+    words = entries[token, tile, slot]
+    column, value = words & 0xFFFF, (words & ~0xFFFF).view(torch.float32).double()
+    assert (column // 256 == tile).all()
+    found = torch.zeros_like(gate)
+    found[token, column] = value
+    size = gate[fits].abs().amax(1, keepdim=True)
+    error = (found[fits] - keep_fired(gate[fits])).abs()
+    assert (error <= 2**-7 * size + 2**-8 * gate[fits].abs()).all()
+    assert error.mean() < 2**-8 * gate[fits].abs().mean()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mean", [-3.0, -2.3, -1.0, 3.0])
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 128, 16), (70, 384, 272), (65, 640, 5632), (3000, 2048, 5632)]
+)
+def test_an_ffn_against_float64(kernels, M, K, N, mean, bias):
+    torch.manual_seed(2)
+    check(random_problem(M, K, N, mean=mean, bias=bias, decades=0.3), kernels)
+
+
+def test_large_sizes(kernels):
+    torch.manual_seed(3)
+    for M, K, N in ((2500, 4096, 14336), (5000, 1536, 8960), (300, 128, 65536)):
+        check(random_problem(M, K, N, mean=-2.3, bias=False, decades=0.3), kernels)
+
+
+def test_random_problems(kernels):
+    """Fresh ones each time."""
+    seed = random.SystemRandom().getrandbits(32)
+    for number in range(200):
+        draw = random.Random(seed + number)
+        torch.manual_seed(seed + number)
+        M, K, N = draw.randint(1, 700), 128 * draw.randint(1, 8), 8 * draw.randint(1, 300)
+        bias, decades = draw.random() < 0.5, draw.choice([0.0, 3.0])
+        mean = draw.uniform(-4.0, 2.0)
+        problem = random_problem(M, K, N, mean=mean, bias=bias and decades == 0, decades=decades)
+        problem.slots = draw.choice([1, 2, 8, 37, 64, 256])
+        try:
+            check(problem, kernels, most=0.05)
+        except Exception as error:
+            raise AssertionError(f"seed {seed + number}: {error}") from error
+
+
+@pytest.mark.parametrize("N", [16, 256, 272, 1008])
+@pytest.mark.parametrize("slots", [1, 64, 256])
+def test_nothing_fires_and_everything_fires(kernels, N, slots):
+    torch.manual_seed(4)
+    for fired in (torch.zeros, torch.ones):
+        check(patterned(fired(100, N, device=DEVICE).bool(), slots), kernels)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("slots", [1, 8, 37, 64])
+def test_exactly_full_and_one_over(kernels, slots, over):
+    torch.manual_seed(5)
+    fired = torch.zeros(130, 608, device=DEVICE, dtype=torch.bool)
+    for row in range(0, 130, 3):  # in any tile, at any columns
+        first, last = (0, 256) if row % 2 else (512, 608)
+        fired[row, first + torch.randperm(last - first)[: slots + over]] = True
+    check(patterned(fired, slots), kernels)
+
+
+def test_as_many_pairs_as_a_token_may_have_and_one_more(kernels):
+    torch.manual_seed(6)
+    fired = torch.zeros(40, 1536, device=DEVICE, dtype=torch.bool)
+    for row in range(40):
+        fired[row, torch.randperm(1536)[: hopper_cap(1536) + row % 3 - 1]] = True
+    check(patterned(fired, 256), kernels)
+
+
+def test_rows_of_any_size(kernels):
+    torch.manual_seed(7)
+    check(random_problem(500, 512, 1024, mean=-2.0, bias=False, decades=18.0), kernels)
+    problem = random_problem(300, 512, 1024, mean=-2.0, bias=False, decades=0.0)
+    problem.x[5] = 0
+    problem.x[6] *= 1e-30
+    check(problem, kernels)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite(kernels, value):
+    torch.manual_seed(8)
+    problem = random_problem(300, 512, 1024, mean=-2.0, bias=False, decades=0.0)
+    wanted, odd = problem.run(kernels), torch.tensor([0, 7, 64, 299], device=DEVICE)
+    problem.x[odd, 3] = value
+    found = problem.run(kernels)
+    assert found[odd].isnan().all()
+    others = torch.ones(300, dtype=torch.bool, device=DEVICE)
+    others[odd] = False
+    assert torch.equal(found[others], wanted[others])
+
+
+def test_a_cuda_graph_holds_it(kernels):
+    torch.manual_seed(9)
+    problem = random_problem(700, 256, 1024, mean=-2.3, bias=True, decades=0.0)
+    wanted = problem.run(kernels)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = problem.run(kernels)
+    graph.replay()
+    assert torch.equal(found, wanted)
+
+
+# ---- the operator
+
+
+@pytest.mark.parametrize("M", [1, 16, 64, 65, 700])
+@pytest.mark.parametrize("route", ["twell", "auto", "dense"])
+def test_the_operator(kernels, M, route, tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(10)
+    problem = random_problem(M, 256, 1024, mean=-2.0, bias=True, decades=0.0)
+    f, sources = problem.ffn, register_sources(kernel_files())
+    down = Fp8Weight(f.w_down.t().contiguous(), f.s_down[:, None], f.b_down)
+    gate, up = (
+        Fp8Weight(w, scale[:, None], bias)
+        for w, scale, bias in ((f.w_gate, f.s_gate, f.b_gate), (f.w_up, f.s_up, f.b_up))
+    )
+    for turned in (f.w_down, None):
+        with reasons_said() as said:
+            found = sparse_fp8_ffn(
+                problem.x.view(1, M, 256), gate, up, down, turned, sources=sources, route=route
+            )
+        assert (said, found.shape) == ([], (1, M, 256))
+        # up to 64 tokens the inputs are not rounded
+        assert relative_errors(found[0], problem.exact()).mean() < (0.2 if M <= 64 else 0.04)
+
+
+def test_an_export_in_fp8_takes_the_ways_of_fp8(make_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    source = make_model("llama", hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
+    convert(source, tmp_path / "relu")
+    export(tmp_path / "relu", tmp_path / "out", quantize="fp8")
+    model = load_model(
+        open_checkpoint(tmp_path / "out"), dtype=torch.bfloat16, device=torch.device("cuda")
+    )
+    ids = torch.arange(200, device="cuda").view(2, 100) % 512
+    with torch.no_grad(), reasons_said() as said:
+        assert model(ids).logits.isfinite().all()
+    assert said == []
+    (ways,) = {kind.ways for kind in known_choices() if "e4m3" in kind.kernels and kind.K == 128}
+    assert ways == ("lists", "dense")
+    assert all(ffn.down_proj.turned is not None for ffn in gated_ffns(model))

@@ -1,0 +1,164 @@
+"""The operator over FP8 weights: which way it takes, and which layout of W_down that gets."""
+
+import contextlib
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_fp8 import fp8_layer, spread, weight_of
+from torch import Tensor, nn
+
+from twellctl.bundle import twell_ffn, twell_model, twell_reasons, twell_route
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
+from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_reasons import reasons_said
+from twellctl.bundle.twell_ways import WAYS, Problem, ways_by_tokens, ways_of
+
+H200 = Limits(132, 232448, 60 << 20, (9, 0))
+L4 = Limits(58, 101376, 48 << 20, (8, 9))
+A100 = Limits(108, 166912, 40 << 20, (8, 0))
+K, N = 128, 256
+
+
+@pytest.mark.parametrize(
+    ("limits", "hopper", "lines"),
+    [
+        (H200, True, ["1 to 64 tokens: union, dense", "65 and more tokens: lists, dense"]),
+        (H200, False, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
+        (L4, False, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
+    ],
+)
+def test_who_takes_fp8_weights(limits, hopper, lines):
+    assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048, end="_e4m3")) == lines
+    given = Problem(4096, 5632, 2048, limits, hopper, end="_e4m3")
+    own = "lists" if hopper else "dense"
+    assert [way.name for way in ways_of("twell", given)] == [own]
+
+
+class Operator:
+    """Calls it on the CPU; `ran`: the ways, with whether W_down came by rows of neurons."""
+
+    def __init__(self):
+        self.ran, self.timed = [], []
+        self.weights = [weight_of(*size, seed=i) for i, size in enumerate([(N, K), (N, K), (K, N)])]
+
+    def __call__(self, M: int, route: str = "auto", *, turned: bool = True, bias=None) -> Tensor:
+        gate, up, down = self.weights
+        x = spread(M, gate.values.shape[1], seed=9, decades=0.2).bfloat16()
+        values = [w.values for w in self.weights]
+        scales = [w.scale.flatten() for w in self.weights]
+        laid = down.values.t().contiguous() if turned else None
+        rest = (laid, 256, 64, -1.0, "a", route)
+        y = twell_ffn._fp8_ffn(x, *values, bias, None, None, *scales, *rest)
+        wanted = fp8_ffn(x, Fp8Weight(gate.values, gate.scale, bias), up, down)
+        assert torch.equal(y, wanted)
+        return y
+
+
+@pytest.fixture
+def operator(monkeypatch, tmp_path):
+    call = Operator()
+
+    def way(found):
+        def run(kernels, limits, x, ffn, slots):
+            call.ran.append((found.name, ffn.w_down.is_contiguous()))
+            return WAYS[-1].run(kernels, limits, x, ffn, slots)
+
+        return replace(found, run=run)
+
+    def measure(runs):
+        call.timed.append(list(runs))
+        return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
+
+    monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
+    for module in (twell_ffn, twell_reasons):
+        monkeypatch.setattr(module, "device_limits", lambda index: H200)
+    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: None)
+    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index, route: True)
+    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(twell_route, "measure", measure)
+    monkeypatch.setattr(twell_route, "_choices", {})
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    return call
+
+
+def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
+    operator(16)
+    operator(100)
+    operator(100)
+    assert operator.timed == [["union", "dense"], ["lists", "dense"]]
+    kinds = twell_route.known_choices()
+    assert all("_e4m3" in kind.kernels for kind in kinds)
+    assert {kind.density for kind in kinds} == {None}
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator, turned):
+    for M, route in ((16, "twell"), (100, "twell"), (100, "auto")):
+        operator(M, route, turned=turned)
+    assert operator.ran == [("union", True), ("lists", True), ("dense", False)]
+
+
+@pytest.mark.parametrize("route", ["dense", "fused"])
+def test_dense_routes_and_no_rows_are_torchs(operator, route):
+    assert operator(100, route).shape == (100, K)
+    assert operator(0).shape == (0, K)
+    assert (operator.ran, operator.timed) == ([], [])
+
+
+def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
+    with reasons_said() as said:
+        operator(100, bias=torch.zeros(N))
+        monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", twell_reasons.why_no_e4m3_kernels)
+        monkeypatch.setattr(twell_reasons, "device_limits", lambda index: A100)
+        operator(100)
+        operator.weights = [weight_of(*s, seed=1) for s in [(N, 64), (N, 64), (64, N)]]
+        operator(100)
+    assert operator.ran == []
+    assert [text.split(": ", 1)[1] for text in said] == [
+        "the kernels take biases in bf16",
+        "kernels over FP8 weights need compute capability 8.9 or newer",
+        "over FP8 weights the kernels take multiples of 128, not 64 and 256",
+    ]
+
+
+# ---- W_down a second time
+
+
+def as_if_on_a_gpu(monkeypatch) -> nn.Module:
+    """An FFN over TwELL of FP8 layers, laid down."""
+    ffn = nn.Module()
+    for name, size in (("gate_proj", (32, 6)), ("up_proj", (32, 6)), ("down_proj", (6, 32))):
+        ffn.add_module(name, Fp8Linear(*size, bias=False))
+    ffn.down_proj.weight.data = spread(32, 6, seed=1).to(E4M3)
+    ffn.twell_sources = "a"
+    monkeypatch.setattr(twell_model, "_kernels_read_e4m3", lambda weight: True)
+    twell_model.lay_down_by_rows(nn.ModuleList([ffn]))
+    return ffn
+
+
+def test_an_fp8_layer_keeps_both_layouts_and_stores_one(monkeypatch):
+    down = as_if_on_a_gpu(monkeypatch).down_proj
+    assert down.weight.is_contiguous()
+    assert down.turned.is_contiguous()
+    assert torch.equal(down.turned.t().float(), down.weight.float())
+    assert set(down.state_dict()) == {"weight", "weight_scale"}
+    assert copy.deepcopy(down).turned.shape == (6, 32)
+
+
+@pytest.mark.parametrize("change", ["to", "load_state_dict"])
+def test_what_changes_the_weight_drops_the_second_layout(monkeypatch, change):
+    down = as_if_on_a_gpu(monkeypatch).down_proj
+    down.to(torch.bfloat16) if change == "to" else down.load_state_dict(down.state_dict())
+    assert down.turned is None
+
+
+def test_on_the_cpu_there_is_one_layout():
+    ffn = SimpleNamespace(down_proj=fp8_layer())
+    assert not twell_model._kernels_read_e4m3(ffn.down_proj.weight)
+    assert ffn.down_proj.turned is None

@@ -1,0 +1,138 @@
+"""The gated FFN for many tokens over e4m3 weights on Hopper: only what fires, as twell_sequence.py.
+
+    quantise_rows -> gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows, densely
+
+The gate, up and what fires are those of twell_fp8.py: of inputs rounded to e4m3 with a scale for
+each row. h is not rounded to e4m3 but kept in f16, so down is nearer to the equation than there.
+What the kernels do stands in their heads, in kernels/ffn/.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .twell_launch import KernelSet, Limits, tensor_map
+from .twell_plan import HEAVY_SMEM, ceil_div, heavy_window, hopper_cap, product_grid
+from .twell_sequence import (
+    chunks_of,
+    launch_down,
+    launch_gate_pack,
+    launch_hidden,
+    launch_plan,
+    launch_up,
+    packed_buffers,
+)
+from .twell_spec import (
+    E4M3,
+    GATHER_BLOCK,
+    INPUT_BOX_ROWS,
+    PRODUCT_BLOCK,
+    PRODUCT_INNER,
+    QUANTISE_BLOCK,
+    WEIGHT_BOX_ROWS,
+)
+from .twell_weights import FFN
+
+LISTS_E4M3_KERNELS = (
+    "quantise_rows",
+    f"gate_pack{E4M3}",
+    f"gate_pack_short{E4M3}",
+    "plan_cluster",
+    *(f"{name}{E4M3}" for name in ("up", "hidden", "down")),
+    "heavy_gather",
+    "heavy_widen",
+    f"heavy_hidden{E4M3}",
+    f"heavy_down{E4M3}",
+)
+E4M3_STEP = 128  # K is a multiple of it
+_QUANTISE_BLOCKS = 3  # of a multiprocessor
+
+
+def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
+    """`[M, K]` bf16 to `[M, K]`, M >= 1, contiguous; K a multiple of 128, N of 8.
+
+    The three weights of `ffn` are e4m3, contiguous, with their scales. `slots` entries a tile; rows
+    with more go densely.
+    """
+    y = torch.empty_like(x)
+    values, token_scales = quantise_rows(kernels, limits, x, ffn)
+    cap, first = hopper_cap(ffn.N), 0
+    for plan, xs, ys in chunks_of(values, y, ffn, slots, cap, limits, portable=False):
+        of_tokens = token_scales[first : first + plan.M]
+        first += plan.M
+        packed = packed_buffers(plan, x.device)
+        scales = of_tokens, ffn.s_gate
+        launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed, scales)
+        lists = launch_plan(kernels, plan, *packed, clusters=True)
+        partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
+        scales = of_tokens, ffn.s_up
+        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales)
+        launch_down(kernels, plan, ffn, lists, ys, (of_tokens, ffn.s_down))
+        heavy = lists.heavy_rows, lists.heavy_count
+        _heavy_products(kernels, limits, xs, of_tokens, ys, ffn, *heavy)
+    return y
+
+
+def quantise_rows(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> tuple[Tensor, Tensor]:
+    """(`x` `[M, K]` in e4m3, float32 `[M, 2]`: scales, and powers of two of which h is divided)."""
+    M, K = x.shape
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    token_scales = x.new_empty((M, 2), dtype=torch.float32)
+    kernels.launch(
+        "quantise_rows",
+        (min(ceil_div(M, QUANTISE_BLOCK // 32), _QUANTISE_BLOCKS * limits.num_sms),),
+        QUANTISE_BLOCK,
+        (
+            *(x, M, ffn.N, K, ffn.s_gate, ffn.s_up, ffn.b_gate, ffn.b_up),
+            *(values, token_scales),
+        ),
+    )
+    return values, token_scales
+
+
+def _heavy_products(
+    kernels: KernelSet,
+    limits: Limits,
+    values: Tensor,
+    token_scales: Tensor,
+    y: Tensor,
+    ffn: FFN,
+    heavy_rows: Tensor,
+    heavy_count: Tensor,
+) -> None:
+    """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
+    M, N, K, num_sms = values.shape[0], ffn.N, ffn.K, limits.num_sms
+    window = heavy_window(M, N, K)
+    x_rows, hidden = values.new_empty((window, K)), y.new_empty((window, N))
+    wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
+    args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy_count, wide
+    kernels.launch("heavy_widen", (4 * num_sms,), GATHER_BLOCK, args)
+    weights = [tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up)]
+    for start in range(0, M, window):
+        listed = heavy_rows, heavy_count, start, window
+        kernels.launch(
+            "heavy_gather",
+            (min(window, 4 * num_sms),),
+            GATHER_BLOCK,
+            (values, *listed, ffn.shorts, x_rows),
+        )
+        kernels.launch(
+            f"heavy_hidden{E4M3}",
+            (product_grid(window, 2 * N, num_sms),),
+            PRODUCT_BLOCK,
+            (
+                *(tensor_map(x_rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
+                *(*listed, N, K, hidden, token_scales, ffn.s_gate, ffn.s_up),
+            ),
+            HEAVY_SMEM,
+        )
+        kernels.launch(
+            f"heavy_down{E4M3}",
+            (product_grid(window, K, num_sms),),
+            PRODUCT_BLOCK,
+            (
+                *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(wide, PRODUCT_INNER)),
+                *(ffn.b_down, *listed, N, K, y, ffn.s_down),
+            ),
+            HEAVY_SMEM,
+        )
