@@ -53,17 +53,6 @@ def test_compiles_without_spills(name, arch, major):
     assert wanted == entries
 
 
-@pytest.mark.parametrize("major", [12, 13])
-def test_gate_pack_with_sums_in_float32_spills_nothing(major, monkeypatch):
-    file = "ffn/gate_pack_e4m3.cu"
-    entries = twell_spec.gate_pack_e4m3_entries(promoted=True)
-    monkeypatch.setitem(twell_spec.SOURCES, file, entries)
-    cubin = nvrtc(major).compile(file, SOURCES, "sm_90a")
-    assert re.findall(r"(\d+) bytes spill stores", cubin.log) == ["0", "0"], cubin.log
-    assert "warning" not in cubin.log.lower(), cubin.log
-    assert cubin.code != compiled(file, "sm_90a", major).code
-
-
 def static_in_log(log: str) -> dict[str, int]:
     """Bytes of shared memory that each kernel declares, as ptxas says."""
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)

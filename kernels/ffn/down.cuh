@@ -254,7 +254,7 @@ struct E4m3Columns {
         float out[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            out[j] = sums[2 * j + i] * powers[i] * scales[plane][j] + bias[plane][j];
+            out[j] = sums[2 * j + i] * scales[plane][j] * powers[i] + bias[plane][j];
         unsigned short* to = offset_by(y + first_column(plane, quad), token(i, t), 4 * K);
         if (token(i, t) < M) *reinterpret_cast<unsigned*>(to) = bf16_pair(out[0], out[1]);
     }

@@ -29,7 +29,8 @@ struct Unscaled {
     static constexpr bool kAny = false;
 };
 
-// Sums of e4m3 products times the scales of their token and neuron.
+// Sums of e4m3 products times the scales of their neuron and token, in that order: only a token's may
+// be so large that a product of two overflows.
 struct Scaled {
     static constexpr bool kAny = true;
 
@@ -45,10 +46,10 @@ struct Scaled {
             const int column = first_column + 8 * j;
             float low = 0, high = 0;
             load_floats_if(column < num_columns, neurons + column, low, high);
-            sums[4 * j] = sums[4 * j] * upper * low;
-            sums[4 * j + 1] = sums[4 * j + 1] * upper * high;
-            sums[4 * j + 2] = sums[4 * j + 2] * lower * low;
-            sums[4 * j + 3] = sums[4 * j + 3] * lower * high;
+            sums[4 * j] = sums[4 * j] * low * upper;
+            sums[4 * j + 1] = sums[4 * j + 1] * high * upper;
+            sums[4 * j + 2] = sums[4 * j + 2] * low * lower;
+            sums[4 * j + 3] = sums[4 * j + 3] * high * lower;
         }
     }
 

@@ -1,21 +1,7 @@
-// gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh). `promoted`: sums are
-// kept in float32, not in some 14 bits (tile/hopper_product.cuh).
+// gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh).
 #include "ffn/gate_pack.cuh"
 
-namespace {
-
-template <bool PROMOTED>
-struct Lying {
-    using Columns = AlongE4m3;
-};
-template <>
-struct Lying<true> {
-    using Columns = AlongPromoted;
-};
-
-}  // namespace
-
-#define TWELL_GATE_PACK(name, groups, promoted)                                                    \
+#define TWELL_GATE_PACK(name, groups)                                                              \
     extern "C" __global__ void __cluster_dims__(2, 1, 1)                                          \
         __launch_bounds__(product::threads(groups), 1)                                            \
             name(const __grid_constant__ TensorMap x_map,                                         \
@@ -27,8 +13,7 @@ struct Lying<true> {
                                            product::kBlockColumns};                               \
         Packing<Scaled> packing{{token_scales, neuron_scales}, b_gate,    num_rows, num_columns,  \
                                 shape.column_tiles(),          num_slots, counts,   entries};     \
-        using Columns = Lying<promoted>::Columns;                                                 \
-        pack_product<Columns>(&x_map, &w_map, shape, packing, heavy_count);                       \
+        pack_product<AlongE4m3>(&x_map, &w_map, shape, packing, heavy_count);                     \
     }
 
 TWELL_ENTRIES(TWELL_GATE_PACK)

@@ -115,8 +115,8 @@ __device__ __forceinline__ void scale_pairs(float (&sums)[128], int j0, const fl
         float low = 0, high = 0;
         load_floats_if(first + 8 * j < num_columns, columns + first + 8 * j, low, high);
         float* four = sums + 4 * (j0 + j);
-        four[0] = four[0] * upper * low, four[1] = four[1] * upper * high;
-        four[2] = four[2] * lower * low, four[3] = four[3] * lower * high;
+        four[0] = four[0] * low * upper, four[1] = four[1] * high * upper;
+        four[2] = four[2] * low * lower, four[3] = four[3] * high * lower;
     }
 }
 

@@ -92,7 +92,7 @@ struct Scaled {
     __device__ __forceinline__ Scaled from(int first) const { return {tokens + first, neurons}; }
 
     __device__ __forceinline__ float up(float sum, unsigned token, unsigned neuron) const {
-        return sum * __ldg(&tokens[token].x) * __ldg(neurons + neuron);
+        return sum * __ldg(neurons + neuron) * __ldg(&tokens[token].x);
     }
 
     __device__ __forceinline__ unsigned hidden(unsigned gate, unsigned up, unsigned token) const {

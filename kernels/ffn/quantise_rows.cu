@@ -14,7 +14,7 @@
 // 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one, and
 // below an error of 2^-20 of that one.
 //
-// Launch: blocks of 1024 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
+// Launch: blocks of 512 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
 // block looks through the scales and biases of all neurons first.
 #include "spec.cuh"
 #include "ptx/global.cuh"
@@ -61,41 +61,83 @@ __device__ __forceinline__ Largest largest_of(const float* scales, const unsigne
     return {greatest_of_block(own.scale), greatest_of_block(own.bias)};
 }
 
-// The lane's share of a row goes in steps of a warp's 256 columns.
-__device__ __forceinline__ float scale_of(const unsigned short* row, int K, int lane) {
-    unsigned most = 0;  // as integers, bf16 numbers without signs have their order, NaN above all
-#pragma unroll 4
-    for (int first = 8 * lane; first < K; first += 256) {
-        const uint4 eight = load_constant(row + first);
+// x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's.
+__device__ __forceinline__ float divided(float x, float scale, float one_over) {
+    const float quotient = x * one_over;
+    return fmaf(fmaf(-quotient, scale, x), one_over, quotient);
+}
+
+// The lane's share of a row: eight columns of each 256. The first 2048 columns stay in registers
+// between the two passes, what is behind them is read again.
+class Row {
+  public:
+    __device__ __forceinline__ Row(const unsigned short* row, int K)
+        : from_(row + 8 * (threadIdx.x % 32)), left_(K - 8 * static_cast<int>(threadIdx.x % 32)) {
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            kept_[i] = kStep * i < left_ ? load_streamed(from_ + kStep * i) : uint4{};
+    }
+
+    __device__ __forceinline__ float scale() const {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) most = max(most, most_of(kept_[i]));
+        for (int first = kStep * kKept; first < left_; first += kStep)
+            most = max(most, most_of(load_constant(from_ + first)));
+        const float largest = bf16_value(__reduce_max_sync(~0u, static_cast<int>(most)));
+        const float scale = largest * (1 / kLargest);
+        return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+    }
+
+    // Writes the values; returns the root of the sum of their squares, about.
+    __device__ __forceinline__ float round(float scale, unsigned char* values) const {
+        const float one_over = 1 / scale;
+        values += 8 * (threadIdx.x % 32);
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < kKept; ++i)
+            if (kStep * i < left_)
+                squares += round_eight(kept_[i], scale, one_over, values + kStep * i);
+        for (int first = kStep * kKept; first < left_; first += kStep)
+            squares +=
+                round_eight(load_constant(from_ + first), scale, one_over, values + first);
+        return sqrtf(sum_over_lanes(squares));
+    }
+
+  private:
+    static constexpr int kStep = 256, kKept = 8;
+
+    const unsigned short* from_;
+    int left_;  // columns from the lane's first on
+    uint4 kept_[kKept];
+
+    // As integers, bf16 numbers without signs have their order, NaN above all.
+    __device__ __forceinline__ static unsigned most_of(const uint4& eight) {
         const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
+        unsigned most = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             most = max(most, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
+        return most;
     }
-    const float largest = bf16_value(__reduce_max_sync(~0u, static_cast<int>(most)));
-    const float scale = largest * (1 / kLargest);
-    return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
-}
 
-// Writes the row's values; returns the root of the sum of their squares, about.
-__device__ __forceinline__ float round_row(const unsigned short* row, float scale, int K, int lane,
-                                           unsigned char* values) {
-    float squares = 0;
-#pragma unroll 4
-    for (int first = 8 * lane; first < K; first += 256) {
-        float x[8];
-        unpack(load_constant(row + first), x);
-        unsigned words[2];
+    // Returns the sum of the squares.
+    __device__ __forceinline__ static float round_eight(const uint4& eight, float scale,
+                                                        float one_over, unsigned char* values) {
+        float x[8], squares = 0;
+        unpack(eight, x);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] /= scale, squares += x[i] * x[i];
+        for (int i = 0; i < 8; ++i)
+            x[i] = divided(x[i], scale, one_over), squares += x[i] * x[i];
+        unsigned words[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             words[i] = e4m3_two(x[4 * i], x[4 * i + 1]) |
                        e4m3_two(x[4 * i + 2], x[4 * i + 3]) << 16;
-        store_pair(values + first, words[0], words[1]);
+        store_pair(values, words[0], words[1]);
+        return squares;
     }
-    return sqrtf(sum_over_lanes(squares));
-}
+};
 
 // An exponent that no gate (or up) of the row reaches.
 __device__ __forceinline__ int exponent_of(const Largest& largest, float scale, float norm, int K) {
@@ -107,7 +149,7 @@ __device__ __forceinline__ int exponent_of(const Largest& largest, float scale, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
+extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
     quantise_rows(const unsigned short* x, int M, int N, int K, const float* s_gate,
                   const float* s_up, const unsigned short* b_gate, const unsigned short* b_up,
                   unsigned char* values, float2* token_scales) {
@@ -115,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
     const int lane = threadIdx.x % 32;
     for (int m = blockIdx.x * kWarps + threadIdx.x / 32; m < M; m += gridDim.x * kWarps) {
         const long long first = static_cast<long long>(m) * K;
-        const float scale = scale_of(x + first, K, lane);
-        const float norm = round_row(x + first, scale, K, lane, values + first);
+        const Row row(x + first, K);
+        const float scale = row.scale(), norm = row.round(scale, values + first);
         const int exponents = exponent_of(gate, scale, norm, K) + exponent_of(up, scale, norm, K);
         const int power = max(kLeastPower, min(exponents - kHalfBits, kMostPower));
         if (lane == 0) token_scales[m] = make_float2(scale, power_of_two_of(power));

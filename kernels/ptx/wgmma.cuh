@@ -72,23 +72,5 @@ __device__ __forceinline__ void wgmma_64x256x32_e4m3(float (&d)[128], unsigned l
         : "l"(rows), "l"(columns), "r"(add));
 }
 
-// The same of 128 columns, in the first 64 of such sums.
-__device__ __forceinline__ void wgmma_64x128x32_e4m3(float (&d)[64], unsigned long long rows,
-                                                     unsigned long long columns, int add) {
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17,"
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33,"
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49,"
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-        " %64, %65, add, 1, 1;\n"
-        "}"
-        : TWELL_SUMS(0), TWELL_SUMS(16), TWELL_SUMS(32), TWELL_SUMS(48)
-        : "l"(rows), "l"(columns), "r"(add));
-}
-
 #undef TWELL_PLACES
 #undef TWELL_SUMS

@@ -12,8 +12,6 @@
 // the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
 // the weight lies: `Along` as [N, inner], `Across` as [inner, N]; `AlongE4m3` is `Along` with both
 // in e4m3, without scales, in boxes twice as wide. Hopper's sums of e4m3 products keep some 14 bits.
-// `AlongPromoted` adds each box's products, half of the columns at a time, to sums in float32:
-// there are registers for that where nothing of a tile is put off.
 //
 // Launch: cluster of 2 (even grid), 128 (1 + GROUPS) threads, kPipelineBytes (+ kPatchBytes) of
 // dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,
@@ -139,60 +137,6 @@ class Multiplier {
         : pipe_(pipe), group_(group), finish_(finish) {}
 
     __device__ __forceinline__ void run(const Shape<GROUPS>& shape) {
-        if constexpr (COLUMNS::kPromotes)
-            run_promoting(shape);
-        else
-            run_adding(shape);
-    }
-
-  private:
-    __device__ __forceinline__ void run_promoting(const Shape<GROUPS>& shape) {
-        const unsigned rank = cluster_rank();
-        const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
-        const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
-        for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
-            float sums[128] = {};
-            for (int block = 0; block < inner_blocks; ++block) {
-                barrier_wait(pipe_.full_at(stage_), parity_);
-                promote<0>(sums);
-                promote<1>(sums);
-                release(stage_);
-                if (++stage_ == kStages) stage_ = 0, parity_ ^= 1;
-            }
-            Tile tile = tile_at(shape, tile_idx, rank);
-            tile.row += group_ * kGroupRows;
-            finish_.take(tile, sums);
-            finish_all();
-        }
-    }
-
-    // Adds the stage's products of columns 128 HALF to 128 HALF + 127.
-    template <int HALF>
-    __device__ __forceinline__ void promote(float (&sums)[128]) {
-        const unsigned long long rows =
-            Along::descriptor(pipe_.rows(stage_) + group_ * kGroupBytes);
-        const unsigned long long columns =
-            COLUMNS::descriptor(pipe_.columns(stage_) + HALF * (kColumnsBytes / 2));
-        float part[64];
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kInnerBytes / 32; ++k)
-            wgmma_64x128x32_e4m3(part, rows + Along::kNext * k, columns + COLUMNS::kNext * k,
-                                 k > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 64; ++i) sums[64 * HALF + i] += part[i];
-    }
-
-    __device__ __forceinline__ void finish_all() {
-        finish_.template later<0>();
-        finish_.template later<1>();
-        finish_.template later<2>();
-        finish_.template later<3>();
-    }
-
-    __device__ __forceinline__ void run_adding(const Shape<GROUPS>& shape) {
         const unsigned rank = cluster_rank();
         const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
         const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
@@ -215,9 +159,15 @@ class Multiplier {
             finish_.take(tile, sums);
             pending = true;
         }
-        if (pending) finish_all();
+        if (pending) {
+            finish_.template later<0>();
+            finish_.template later<1>();
+            finish_.template later<2>();
+            finish_.template later<3>();
+        }
     }
 
+  private:
     template <int BLOCK>
     __device__ __forceinline__ void step(float (&sums)[128], int inner_blocks, bool pending) {
         if (BLOCK < inner_blocks) multiply(sums, BLOCK > 0);

@@ -19,7 +19,7 @@ __device__ __forceinline__ unsigned long long swizzled_descriptor(unsigned addre
 // K-major, one box of any number of rows. Stride: from 8 rows to the next 8, one atom. Leading: not
 // used, 1 by the book. What the next product sums over is 32 bytes further along each row.
 struct Along {
-    static constexpr bool kAcross = false, kPromotes = false;
+    static constexpr bool kAcross = false;
     static constexpr int kInner = 64, kNext = 32 >> 4;  // columns of a box; from product to product
 
     __device__ __forceinline__ static unsigned long long descriptor(unsigned address) {
@@ -42,16 +42,11 @@ struct AlongE4m3 : Along {
     }
 };
 
-// The same with whole sums: each box's products are added to them in float32 (hopper_product.cuh).
-struct AlongPromoted : AlongE4m3 {
-    static constexpr bool kPromotes = true;
-};
-
 // MN-major, boxes of 64 rows one behind the other, 64 columns each. An atom is 64 columns x 8 of
 // what is summed over. Leading: from 64 columns to the next 64, one box. Stride: from 8 of what is
 // summed over to the next 8, one atom; the next 16 are two atoms further.
 struct Across {
-    static constexpr bool kAcross = true, kPromotes = false;
+    static constexpr bool kAcross = true;
     static constexpr int kInner = 64, kNext = 2048 >> 4;
     static constexpr int kBoxBytes = 64 * 128;
 

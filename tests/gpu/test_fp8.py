@@ -42,7 +42,7 @@ def test_rows_are_rounded_to_the_same_bits():
 
 @pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("shape", [(1, 512, 64), (3, 64, 512), (70, 2048, 1520), (300, 4096, 96)])
+@pytest.mark.parametrize("shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (70, 2048, 1520)])
 def test_fp8_products_err_as_bf16_rounds(shape, bias):
     M, K, N = shape
     x, weight = drawn(M, K, seed=3).bfloat16(), weight_of(N, K, seed=4, bias=bias)

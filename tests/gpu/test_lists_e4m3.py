@@ -12,12 +12,12 @@ import torch
 from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from twellctl.bundle import twell_spec
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, round_rows, round_weight
-from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn, quantise_rows
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
@@ -27,8 +27,6 @@ from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.here.resources import kernel_files
-from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import load_model
 
 HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -168,7 +166,8 @@ def test_up_gives_partial_dot_products(
         part = slice(q * per_range * 128, (q + 1) * per_range * 128)
         rows, columns = x.double().numpy()[lists.token, part], w_up.double().numpy()
         terms = rows * columns[lists.column, part]
-        most = 1e-6 * np.abs(terms).sum(1)
+        # tensor cores round each sum of 16 products towards 0
+        most = 2.0**-22 * (1 + terms.shape[1] / 16) * np.abs(terms).sum(1)
         assert (np.abs(of_range - terms.sum(1)) <= most).all()
 
 
@@ -202,7 +201,7 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
         ),
         2 * room,
     )
-    up = partial[:, lists.place].sum(0) * tokens[lists.token, 0] * neurons[lists.column]
+    up = partial[:, lists.place].sum(0) * neurons[lists.column] * tokens[lists.token, 0]
     up = up + (from_bf16(bias)[lists.column] if has_bias else np.float32(0))
     hidden = from_bf16(lists.gate) * from_bf16(to_bf16(up)) / tokens[lists.token, 1]
     wanted = lists.rounds.reshape(-1).copy()
@@ -324,6 +323,17 @@ class Problem:
         y = self.hidden() @ self.ffn.w_down.double() * self.ffn.s_down.double()
         return y if self.ffn.b_down is None else y + self.ffn.b_down.double()
 
+    def left_open(self) -> Tensor:
+        """float64 `[M]`: the norm of what gates may add to y that are off by 2^-11 of their terms.
+
+        Sums of FP8 tensor cores hold some 14 bits, ours and torch's. Near 0 they decide what fires.
+        """
+        values, of_rows = round_rows(self.x)
+        terms = values.double().abs() @ self.ffn.w_gate.double().abs().t()
+        off = 2.0**-11 * terms * of_rows.double() * self.ffn.s_gate.double()
+        hidden = torch.where(self.gate() > -off, off * self.up().abs(), 0.0)
+        return (hidden @ self.ffn.w_down.double().abs() * self.ffn.s_down.double()).norm(dim=1)
+
     def _product(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         values, of_rows = round_rows(self.x)
         y = values.double() @ weight.double().t() * of_rows.double() * scale.double()
@@ -377,38 +387,20 @@ def check(problem: Problem, kernels, most: float = 0.02) -> None:
     held &= (exact.abs().amax(1) < 1e37) & (exact.norm(dim=1) > 1e-30)
     assert found[held].isfinite().all()
     ours = relative_errors(found, exact)[held]
-    assert ours.numel() == 0 or ours.max() < most, f"row {int(ours.argmax())}: {ours.max():.3g}"
+    over = ours - (problem.left_open() / exact.norm(dim=1).clamp_min(1e-300))[held]
+    assert over.numel() == 0 or over.max() < most, f"row {int(over.argmax())}: {over.max():.3g}"
     silent = largest == 0
     bias = problem.ffn.b_down
     wanted = torch.zeros_like(found) if bias is None else bias.expand_as(found)
     assert torch.equal(found[silent], wanted[silent])
-    if problem.ffn.N % 16 == 0 and ours.numel():
+    if problem.ffn.N % 16 == 0 and ours.numel() > 30:  # by chance one row may be off by more
         dense = relative_errors(problem.dense(), exact)[held].nan_to_num(nan=9.0)
         assert ours.square().mean() <= (1.3 * dense).square().mean()
 
 
-@pytest.fixture
-def promoted(monkeypatch) -> KernelSet:
-    """Kernels whose gate_pack keeps its sums in float32."""
-    entries = twell_spec.gate_pack_e4m3_entries(promoted=True)
-    monkeypatch.setitem(twell_spec.SOURCES, "ffn/gate_pack_e4m3.cu", entries)
-    return KernelSet(kernel_files(), 0)
-
-
-def test_promoted_sums_are_nearer(kernels, promoted):
-    torch.manual_seed(11)
-    problem = random_problem(3000, 4096, 1024, mean=0.0, bias=False, decades=0.0)
-    problem.slots = 256
-    plain, better = (relative_errors(problem.run(k), problem.exact()) for k in (kernels, promoted))
-    assert better.mean() < plain.mean()
-    assert better.max() < 0.01
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["promoted", "as summed"])
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("slots", [8, 64, 256])
-def test_gate_pack_holds_what_fires(kernels, promoted, whole, short, slots):
-    kernels = promoted if whole else kernels
+def test_gate_pack_holds_what_fires(kernels, short, slots):
     torch.manual_seed(1)
     M, K, N = (100 if short else 20000), 384, 1032
     problem = random_problem(M, K, N, mean=-2.0, bias=True, decades=1.0)
@@ -558,9 +550,9 @@ def test_an_export_in_fp8_takes_the_ways_of_fp8(make_model, tmp_path, monkeypatc
     source = make_model("llama", hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
     convert(source, tmp_path / "relu")
     export(tmp_path / "relu", tmp_path / "out", quantize="fp8")
-    model = load_model(
-        open_checkpoint(tmp_path / "out"), dtype=torch.bfloat16, device=torch.device("cuda")
-    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True, dtype=torch.bfloat16
+    ).to(DEVICE)
     ids = torch.arange(200, device="cuda").view(2, 100) % 512
     with torch.no_grad(), reasons_said() as said:
         assert model(ids).logits.isfinite().all()

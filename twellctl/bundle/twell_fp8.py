@@ -97,15 +97,16 @@ def _product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtyp
     if values.is_cuda and values.numel():
         said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
         if said is None:
-            return torch._scaled_mm(
+            y = torch._scaled_mm(
                 values.contiguous(),
                 weight.values.t(),
                 scale_a=scale,
                 scale_b=weight.scale.t(),
-                bias=weight.bias,
-                out_dtype=dtype,
+                # no bias: cuBLAS refuses one for some sizes, like 640 rows of 5632
+                out_dtype=dtype if weight.bias is None else torch.float32,
                 use_fast_accum=True,
             )
+            return y if weight.bias is None else (y + weight.bias).to(dtype)
     return _judge(values, scale, weight).to(dtype)
 
 

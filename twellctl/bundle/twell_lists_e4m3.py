@@ -45,7 +45,7 @@ LISTS_E4M3_KERNELS = (
     f"heavy_down{E4M3}",
 )
 E4M3_STEP = 128  # K is a multiple of it
-_QUANTISE_BLOCKS = 3  # of a multiprocessor
+_QUANTISE_BLOCKS = 2  # of a multiprocessor
 
 
 def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:

@@ -192,7 +192,7 @@ STEP_FLOW = {
     (3072, 2): (32, 144, 1),
     (3584, 2): (32, 144, 1),
     (4096, 2): (32, 128, 1),
-    (1536, 1): (32, 168, 2),
+    (1536, 1): (64, 168, 2),
     (2048, 1): (32, 168, 2),
     (3072, 1): (32, 144, 2),
     (3584, 1): (32, 144, 2),
@@ -237,16 +237,11 @@ _STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3) for K in MOST_OF_
 Entries = Mapping[str, Arguments]
 
 
-def gate_pack_e4m3_entries(*, promoted: bool) -> Entries:
-    """Of gate_pack_e4m3.cu; `promoted`: with sums in float32, not in some 14 bits."""
-    return {f"gate_pack{E4M3}": (2, promoted), f"gate_pack_short{E4M3}": (1, promoted)}
-
-
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
     "ffn/gate_pack.cu": {"gate_pack": (2,), "gate_pack_short": (1,)},
-    f"ffn/gate_pack{E4M3}.cu": gate_pack_e4m3_entries(promoted=False),
+    f"ffn/gate_pack{E4M3}.cu": {f"gate_pack{E4M3}": (2,), f"gate_pack_short{E4M3}": (1,)},
     "ffn/pack.cu": ("pack",),
     "ffn/quantise_rows.cu": ("quantise_rows",),
     "ffn/plan.cu": ("plan", "plan_cluster"),
