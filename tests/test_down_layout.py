@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def load(family, exported):
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
     """Weights on the CPU count as such that kernels read."""
-    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
 
 
 def layouts(model: nn.Module) -> set[str]:
@@ -83,7 +84,8 @@ def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, as_if_on_a_gpu, mo
 
 def test_moving_a_model_lays_it_down(load, monkeypatch):
     model = load()
-    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: weight.dtype == torch.bfloat16)
+    in_bf16 = lambda weight, trained: weight.dtype == torch.bfloat16  # noqa: E731
+    monkeypatch.setattr(twell_model, "_kernels_read", in_bf16)
     identities = [id(weight) for weight in model.parameters()]
     assert layouts(model.to("cpu")) == {"by columns"}
     assert layouts(model.to(torch.bfloat16)) == {"by neurons"}
@@ -120,7 +122,7 @@ def test_what_kernels_do_not_read_stays(load, as_if_on_a_gpu, monkeypatch):
     assert layouts(load()) == {"by columns"}
     monkeypatch.undo()
     model = load()
-    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
     first, second = (ffn.down_proj for ffn in gated_ffns(model))
     first.register_forward_hook(lambda *args: None)
 
@@ -140,10 +142,22 @@ def test_what_lies_elsewhere_stays(load, monkeypatch):
     model = load()
     wanted = logits(model)
     cpu_offload(model, torch.device("cpu"))
-    monkeypatch.setattr(twell_model, "_kernels_read", lambda weight: True)
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
     lay_down_by_rows(model)
     assert layouts(model) == {"by columns"}
     torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_training_reads_float32_too_and_nothing_that_is_sharded(trained):
+    def is_read(dtype, **more):
+        weight = SimpleNamespace(is_cuda=True, dtype=dtype, **more)
+        return twell_model._kernels_read(weight, trained)
+
+    assert is_read(torch.bfloat16)
+    assert is_read(torch.float32) == trained
+    assert not is_read(torch.float16)
+    assert not is_read(torch.bfloat16, device_mesh=None)
 
 
 def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):

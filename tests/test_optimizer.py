@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.training import optimizer
 from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal, slow_on_cpu
 
@@ -19,6 +20,7 @@ def test_orthogonal_keeps_directions_and_levels_sizes(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     found = orthogonal(x)
     assert found.shape == x.shape
+    assert found.is_contiguous()  # weights take steps that lie otherwise much more slowly
     sizes = torch.linalg.svdvals(found)
     assert sizes.min() > 0.6
     assert sizes.max() < 1.3
@@ -39,7 +41,7 @@ def stepped(model, chunk, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
         made.step()
     return made
 
@@ -68,6 +70,24 @@ def test_how_many_are_orthogonalised_together_changes_nothing(make_model, monkey
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
         assert torch.allclose(one, other, atol=1e-6), name
+
+
+def test_matrices_that_lie_by_columns_take_the_same_step_and_stay(make_model, monkeypatch):
+    folder = make_model("llama")
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    down = [ffn.down_proj.weight for ffn in gated_ffns(models[1])]
+    for weight in down:
+        weight.data = weight.data.t().contiguous().t()
+    _, made = (stepped(model, 1 << 26, monkeypatch) for model in models)
+    for (name, one), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-6), name
+    for weight in down:
+        assert weight.t().is_contiguous()
+        assert made.state[weight]["momentum"].t().is_contiguous()
+    steps = optimizer._each_orthogonal([weight.detach() for weight in down])
+    assert all(step.t().is_contiguous() for step in steps)
 
 
 def test_state_goes_through_a_checkpoint(make_model, monkeypatch):

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from finetune_runs import InterruptAt, small, weights
 from step_gradients import SETTINGS, one_step
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle import twell_model
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_train import _laid_ffn
 from twellctl.convert import convert
+from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.training.progress import Progress
 from twellctl.training.sparsity import FfnPenalty, compiled_plain
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
@@ -137,6 +143,41 @@ def test_ffns_that_their_own_modules_compute_are_penalised(relu_llama, eight_blo
     wanted = penalised_gradients(plain, eight_blocks[1])
     for name, grad in penalised_gradients(hooked, eight_blocks[1]).items():
         torch.testing.assert_close(grad, wanted[name], msg=name)
+
+
+def test_w_down_and_its_gradient_lie_as_kernels_read_them(relu_llama, eight_blocks, monkeypatch):
+    """So that no pass copies one, and no gradient is turned over where it is added up."""
+    plain, turned = (load_model(open_checkpoint(relu_llama)) for _ in range(2))
+    wanted = penalised_gradients(plain.requires_grad_(True), eight_blocks[1])
+    assert all(ffn.down_proj.weight.is_contiguous() for ffn in gated_ffns(plain))  # on the CPU
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
+    found = penalised_gradients(turned.requires_grad_(True), eight_blocks[1])
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], msg=name)
+    for ffn in gated_ffns(turned):
+        weight = ffn.down_proj.weight
+        assert weight.t().is_contiguous()
+        assert weight.grad.t().is_contiguous()
+    in_bf16 = weight.detach().bfloat16()
+    laid = _laid_ffn((in_bf16.t(), in_bf16.t(), in_bf16), (None,) * 3)
+    assert laid.w_down.data_ptr() == in_bf16.data_ptr()
+
+
+def test_a_run_with_w_down_turned_over_is_the_same(relu_llama, text_file, tmp_path, monkeypatch):
+    """Through a checkpoint, from which it goes on, to the files of the result."""
+    recipe = small(text_file, penalty="l1", save_steps=5, eval_steps=0)
+    plain = finetune(relu_llama, tmp_path / "plain", recipe, progress=Progress(silent=True))
+    monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, tmp_path / "turned", recipe, progress=InterruptAt(8))
+    found = finetune(
+        relu_llama, tmp_path / "turned", recipe, resume=True, progress=Progress(silent=True)
+    )
+    assert found.cross_entropy == pytest.approx(plain.cross_entropy, rel=1e-4)
+    ours, theirs = weights(tmp_path / "turned"), weights(tmp_path / "plain")
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() <= 1e-3 * weight.norm(), name
 
 
 def test_ffns_are_as_before_without_the_penalty(relu_llama, eight_blocks):

@@ -181,13 +181,18 @@ def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
         ffn.twell_sources, ffn.twell_route = sources, route
 
 
-def by_rows_of_neurons(w_down: Tensor) -> Tensor:
-    """`w_down` `[K, N]` with strides (1, K), as the kernels read it; itself where none will."""
-    return w_down.t().contiguous().t() if _kernels_read(w_down) else w_down
+def by_rows_of_neurons(w_down: Tensor, *, trained: bool = False) -> Tensor:
+    """`w_down` `[K, N]` with strides (1, K), as the kernels read it; itself where none will.
+
+    `trained`: by `train_ffn` under autocast, which reads float32, too.
+    """
+    return w_down.t().contiguous().t() if _kernels_read(w_down, trained) else w_down
 
 
-def _kernels_read(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype == torch.bfloat16
+def _kernels_read(weight: Tensor, trained: bool = False) -> bool:
+    dtypes = (torch.bfloat16, torch.float32) if trained else (torch.bfloat16,)
+    is_sharded = hasattr(weight, "device_mesh")  # a DTensor: FSDP2 wants it contiguous
+    return weight.is_cuda and weight.dtype in dtypes and not is_sharded
 
 
 def _kernels_read_e4m3(weight: Tensor) -> bool:
@@ -196,19 +201,20 @@ def _kernels_read_e4m3(weight: Tensor) -> bool:
     return device_limits(weight.device.index).capability >= (8, 9)
 
 
-def lay_down_by_rows(model: nn.Module) -> None:
+def lay_down_by_rows(model: nn.Module, *, trained: bool = False) -> None:
     """Lay the weight of each down projection by rows of neurons, where `use_kernels` gave kernels.
 
     Its name, shape and values stay, and so does what is saved. Without this each call of the
     kernels would make a copy. An FP8 layer keeps both layouts: dense FP8 products want the other
-    one. What is not a plain layer, or lies elsewhere, stays as it is.
+    one. What is not a plain layer, or lies elsewhere, stays as it is, and so does what is sharded.
+    `trained` as in `by_rows_of_neurons`.
     """
     for ffn in gated_ffns(model):
         down = ffn.down_proj
         if not getattr(ffn, "twell_sources", ""):
             continue
         if is_plain(down, nn.Linear):
-            down.weight.data = by_rows_of_neurons(down.weight.data)
+            down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
         elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
             down.turn()
 

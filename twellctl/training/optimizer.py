@@ -58,7 +58,7 @@ class Muon(torch.optim.AdamW):
         if num_owners(weights[0]) > 1:
             steps = by_owners(ahead, len(weights[0]), orthogonal)
         else:
-            steps = list(orthogonal(torch.stack(ahead)).to(weights[0].dtype))
+            steps = _each_orthogonal(ahead)
         size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
         torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(held, steps, alpha=-group["lr"] * size)
@@ -88,18 +88,25 @@ def num_owners(weight: Tensor) -> int:
     return weight.device_mesh.size() if isinstance(weight, DTensor) else 1
 
 
+def _each_orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Each of the matrices made `orthogonal`, in their dtype, laid out as they are."""
+    turned = not matrices[0].is_contiguous()  # W_down, where kernels read it in training
+    together = torch.stack([m.mT for m in matrices] if turned else list(matrices))
+    found = orthogonal(together).to(together.dtype)
+    return list(found.mT if turned else found)
+
+
 def orthogonal(matrices: Tensor) -> Tensor:
-    """`[B, M, N]` with singular values of about 1 and the directions of `matrices`."""
+    """`[B, M, N]` with singular values of about 1 and the directions of `matrices`; contiguous."""
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     first, third, fifth = NEWTON_SCHULZ
     for _ in range(5):
-        gram = x @ x.mT
+        gram = x @ x.mT if wide else x.mT @ x  # symmetric, of the smaller side
         odd = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
-        x = torch.baddbmm(x, odd, x, beta=first)
-    return x if wide else x.mT
+        x = torch.baddbmm(x, *((odd, x) if wide else (x, odd)), beta=first)
+    return x
 
 
 def make_optimizer(

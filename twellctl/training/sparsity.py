@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_config import new_twell
-from twellctl.bundle.twell_model import TwellFFN, gated_ffns, put_over_twell, use_kernels
+from twellctl.bundle.twell_model import (
+    TwellFFN,
+    gated_ffns,
+    lay_down_by_rows,
+    put_over_twell,
+    use_kernels,
+)
 from twellctl.bundle.twell_train import FfnMeter, plain_train_ffn
 from twellctl.here.own_kernels import own_kernels
 
@@ -48,6 +54,7 @@ class FfnPenalty:
         self._stock = [type(ffn) for ffn in self.ffns]
         put_over_twell(model, new_twell(len(self.ffns), "", ""))
         use_kernels(model, own_kernels())
+        lay_down_by_rows(model, trained=True)
         self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
             ffn.twell_meter = meter
