@@ -1,6 +1,8 @@
 // gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh). `promoted`: sums are
-// kept in float32, not in some 14 bits (tile/hopper_product.cuh).
+// kept in float32, not in some 14 bits (tile/hopper_product.cuh). It may start before the kernel in front
+// has ended.
 #include "ffn/gate_pack.cuh"
+#include "ptx/pdl.cuh"
 
 namespace {
 
@@ -28,6 +30,7 @@ struct Lying<true> {
         Packing<Scaled> packing{{token_scales, neuron_scales}, b_gate,    num_rows, num_columns,  \
                                 shape.column_tiles(),          num_slots, counts,   entries};     \
         using Columns = Lying<promoted>::Columns;                                                 \
+        wait_for_previous();                                                                      \
         pack_product<Columns>(&x_map, &w_map, shape, packing, heavy_count);                       \
     }
 

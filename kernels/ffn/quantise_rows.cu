@@ -14,11 +14,16 @@
 // 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one, and
 // below an error of 2^-20 of that one.
 //
-// Launch: blocks of 1024 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
+// Launch: blocks of 512 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
 // block looks through the scales and biases of all neurons first.
+//
+// quantise_short: the same for the walks, whose h is float32: no bound, each power is 1. For torch's
+// product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a block a
+// row, of a multiple of 32 threads up to 512. What follows may start early, and waits (ptx/pdl.cuh).
 #include "spec.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"
+#include "ptx/pdl.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/powers.cuh"
@@ -46,7 +51,8 @@ __device__ __forceinline__ float greatest_of_block(float value) {
     const int of_warp = __reduce_max_sync(~0u, __float_as_int(value));
     if (lane == 0) of_warps[threadIdx.x / 32] = of_warp;
     __syncthreads();
-    const int all = __reduce_max_sync(~0u, lane < kWarps ? of_warps[lane] : 0);
+    const int num_warps = blockDim.x / 32;
+    const int all = __reduce_max_sync(~0u, lane < num_warps ? of_warps[lane] : 0);
     __syncthreads();
     return __int_as_float(all);
 }
@@ -61,28 +67,37 @@ __device__ __forceinline__ Largest largest_of(const float* scales, const unsigne
     return {greatest_of_block(own.scale), greatest_of_block(own.bias)};
 }
 
-// The lane's share of a row goes in steps of a warp's 256 columns.
-__device__ __forceinline__ float scale_of(const unsigned short* row, int K, int lane) {
-    unsigned most = 0;  // as integers, bf16 numbers without signs have their order, NaN above all
+// One of `threads` that share a row: each has every `threads`th eight of its columns.
+struct Share {
+    int thread, threads;
+};
+
+// The largest number of the share, by its bits: as integers, bf16 numbers without signs have their
+// order, NaN above all.
+__device__ __forceinline__ int most_of(const unsigned short* row, int K, Share own) {
+    unsigned most = 0;
 #pragma unroll 4
-    for (int first = 8 * lane; first < K; first += 256) {
+    for (int first = 8 * own.thread; first < K; first += 8 * own.threads) {
         const uint4 eight = load_constant(row + first);
         const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             most = max(most, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
     }
-    const float largest = bf16_value(__reduce_max_sync(~0u, static_cast<int>(most)));
+    return static_cast<int>(most);
+}
+
+__device__ __forceinline__ float scale_of(float largest) {
     const float scale = largest * (1 / kLargest);
     return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
-// Writes the row's values; returns the root of the sum of their squares, about.
-__device__ __forceinline__ float round_row(const unsigned short* row, float scale, int K, int lane,
-                                           unsigned char* values) {
+// Writes the share's values; returns the sum of their squares, about.
+__device__ __forceinline__ float round_row(const unsigned short* row, float scale, int K,
+                                           Share own, unsigned char* values) {
     float squares = 0;
 #pragma unroll 4
-    for (int first = 8 * lane; first < K; first += 256) {
+    for (int first = 8 * own.thread; first < K; first += 8 * own.threads) {
         float x[8];
         unpack(load_constant(row + first), x);
         unsigned words[2];
@@ -94,7 +109,7 @@ __device__ __forceinline__ float round_row(const unsigned short* row, float scal
                        e4m3_two(x[4 * i + 2], x[4 * i + 3]) << 16;
         store_pair(values + first, words[0], words[1]);
     }
-    return sqrtf(sum_over_lanes(squares));
+    return squares;
 }
 
 // An exponent that no gate (or up) of the row reaches.
@@ -113,12 +128,30 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
                   unsigned char* values, float2* token_scales) {
     const Largest gate = largest_of(s_gate, b_gate, N), up = largest_of(s_up, b_up, N);
     const int lane = threadIdx.x % 32;
+    const Share own{lane, 32};
     for (int m = blockIdx.x * kWarps + threadIdx.x / 32; m < M; m += gridDim.x * kWarps) {
         const long long first = static_cast<long long>(m) * K;
-        const float scale = scale_of(x + first, K, lane);
-        const float norm = round_row(x + first, scale, K, lane, values + first);
+        const int most = __reduce_max_sync(~0u, most_of(x + first, K, own));
+        const float scale = scale_of(bf16_value(most));
+        const float squares = round_row(x + first, scale, K, own, values + first);
+        const float norm = sqrtf(sum_over_lanes(squares));
         const int exponents = exponent_of(gate, scale, norm, K) + exponent_of(up, scale, norm, K);
         const int power = max(kLeastPower, min(exponents - kHalfBits, kMostPower));
         if (lane == 0) token_scales[m] = make_float2(scale, power_of_two_of(power));
     }
+}
+
+extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
+    quantise_short(const unsigned short* x, int K, unsigned char* values, float2* token_scales,
+                   float* scales, int* heavy_count) {
+    let_next_start();
+    const Share own{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
+    const long long first = static_cast<long long>(blockIdx.x) * K;
+    const float largest = greatest_of_block(bf16_value(most_of(x + first, K, own)));
+    const float scale = scale_of(largest);
+    round_row(x + first, scale, K, own, values + first);
+    if (threadIdx.x > 0) return;
+    token_scales[blockIdx.x] = make_float2(scale, 1.f);
+    scales[blockIdx.x] = scale;
+    if (blockIdx.x == 0) *heavy_count = 0;
 }
