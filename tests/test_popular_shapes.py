@@ -168,6 +168,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
+        assert {"quantise_short", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
     entries = twell_reasons._e4m3_entries(judge.limits, hopper)
     assert judge.launched <= set(entries)
 

@@ -633,5 +633,5 @@ def test_an_export_in_fp8_takes_the_ways_of_fp8(make_model, tmp_path, monkeypatc
         assert model(ids).logits.isfinite().all()
     assert said == []
     (ways,) = {kind.ways for kind in known_choices() if "e4m3" in kind.kernels and kind.K == 128}
-    assert ways == ("lists", "dense")
+    assert ways == ("walk_gate", "walk", "lists", "dense")
     assert all(ffn.down_proj.turned is not None for ffn in gated_ffns(model))
