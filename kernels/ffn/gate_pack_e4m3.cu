@@ -1,6 +1,6 @@
 // gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh). `promoted`: sums are
-// kept in float32, not in some 14 bits (tile/hopper_product.cuh). It may start before the kernel in front
-// has ended.
+// kept in float32, not in some 14 bits (tile/hopper_product.cuh). May start before the kernel in
+// front has ended (ptx/pdl.cuh).
 #include "ffn/gate_pack.cuh"
 #include "ptx/pdl.cuh"
 

@@ -17,9 +17,9 @@
 // Launch: blocks of 512 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
 // block looks through the scales and biases of all neurons first.
 //
-// quantise_short: the same for the walks, whose h is float32: no bound, each power is 1. For torch's
-// product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a block a
-// row, of a multiple of 32 threads up to 512. What follows may start early, and waits (ptx/pdl.cuh).
+// quantise_short: the same for the walks, whose h is bf16: no bound, each power is 1. For torch's
+// product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a
+// block a row, of a multiple of 32 threads up to 512. What follows may start early (ptx/pdl.cuh).
 #include "spec.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"

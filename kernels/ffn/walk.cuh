@@ -3,18 +3,18 @@
 // A block has a token. First it makes a list of what fired: `walk` of the packed gate, `walk_gate`
 // of a dense one. Then it goes through the list twice, kBatch neurons at a time: their rows of W_up
 // for the dot products with x, and their rows of W_down, which h weighs, into y. Each row is asked
-// for by whole lines of L2, once for each pair: 4 K bytes a pair in all, over e4m3 2 K. So time goes
-// by pairs, at what L2 gives; nothing is sorted or exchanged, and up to some 100000 pairs that is
-// faster than plan, up, hidden and down. (L1 must keep what it loads: without, a third of the speed is
-// lost.)
+// for by whole lines of L2, once for each pair: 4 K bytes a pair in all, over e4m3 2 K. So time
+// goes by pairs, at what L2 gives; nothing is sorted or exchanged, and up to some 100000 pairs that
+// is faster than plan, up, hidden and down. (L1 must keep what it loads: without, a third of the
+// speed is lost.)
 //
 // A block's threads are `ways` times as many as a row wants, 16 bytes each: each way takes every
 // ways-th batch. With few tokens, when there are not enough blocks to fill the chip, that brings
 // more rows under way.
 //
-// Rows that overflowed, are not finite or have more than `cap` pairs are heavy, and not walked. They
-// are appended to heavy_rows, and their x to x_rows in the same order; `walk_gate` over bf16 sets a
-// flag for each token instead.
+// Rows that overflowed, are not finite or have more than `cap` pairs are heavy, and not walked.
+// They are appended to heavy_rows, and their x to x_rows in the same order; `walk_gate` over bf16
+// sets a flag for each token instead.
 //
 // Over e4m3, x is e4m3, too (quantise_rows.cu). Both become f16, then float32, exactly; scales come
 // after the sums. h is rounded to bf16 in both.
@@ -22,9 +22,9 @@
 // The order of a sum is that of the list, so bits do not depend on time; that of heavy rows may.
 //
 // Launch: a block a token, of `ways` times a multiple of 32 threads up to 512, no more than 1024 in
-// all; K and N multiples of 8, K over e4m3 of 16. Dynamic shared memory, with `warps` those of a way:
-// 4 cap (2 + warps) bytes, cap a multiple of kBatch, and 4 ways K, over bf16 only with several ways. It
-// may start before the previous kernel has ended (ptx/pdl.cuh).
+// all; K and N multiples of 8, K over e4m3 of 16. Dynamic shared memory, with `warps` those of a
+// way: 4 cap (2 + warps) bytes, cap a multiple of kBatch, and 4 ways K, over bf16 only with several
+// ways. It may start before the previous kernel has ended (ptx/pdl.cuh).
 #pragma once
 
 #include "spec.cuh"
@@ -220,8 +220,8 @@ struct Walk : Numbers {
         walk_down(rows);
     }
 
-    // The thread's columns of `weight`, from `first` on, of the list's places `base` on; zeros behind
-    // its end.
+    // The thread's columns of `weight`, from `first` on, of the list's places `base` on; zeros
+    // behind its end.
     __device__ __forceinline__ void load_batch(uint4 (&rows)[kBatch], const Number* weight,
                                                int base, int first) const {
 #pragma unroll
@@ -307,8 +307,8 @@ struct Walk : Numbers {
         if (Numbers::kScaled || ways > 1) add_ways();
     }
 
-    // What the way has added up: as y if it is alone, or for `add_ways`. Beside rows that may still be
-    // wanted, scales leave no registers for y.
+    // What the way has added up: as y if it is alone, or for `add_ways`. Beside rows that may still
+    // be wanted, scales leave no registers for y.
     __device__ __forceinline__ void leave(float* sums, int first) const {
         if (!Numbers::kScaled && ways == 1) {
             store(sums, first);
