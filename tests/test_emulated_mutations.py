@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EmulatedKernels, needs_emulator
-from test_emulated_e4m3 import of_lists
+from test_emulated_e4m3 import of_lists, walked
 from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
@@ -75,6 +75,14 @@ def e4m3(kernels: EmulatedKernels) -> None:
     for how in ((3, (7, 3), 0), (2, None, 64)):
         of_lists.test_hidden_fills_the_rounds(kernels, *small, True, *how)
     of_lists.test_down_gives_y(kernels, *small, 1, True)
+
+
+def walk_e4m3(kernels: EmulatedKernels) -> None:
+    """Some hundred tokens over e4m3 weights: both walks, of pairs in several batches of a way."""
+    torch.manual_seed(3)
+    problem = of_lists.random_problem(3, 2048, 520, mean=-1.4, bias=True, decades=1.0)
+    for way in (of_lists.by_walk, of_lists.by_walk_gate):
+        walked(kernels, problem, way)
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,31 @@ MUTATIONS |= {
         ("one half of the weights", "up.cuh", "a.w, a8.w, b.z, b.w);", "a.w, a8.w, b.z, b.z);"),
     )
 }
+MUTATIONS |= {
+    f"walk over e4m3: {name}": Mutation(walk_e4m3, "ffn/walk.cuh", original, mutated, wrong)
+    for name, original, mutated, wrong in (
+        ("no scale of the token", "up * tokens[blockIdx.x].x *", "up *", None),
+        ("another column's scale", "(columns + first)", "(columns)", None),
+        (
+            "one half of a row",
+            "e4m3_as_f16(bytes.z, bytes.w)",
+            "e4m3_as_f16(bytes.x, bytes.y)",
+            None,
+        ),
+        (
+            "no wait for up",
+            "        __syncthreads();\n        find_hidden();",
+            "find_hidden();",
+            "a race",
+        ),
+        (
+            "one way of all",
+            "for (int i = 0; i < ways; ++i) {",
+            "for (int i = 0; i < 1; ++i) {",
+            None,
+        ),
+    )
+}
 MORE = {
     "no arrive": Mutation(
         step,
@@ -271,7 +304,7 @@ MORE = {
 ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
 
 
-@pytest.mark.parametrize("run", [walk, few, lists, sums, step, step_e4m3, rows, e4m3])
+@pytest.mark.parametrize("run", [walk, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3])
 def test_without_a_mistake(run):
     run(EmulatedKernels())
 

@@ -25,7 +25,15 @@ K, N = 128, 256
 @pytest.mark.parametrize(
     ("limits", "hopper", "lines"),
     [
-        (H200, True, ["1 to 64 tokens: union, dense", "65 and more tokens: lists, dense"]),
+        (
+            H200,
+            True,
+            [
+                "1 to 64 tokens: union, dense",
+                "65 to 4096 tokens: walk_gate, walk, lists, dense",
+                "4097 and more tokens: lists, dense",
+            ],
+        ),
         (H200, False, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
         (L4, False, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
     ],
@@ -33,8 +41,8 @@ K, N = 128, 256
 def test_who_takes_fp8_weights(limits, hopper, lines):
     assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048, end="_e4m3")) == lines
     given = Problem(4096, 5632, 2048, limits, hopper, end="_e4m3")
-    own = "lists" if hopper else "dense"
-    assert [way.name for way in ways_of("twell", given)] == [own]
+    own = ["walk_gate", "walk", "lists"] if hopper else ["dense"]
+    assert [way.name for way in ways_of("twell", given)] == own
 
 
 class Operator:
@@ -91,7 +99,8 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
     operator(16)
     operator(100)
     operator(100)
-    assert operator.timed == [["union", "dense"], ["lists", "dense"]]
+    many = ["walk_gate", "walk", "lists", "dense"]
+    assert operator.timed == [["union", "dense"], many]
     kinds = twell_route.known_choices()
     assert all("_e4m3" in kind.kernels for kind in kinds)
     assert {kind.density for kind in kinds} == {None}
@@ -99,9 +108,10 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
 
 @pytest.mark.parametrize("turned", [True, False])
 def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator, turned):
-    for M, route in ((16, "twell"), (100, "twell"), (100, "auto")):
+    for M, route in ((16, "twell"), (100, "twell"), (5000, "twell"), (100, "auto")):
         operator(M, route, turned=turned)
-    assert operator.ran == [("union", True), ("lists", True), ("dense", False)]
+    own = [(name, True) for name in ("union", "walk_gate", "lists")]
+    assert operator.ran == [*own, ("dense", False)]
 
 
 @pytest.mark.parametrize("route", ["dense", "fused"])

@@ -13,7 +13,14 @@ from popular_shapes import NOT_TAKEN, SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_ffn, twell_fp8, twell_launch, twell_reasons, twell_ways
+from twellctl.bundle import (
+    twell_ffn,
+    twell_fp8,
+    twell_launch,
+    twell_reasons,
+    twell_walk_e4m3,
+    twell_ways,
+)
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import Limits
@@ -157,7 +164,13 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
         pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
     assert why_unfit(K // 2, N, 256, judge.limits.smem_bytes) is None
     monkeypatch.setattr(twell_ffn, "choose", run_all)
-    monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)  # no autocast on meta
+    # no autocast on meta
+    monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
+    monkeypatch.setattr(
+        twell_walk_e4m3,
+        "rounded_product",
+        lambda x, scale, w, dtype: x.new_empty(len(x), len(w.scale), dtype=dtype),
+    )
     gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
     scales = (empty(size).float() for size in (N, N, K))
     ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
@@ -168,6 +181,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
+        assert {"quantise_short", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
     entries = twell_reasons._e4m3_entries(judge.limits, hopper)
     assert judge.launched <= set(entries)
 

@@ -1,13 +1,16 @@
 """The host side of the walk agrees with its kernels, and takes what it is faster for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_sequence, twell_walk
+from twellctl.bundle import twell_lists_e4m3, twell_sequence, twell_walk
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import hopper_cap
+from twellctl.bundle.twell_spec import E4M3
 from twellctl.bundle.twell_walk import (
     GATE_TOKENS,
     MOST_PAIRS,
@@ -17,6 +20,7 @@ from twellctl.bundle.twell_walk import (
     walk_gate_ffn,
     walk_packed_ffn,
 )
+from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -25,23 +29,31 @@ SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 143
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    monkeypatch.setattr(twell_sequence, "tensor_map", Map)
+    for module in (twell_sequence, twell_lists_e4m3):
+        monkeypatch.setattr(module, "tensor_map", Map)
 
 
-def launches(M: int, K: int, N: int, *, biases: bool = True) -> Launches:
+def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> Launches:
     weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
     rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
     kernels, x = Launches(), torch.zeros(M, K, dtype=torch.bfloat16)
-    here = kernels, H200, x, FFN(*weights, *rest)
-    y = walk_gate_ffn(*here) if M <= GATE_TOKENS else walk_packed_ffn(*here, 24)
+    ffn, by_gate, packed = FFN(*weights, *rest), walk_gate_ffn, walk_packed_ffn
+    if end:
+        by_gate, packed = walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
+        values = (w.to(torch.float8_e4m3fn) for w in weights)
+        gate, up, down = (torch.ones(n) for n in (N, N, K))
+        ffn = replace(FFN(*values, *rest), s_gate=gate, s_up=up, s_down=down)
+    here = kernels, H200, x, ffn
+    y = by_gate(*here) if M <= GATE_TOKENS else packed(*here, 24)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 
 
+@pytest.mark.parametrize("end", ["", E4M3])
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("M", [10, GATE_TOKENS + 1])
-def test_arguments_are_the_parameters_of_the_kernels(M, biases):
-    for name, _, _, args, _ in launches(M, 64, 520, biases=biases).made:
+def test_arguments_are_the_parameters_of_the_kernels(M, biases, end):
+    for name, _, _, args, _ in launches(M, 128, 520, biases=biases, end=end).made:
         assert_taken(name, args)
 
 
@@ -55,6 +67,33 @@ def test_the_order_and_what_starts_early():
     assert many.overlaps == [False, True, True, True]  # weights may be new when the gate begins
 
 
+def test_over_e4m3_all_but_the_first_start_early():
+    """But for torch's product, which has its place between the first two of a few tokens."""
+    heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
+    few, many = (launches(M, 128, 256, end=E4M3) for M in (GATE_TOKENS, GATE_TOKENS + 1))
+    names = [launch[0] for launch in few.made]
+    assert names == ["quantise_short", "walk_gate_e4m3", *heavy]
+    names = [launch[0] for launch in many.made]
+    assert names == ["quantise_short", "gate_pack_short_e4m3", "walk_e4m3", *heavy]
+    for found in (few, many):
+        assert found.overlaps == [False] + [True] * (len(found.made) - 1)
+
+
+def test_heavy_rows_over_e4m3_are_those_of_the_walk():
+    for M in (100, GATE_TOKENS + 1):
+        first, *_, walk, _, hidden, down = (
+            [arg for arg in made[3] if not isinstance(arg, int)]
+            for made in launches(M, 128, 256, end=E4M3).made
+        )
+        rows, count, x_rows = walk[-7:-4]
+        assert (rows.shape, count.shape, x_rows.shape) == ((M,), (1,), (M, 128))
+        assert first[-1] is count
+        assert hidden[0].tensor is x_rows
+        for args in (hidden, down):
+            assert any(arg is rows for arg in args)
+            assert any(arg is count for arg in args)
+
+
 def test_heavy_rows_are_flagged_or_listed():
     """The kernels behind the walk get what it made."""
     for M, size in ((100, 100), (GATE_TOKENS + 1, 1)):  # a flag a token, or a count
@@ -66,19 +105,22 @@ def test_heavy_rows_are_flagged_or_listed():
         assert any(arg is rows for arg in walk)
 
 
+@pytest.mark.parametrize("end", ["", E4M3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_launches_fit_the_device(shape):
+def test_launches_fit_the_device(shape, end):
     M, K, N = shape
-    plan = plan_walk(M, N, K, H200)
-    assert takes_walk(M, N, K, H200)
+    plan = plan_walk(M, N, K, H200, end)
+    assert takes_walk(M, N, K, H200, end)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     assert plan.threads * plan.ways <= 1024
     assert plan.cap % 8 == 0
     assert plan.cap <= hopper_cap(N)
     warps = plan.threads // 32
-    assert plan.smem_bytes >= 4 * plan.cap * (2 + warps) + 4 * plan.ways * K * (plan.ways > 1)
-    for _, grid, block, args, smem_bytes in launches(M, K, N).made:
+    assert plan.smem_bytes >= 4 * plan.cap * (2 + warps) + 4 * plan.ways * K * (
+        plan.ways > 1 or bool(end)
+    )
+    for _, grid, block, args, smem_bytes in launches(M, K, N, end=end).made:
         assert all(1 <= size < 2**31 for size in grid)
         assert block <= 1024
         assert smem_bytes <= H200.smem_bytes
@@ -88,6 +130,8 @@ def test_launches_fit_the_device(shape):
 def test_a_way_has_a_thread_for_eight_columns():
     for K, threads in ((64, 32), (896, 128), (2048, 256), (4096, 512), (5120, 320), (8192, 512)):
         plan = plan_walk(4096, 5632, K, H200)
+        assert (plan.threads, plan.ways) == (threads, 1)
+        plan = plan_walk(4096, 5632, 2 * K, H200, E4M3)  # of as many bytes
         assert (plan.threads, plan.ways) == (threads, 1)
 
 

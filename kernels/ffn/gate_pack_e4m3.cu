@@ -1,5 +1,7 @@
-// gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh).
+// gate_pack over e4m3: x and W_gate with scales of their rows (gate_pack.cuh). May start before the
+// kernel in front has ended (ptx/pdl.cuh).
 #include "ffn/gate_pack.cuh"
+#include "ptx/pdl.cuh"
 
 #define TWELL_GATE_PACK(name, groups)                                                              \
     extern "C" __global__ void __cluster_dims__(2, 1, 1)                                          \
@@ -13,6 +15,7 @@
                                            product::kBlockColumns};                               \
         Packing<Scaled> packing{{token_scales, neuron_scales}, b_gate,    num_rows, num_columns,  \
                                 shape.column_tiles(),          num_slots, counts,   entries};     \
+        wait_for_previous();                                                                      \
         pack_product<AlongE4m3>(&x_map, &w_map, shape, packing, heavy_count);                     \
     }
 

@@ -1,6 +1,6 @@
 // The heavy rows over e4m3 (heavy.cuh). x_rows, W_gate and W_up are e4m3 with scales; the hidden
 // state is bf16, and so W_down is made bf16, without its scales, if there is any heavy row.
-//   heavy_gather   (heavy.cu) x_rows in shorts
+//   heavy_gather   (heavy.cu) x_rows in shorts; behind a walk x_rows are there
 //   heavy_widen    wide [N, K] bf16 = w_down [N, K] e4m3
 //   heavy_hidden_e4m3, heavy_down_e4m3: as heavy_hidden, and heavy_down over `wide`
 //
@@ -11,6 +11,8 @@
 
 extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
     heavy_widen(const uint4* w_down, long long num_bytes, const int* heavy_count, uint4* wide) {
+    wait_for_previous();
+    let_next_start();
     if (*heavy_count == 0) return;
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -30,6 +32,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
                       unsigned short* hidden, const float2* token_scales,
                       const float* gate_scales, const float* up_scales) {
     extern __shared__ unsigned char dynamic_memory[];
+    wait_for_previous();
+    let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0) return;
     HiddenTiles<ScaledHidden> tiles{
@@ -51,6 +55,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
                     int num_columns, int num_inner, unsigned short* y,
                     const float* column_scales) {
     extern __shared__ unsigned char dynamic_memory[];
+    wait_for_previous();
+    let_next_start();
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0) return;
     DownTiles<ScaledDown> tiles{{column_scales}, Patch(patches(dynamic_memory)), b_down, heavy_rows,

@@ -14,11 +14,17 @@
 // 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one, and
 // below an error of 2^-20 of that one.
 //
-// Launch: blocks of 512 threads, any grid; a warp has a row at a time. K and N multiples of 8. Each
+// Launch: blocks of 512 threads, any grid; a warp has a row at a time, 2048
+// columns of it in registers. K and N multiples of 8. Each
 // block looks through the scales and biases of all neurons first.
+//
+// quantise_short: the same for the walks, whose h is bf16: no bound, each power is 1. For torch's
+// product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a
+// block a row, of a multiple of 32 threads up to 512. What follows may start early (ptx/pdl.cuh).
 #include "spec.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"
+#include "ptx/pdl.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/powers.cuh"
@@ -46,7 +52,8 @@ __device__ __forceinline__ float greatest_of_block(float value) {
     const int of_warp = __reduce_max_sync(~0u, __float_as_int(value));
     if (lane == 0) of_warps[threadIdx.x / 32] = of_warp;
     __syncthreads();
-    const int all = __reduce_max_sync(~0u, lane < kWarps ? of_warps[lane] : 0);
+    const int num_warps = blockDim.x / 32;
+    const int all = __reduce_max_sync(~0u, lane < num_warps ? of_warps[lane] : 0);
     __syncthreads();
     return __int_as_float(all);
 }
@@ -61,57 +68,59 @@ __device__ __forceinline__ Largest largest_of(const float* scales, const unsigne
     return {greatest_of_block(own.scale), greatest_of_block(own.bias)};
 }
 
+__device__ __forceinline__ float scale_of(float largest) {
+    const float scale = largest * (1 / kLargest);
+    return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+}
+
 // x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's.
 __device__ __forceinline__ float divided(float x, float scale, float one_over) {
     const float quotient = x * one_over;
     return fmaf(fmaf(-quotient, scale, x), one_over, quotient);
 }
 
-// The lane's share of a row: eight columns of each 256. The first 2048 columns stay in registers
-// between the two passes, what is behind them is read again.
-class Row {
+// What one of `threads` that share a row has of it: every `threads`th eight of its columns. KEPT
+// of them stay in registers between the two passes, those behind are read again.
+template <int KEPT>
+class Share {
   public:
-    __device__ __forceinline__ Row(const unsigned short* row, int K)
-        : from_(row + 8 * (threadIdx.x % 32)), left_(K - 8 * static_cast<int>(threadIdx.x % 32)) {
+    __device__ __forceinline__ Share(const unsigned short* row, int K, int thread, int threads)
+        : from_(row + 8 * thread), first_(8 * thread), left_(K - first_), step_(8 * threads) {
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
-            kept_[i] = kStep * i < left_ ? load_streamed(from_ + kStep * i) : uint4{};
+        for (int i = 0; i < KEPT; ++i)
+            kept_[i] = step_ * i < left_ ? load_streamed(from_ + step_ * i) : uint4{};
     }
 
-    __device__ __forceinline__ float scale() const {
+    // The largest number, by its bits: as integers, bf16 numbers without signs have their order,
+    // NaN above all.
+    __device__ __forceinline__ int largest_bits() const {
         unsigned most = 0;
 #pragma unroll
-        for (int i = 0; i < kKept; ++i) most = max(most, most_of(kept_[i]));
-        for (int first = kStep * kKept; first < left_; first += kStep)
-            most = max(most, most_of(load_constant(from_ + first)));
-        const float largest = bf16_value(__reduce_max_sync(~0u, static_cast<int>(most)));
-        const float scale = largest * (1 / kLargest);
-        return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+        for (int i = 0; i < KEPT; ++i) most = max(most, most_of(kept_[i]));
+        for (int at = step_ * KEPT; at < left_; at += step_)
+            most = max(most, most_of(load_constant(from_ + at)));
+        return static_cast<int>(most);
     }
 
-    // Writes the values; returns the root of the sum of their squares, about.
+    // Writes the row's values; returns the sum of their squares, about.
     __device__ __forceinline__ float round(float scale, unsigned char* values) const {
         const float one_over = 1 / scale;
-        values += 8 * (threadIdx.x % 32);
+        values += first_;
         float squares = 0;
 #pragma unroll
-        for (int i = 0; i < kKept; ++i)
-            if (kStep * i < left_)
-                squares += round_eight(kept_[i], scale, one_over, values + kStep * i);
-        for (int first = kStep * kKept; first < left_; first += kStep)
-            squares +=
-                round_eight(load_constant(from_ + first), scale, one_over, values + first);
-        return sqrtf(sum_over_lanes(squares));
+        for (int i = 0; i < KEPT; ++i)
+            if (step_ * i < left_)
+                squares += round_eight(kept_[i], scale, one_over, values + step_ * i);
+        for (int at = step_ * KEPT; at < left_; at += step_)
+            squares += round_eight(load_constant(from_ + at), scale, one_over, values + at);
+        return squares;
     }
 
   private:
-    static constexpr int kStep = 256, kKept = 8;
-
     const unsigned short* from_;
-    int left_;  // columns from the lane's first on
-    uint4 kept_[kKept];
+    int first_, left_, step_;  // the first column; columns from there on; from eight to eight
+    uint4 kept_[KEPT];
 
-    // As integers, bf16 numbers without signs have their order, NaN above all.
     __device__ __forceinline__ static unsigned most_of(const uint4& eight) {
         const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
         unsigned most = 0;
@@ -157,10 +166,25 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
     const int lane = threadIdx.x % 32;
     for (int m = blockIdx.x * kWarps + threadIdx.x / 32; m < M; m += gridDim.x * kWarps) {
         const long long first = static_cast<long long>(m) * K;
-        const Row row(x + first, K);
-        const float scale = row.scale(), norm = row.round(scale, values + first);
+        const Share<8> own(x + first, K, lane, 32);
+        const float scale = scale_of(bf16_value(__reduce_max_sync(~0u, own.largest_bits())));
+        const float norm = sqrtf(sum_over_lanes(own.round(scale, values + first)));
         const int exponents = exponent_of(gate, scale, norm, K) + exponent_of(up, scale, norm, K);
         const int power = max(kLeastPower, min(exponents - kHalfBits, kMostPower));
         if (lane == 0) token_scales[m] = make_float2(scale, power_of_two_of(power));
     }
+}
+
+extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
+    quantise_short(const unsigned short* x, int K, unsigned char* values, float2* token_scales,
+                   float* scales, int* heavy_count) {
+    let_next_start();
+    const long long first = static_cast<long long>(blockIdx.x) * K;
+    const Share<1> own(x + first, K, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    const float scale = scale_of(greatest_of_block(bf16_value(own.largest_bits())));
+    own.round(scale, values + first);
+    if (threadIdx.x > 0) return;
+    token_scales[blockIdx.x] = make_float2(scale, 1.f);
+    scales[blockIdx.x] = scale;
+    if (blockIdx.x == 0) *heavy_count = 0;
 }

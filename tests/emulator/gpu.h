@@ -52,6 +52,7 @@ void of_all_lanes(uint64_t own, uint64_t* all);
 uint64_t of_lane(uint64_t own, int other);
 void meet_in_warp();                       // and orders memory
 void meet_in_block(int which, int num);  // of `num` threads, too
+bool any_in_block(bool own);             // all threads meet
 
 // `to` and `from`: any address, or one in shared memory.
 enum Kind { kWeak, kStrong, kConstant };  // strong: as other blocks have it at this moment
@@ -126,6 +127,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 }
 inline void __syncwarp() { emulator::meet_in_warp(); }
 inline void __syncthreads() { emulator::meet_in_block(0, blockDim.x); }
+inline int __syncthreads_or(int value) { return emulator::any_in_block(value); }
 [[noreturn]] inline void __trap() { emulator::fail("trap"); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __vmaxu2(unsigned a, unsigned b) {

@@ -1,4 +1,4 @@
-"""The kernels of many tokens over e4m3 weights, in float64: by themselves, and all together.
+"""Kernels of some hundred and many tokens over e4m3 weights, in float64: alone, and all together.
 
 The lists, and the layout of sums and rounds, are those of test_up_down.py.
 """
@@ -14,6 +14,7 @@ from list_reference import Shape
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle import twell_spec
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, round_rows, round_weight
@@ -23,6 +24,12 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
 from twellctl.bundle.twell_reasons import reasons_said
 from twellctl.bundle.twell_sequence import launch_gate_pack, packed_buffers
+from twellctl.bundle.twell_walk import plan_walk, takes_walk
+from twellctl.bundle.twell_walk_e4m3 import (
+    quantise_short,
+    walk_gate_e4m3_ffn,
+    walk_packed_e4m3_ffn,
+)
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
@@ -125,15 +132,29 @@ def test_rows_are_rounded_as_the_judge_does(kernels, M, K, bias):
     assert (divided[usual] > 2.0**-6).all()
 
 
+@pytest.mark.parametrize(("M", "K"), [*ROWS, (5, 640), (3, 8192)])
+def test_rows_for_a_walk_are_rounded_as_the_judge_does(kernels, M, K):
+    x = (drawn(M, K, seed=1) * 10 ** (20 * (2 * torch.rand(M, 1) - 1))).bfloat16()
+    x[M // 2] = 0
+    found = quantise_short(kernels, x.to(DEVICE))
+    values, scale = round_rows(x)
+    assert torch.equal(found.values.cpu().view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(found.scales.cpu(), scale)
+    assert torch.equal(found.token_scales.cpu(), torch.cat((scale, torch.ones(M, 1)), 1))
+    assert found.heavy_count.item() == 0
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
     x = drawn(5, 256, seed=2).bfloat16()
     x[3, 77] = bad
     ffn = some_ffn(72, 256, bias=False)
-    values, token_scales = (t.cpu() for t in quantise_rows(kernels, limits(), x.to(DEVICE), ffn))
-    products = values.float() * token_scales[:, :1]
-    assert not (products.sum(1)).isfinite()[3]
-    assert products[[0, 1, 2, 4]].isfinite().all()
+    short = quantise_short(kernels, x.to(DEVICE))
+    rows = quantise_rows(kernels, limits(), x.to(DEVICE), ffn)
+    for values, token_scales in (rows, (short.values, short.token_scales)):
+        products = values.cpu().float() * token_scales.cpu()[:, :1]
+        assert not (products.sum(1)).isfinite()[3]
+        assert products[[0, 1, 2, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
@@ -288,6 +309,21 @@ def test_what_is_not_finite_stays_with_its_token(kernels, value):
 # ---- all together
 
 
+def by_lists(kernels, problem: "Problem") -> Tensor:
+    return lists_e4m3_ffn(kernels, limits(), problem.x, problem.ffn, problem.slots)
+
+
+def by_walk(kernels, problem: "Problem") -> Tensor:
+    return walk_packed_e4m3_ffn(kernels, limits(), problem.x, problem.ffn, problem.slots)
+
+
+def by_walk_gate(kernels, problem: "Problem") -> Tensor:
+    return walk_gate_e4m3_ffn(kernels, limits(), problem.x, problem.ffn)
+
+
+ALL_WAYS = (by_lists, by_walk, by_walk_gate)
+
+
 @dataclass
 class Problem:
     """x `[M, K]` and the weights of an FFN; `slots` of a tile."""
@@ -296,8 +332,11 @@ class Problem:
     ffn: FFN
     slots: int = 64
 
-    def run(self, kernels) -> Tensor:
-        return lists_e4m3_ffn(kernels, limits(), self.x, self.ffn, self.slots)
+    def ways(self) -> tuple:
+        """Those of ALL_WAYS that take it."""
+        (M, K), N = self.x.shape, self.ffn.N
+        walks = takes_walk(M, N, K, limits(), twell_spec.E4M3)
+        return ALL_WAYS if walks else ALL_WAYS[:1]
 
     def dense(self) -> Tensor:
         """By torch's FP8 products."""
@@ -380,7 +419,16 @@ def relative_errors(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def check(problem: Problem, kernels, most: float = 0.02) -> None:
-    found, again = problem.run(kernels), problem.run(kernels)
+    """Each way that takes it, against float64 and torch's FP8 products."""
+    for way in problem.ways():
+        try:
+            check_way(problem, kernels, way, most)
+        except AssertionError as error:
+            raise AssertionError(f"{way.__name__}: {error}") from error
+
+
+def check_way(problem: Problem, kernels, way, most: float) -> None:
+    found, again = way(kernels, problem), way(kernels, problem)
     assert torch.equal(found.view(torch.int16), again.view(torch.int16)), "differs from run to run"
     exact, largest = problem.exact(), problem.hidden().abs().amax(1)
     held = ((largest == 0) | (largest > 1e-30)) & (largest < 1e36)
@@ -430,7 +478,8 @@ def test_gate_pack_holds_what_fires(kernels, short, slots):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mean", [-3.0, -2.3, -1.0, 3.0])
 @pytest.mark.parametrize(
-    ("M", "K", "N"), [(1, 128, 16), (70, 384, 272), (65, 640, 5632), (3000, 2048, 5632)]
+    ("M", "K", "N"),
+    [(1, 128, 16), (70, 384, 272), (65, 640, 5632), (257, 4096, 2064), (3000, 2048, 5632)],
 )
 def test_an_ffn_against_float64(kernels, M, K, N, mean, bias):
     torch.manual_seed(2)
@@ -496,28 +545,46 @@ def test_rows_of_any_size(kernels):
     check(problem, kernels)
 
 
+@pytest.mark.parametrize("count", [-1, 0, 1])
+def test_as_many_pairs_as_a_walk_lists_and_one_more(kernels, count):
+    """512 are the most, whatever N is."""
+    torch.manual_seed(12)
+    M, K, N = 40, 512, 16384
+    cap = plan_walk(M, N, K, limits(), twell_spec.E4M3).cap
+    assert cap == 512 < hopper_cap(N)
+    fired = torch.zeros(M, N, device=DEVICE, dtype=torch.bool)
+    for row in range(0, M, 2):
+        fired[row, torch.randperm(N)[: cap + count]] = True
+    check(patterned(fired, 256), kernels)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_not_finite(kernels, value):
+def test_rows_that_are_not_finite(kernels, value, way):
     torch.manual_seed(8)
     problem = random_problem(300, 512, 1024, mean=-2.0, bias=False, decades=0.0)
-    wanted, odd = problem.run(kernels), torch.tensor([0, 7, 64, 299], device=DEVICE)
+    wanted, odd = way(kernels, problem), torch.tensor([0, 7, 64, 299], device=DEVICE)
     problem.x[odd, 3] = value
-    found = problem.run(kernels)
+    found = way(kernels, problem)
     assert found[odd].isnan().all()
     others = torch.ones(300, dtype=torch.bool, device=DEVICE)
     others[odd] = False
     assert torch.equal(found[others], wanted[others])
 
 
-def test_a_cuda_graph_holds_it(kernels):
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_a_cuda_graph_holds_it(kernels, way):
     torch.manual_seed(9)
     problem = random_problem(700, 256, 1024, mean=-2.3, bias=True, decades=0.0)
-    wanted = problem.run(kernels)
+    problem.x[17, 0] *= -1  # heavy
+    wanted = way(kernels, problem)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = problem.run(kernels)
-    graph.replay()
-    assert torch.equal(found, wanted)
+        found = way(kernels, problem)
+    for _ in range(3):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, wanted)
 
 
 # ---- the operator
@@ -558,5 +625,5 @@ def test_an_export_in_fp8_takes_the_ways_of_fp8(make_model, tmp_path, monkeypatc
         assert model(ids).logits.isfinite().all()
     assert said == []
     (ways,) = {kind.ways for kind in known_choices() if "e4m3" in kind.kernels and kind.K == 128}
-    assert ways == ("lists", "dense")
+    assert ways == ("walk_gate", "walk", "lists", "dense")
     assert all(ffn.down_proj.turned is not None for ffn in gated_ffns(model))

@@ -89,11 +89,11 @@ def _products(rows: Tensor, round_inputs: bool) -> Callable[[Fp8Weight], Tensor]
     if not round_inputs:
         return lambda weight: _judge(rows, None, weight).to(rows.dtype)
     values, scale = round_rows(rows)
-    return lambda weight: _product(values, scale, weight, rows.dtype)
+    return lambda weight: rounded_product(values, scale, weight, rows.dtype)
 
 
-def _product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """The first form, of rows that are rounded, `[M, K]` to `[M, N]` of `dtype`."""
+def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """The first form, of rows that `round_rows` rounded, `[M, K]` to `[M, N]` of `dtype`."""
     if values.is_cuda and values.numel():
         said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
         if said is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .twell_launch import KernelSet, Limits, tensor_map
 from .twell_plan import HEAVY_SMEM, ceil_div, heavy_window, hopper_cap, product_grid
 from .twell_sequence import (
+    Heavy,
     chunks_of,
     launch_down,
     launch_gate_pack,
@@ -101,38 +102,70 @@ def _heavy_products(
     heavy_count: Tensor,
 ) -> None:
     """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
-    M, N, K, num_sms = values.shape[0], ffn.N, ffn.K, limits.num_sms
+    M, N, K = values.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N, K)
     x_rows, hidden = values.new_empty((window, K)), y.new_empty((window, N))
-    wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
-    args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy_count, wide
-    kernels.launch("heavy_widen", (4 * num_sms,), GATHER_BLOCK, args)
-    weights = [tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up)]
+    wide = widen(kernels, limits, ffn, heavy_count)
     for start in range(0, M, window):
-        listed = heavy_rows, heavy_count, start, window
         kernels.launch(
             "heavy_gather",
-            (min(window, 4 * num_sms),),
+            (min(window, 4 * limits.num_sms),),
             GATHER_BLOCK,
-            (values, *listed, ffn.shorts, x_rows),
+            (values, heavy_rows, heavy_count, start, window, ffn.shorts, x_rows),
         )
-        kernels.launch(
-            f"heavy_hidden{E4M3}",
-            (product_grid(window, 2 * N, num_sms),),
-            PRODUCT_BLOCK,
-            (
-                *(tensor_map(x_rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-                *(*listed, N, K, hidden, token_scales, ffn.s_gate, ffn.s_up),
-            ),
-            HEAVY_SMEM,
-        )
-        kernels.launch(
-            f"heavy_down{E4M3}",
-            (product_grid(window, K, num_sms),),
-            PRODUCT_BLOCK,
-            (
-                *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(wide, PRODUCT_INNER)),
-                *(ffn.b_down, *listed, N, K, y, ffn.s_down),
-            ),
-            HEAVY_SMEM,
-        )
+        heavy = Heavy(heavy_rows, heavy_count, start=start)
+        launch_heavy_e4m3(kernels, limits, x_rows, token_scales, hidden, wide, ffn, y, heavy)
+
+
+def widen(
+    kernels: KernelSet, limits: Limits, ffn: FFN, heavy_count: Tensor, *, overlap: bool = False
+) -> Tensor:
+    """W_down `[N, K]` in bf16, without its scales, if there is any heavy row."""
+    wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
+    args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy_count, wide
+    kernels.launch("heavy_widen", (4 * limits.num_sms,), GATHER_BLOCK, args, overlap=overlap)
+    return wide
+
+
+def launch_heavy_e4m3(
+    kernels: KernelSet,
+    limits: Limits,
+    x_rows: Tensor,
+    token_scales: Tensor,
+    hidden: Tensor,
+    wide: Tensor,
+    ffn: FFN,
+    y: Tensor,
+    heavy: Heavy,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Listed `heavy` rows of `y` from `x_rows` e4m3 `[window, K]`, by `hidden` `[window, N]`.
+
+    `token_scales` `[M, 2]`, by tokens. `wide`: what `widen` made.
+    """
+    (window, N), K = hidden.shape, ffn.K
+    listed = heavy.rows, heavy.count, heavy.start, window
+    weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
+    kernels.launch(
+        f"heavy_hidden{E4M3}",
+        (product_grid(window, 2 * N, limits.num_sms),),
+        PRODUCT_BLOCK,
+        (
+            *(tensor_map(x_rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
+            *(*listed, N, K, hidden, token_scales, ffn.s_gate, ffn.s_up),
+        ),
+        HEAVY_SMEM,
+        overlap=overlap,
+    )
+    kernels.launch(
+        f"heavy_down{E4M3}",
+        (product_grid(window, K, limits.num_sms),),
+        PRODUCT_BLOCK,
+        (
+            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(wide, PRODUCT_INNER)),
+            *(ffn.b_down, *listed, N, K, y, ffn.s_down),
+        ),
+        HEAVY_SMEM,
+        overlap=overlap,
+    )

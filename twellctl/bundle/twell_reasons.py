@@ -24,7 +24,7 @@ from .twell_plan import why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
-from .twell_walk import WALK_KERNELS
+from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 from .twell_weights import FFN
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ALL_KERNELS = frozenset(
     (
         *(*HOPPER_KERNELS, *PORTABLE_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
-        *(*UNION_E4M3_KERNELS, *GRAD_KERNELS),
+        *(*WALK_E4M3_KERNELS, *UNION_E4M3_KERNELS, *GRAD_KERNELS),
     )
 )
 
@@ -101,7 +101,8 @@ def why_no_e4m3_kernels(sources: str, index: int, hopper: bool) -> str | None:
 
 @functools.cache
 def _e4m3_entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
-    return (*(LISTS_E4M3_KERNELS if hopper else ()), *union_e4m3_kernels(limits))
+    many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if hopper else ()
+    return (*many, *union_e4m3_kernels(limits))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:

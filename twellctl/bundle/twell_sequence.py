@@ -145,10 +145,13 @@ def launch_gate_pack(
     entries: Tensor,
     heavy_count: Tensor,
     scales: tuple[Tensor, ...] = (),
+    *,
+    overlap: bool = False,
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`.
 
-    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py).
+    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py). Only
+    e4m3 may `overlap`, as in `KernelSet.launch`.
     """
     M, (N, K) = x.shape[0], w_gate.shape
     short = gate_pack_is_short(M, N, limits.num_sms)
@@ -161,6 +164,7 @@ def launch_gate_pack(
             *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),
         ),
         GATE_PACK_SMEM,
+        overlap=overlap,
     )
 
 

@@ -3,9 +3,11 @@
     walk_gate_ffn:    torch's gate product -> walk_gate -> the rows that it flagged, densely
     walk_packed_ffn:  gate_pack -> walk -> the heavy rows, densely
 
+Over e4m3 weights: twell_walk_e4m3.py.
+
 Its time goes by pairs (token, neuron that fired). With few of them it is shorter than that of the
 lists of twell_sequence.py. The kernels behind the gate may start before the one in front has ended;
-they read nothing before that. What they do stands in kernels/ffn/walk.cu and heavy.cuh.
+they read nothing before that. What they do stands in kernels/ffn/walk.cuh and heavy.cuh.
 """
 
 from dataclasses import dataclass
@@ -18,15 +20,18 @@ from torch import Tensor
 from .twell_launch import KernelSet, Limits
 from .twell_plan import STATIC_SMEM, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
-from .twell_spec import WALK_BLOCK
+from .twell_spec import E4M3, WALK_BLOCK
 from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
+# beside those of the lists over e4m3 weights
+WALK_E4M3_KERNELS = ("quantise_short", *(f"{name}{E4M3}" for name in WALK_KERNELS))
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
-_MOST_OF_A_WAY, _MOST_WAYS = 512, 4  # threads of a way; ways at a time
+_MOST_OF_A_WAY = 512  # threads
+_MOST_WAYS = {"": 4, E4M3: 8}  # at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -41,23 +46,23 @@ class WalkPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_walk(M: int, N: int, K: int, limits: Limits) -> WalkPlan:
-    """For M tokens, N neurons and inputs of K."""
-    chunks = ceil_div(K, 8)
+def plan_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> WalkPlan:
+    """For M tokens, N neurons and inputs of K; `end` E4M3: over such weights."""
+    chunks = ceil_div(K, 16 if end else 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
     ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
-    while ways < _MOST_WAYS and 2 * ways * threads * tokens <= WALK_BLOCK:
+    while ways < _MOST_WAYS[end] and 2 * ways * threads * tokens <= WALK_BLOCK:
         ways *= 2
     cap = min(hopper_cap(N), _MOST_CAP)
-    size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 else 0)
+    size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 or end else 0)
     return WalkPlan(threads, ways, cap, size)
 
 
-def takes_walk(M: int, N: int, K: int, limits: Limits) -> bool:
-    """Whether `walk_gate_ffn` and `walk_packed_ffn` take `M` tokens on this device."""
+def takes_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
+    """Whether the walks take `M` tokens on this device; `end` as in `plan_walk`."""
     if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)):
         return False
-    return plan_walk(M, N, K, limits).smem_bytes + STATIC_SMEM <= limits.smem_bytes
+    return plan_walk(M, N, K, limits, end).smem_bytes + STATIC_SMEM <= limits.smem_bytes
 
 
 def suits_walk(M: int, N: int, density: float | None) -> bool:

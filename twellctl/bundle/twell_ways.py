@@ -18,6 +18,7 @@ from .twell_launch import KernelSet, Limits
 from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
 from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
+from .twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
 from .twell_weights import FFN
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
@@ -49,9 +50,10 @@ class Problem:
         return takes_few(self.M, self.N, self.limits, self.end)
 
     @property
-    def bf16_many(self) -> bool:
-        """Whether it goes by those for more tokens, which there are for bf16 alone."""
-        return not self.few and not self.end
+    def walks(self) -> bool:
+        """Whether it goes by those for some hundred."""
+        taken = self.hopper and not self.few
+        return taken and takes_walk(self.M, self.N, self.K, self.limits, self.end)
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ def _without_slots(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kernels, limits, x, ffn, slots=0, **how: run(kernels, limits, x, ffn, **how)
 
 
-def _lists(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    run = hopper_ffn if ffn.s_gate is None else lists_e4m3_ffn
-    return run(kernels, limits, x, ffn, slots)
+def _by_weights(bf16: Callable[..., Tensor], e4m3: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *slots: int) -> Tensor:
+        return (bf16 if ffn.s_gate is None else e4m3)(kernels, limits, x, ffn, *slots)
+
+    return run
 
 
 def dense_products(x: Tensor, ffn: FFN) -> Tensor:
@@ -105,18 +109,22 @@ WAYS = (
     Way("union", lambda p: p.few, _without_slots(few_union)),
     Way(
         "walk_gate",
-        lambda p: p.hopper and p.bf16_many and takes_walk(p.M, p.N, p.K, p.limits),
-        _without_slots(walk_gate_ffn),
+        lambda p: p.walks,
+        _without_slots(_by_weights(walk_gate_ffn, walk_gate_e4m3_ffn)),
         suits=lambda p, density: p.M <= GATE_TOKENS and suits_walk(p.M, p.N, density),
     ),
     Way(
         "walk",
-        lambda p: p.hopper and p.bf16_many and takes_walk(p.M, p.N, p.K, p.limits),
-        walk_packed_ffn,
+        lambda p: p.walks,
+        _by_weights(walk_packed_ffn, walk_packed_e4m3_ffn),
         suits=lambda p, density: p.M > GATE_TOKENS and suits_walk(p.M, p.N, density),
     ),
-    Way("lists", lambda p: p.hopper and not p.few, _lists),
-    Way("portable", lambda p: not p.hopper and p.bf16_many, _without_slots(portable_ffn)),
+    Way("lists", lambda p: p.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
+    Way(
+        "portable",
+        lambda p: not p.hopper and not p.few and not p.end,
+        _without_slots(portable_ffn),
+    ),
     Way(
         "fused",
         lambda p: p.hopper and not p.end,
