@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.bundle import twell_spec
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, round_rows, round_weight
+from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, fp8_ffn, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn, quantise_rows
 from twellctl.bundle.twell_model import gated_ffns
@@ -81,7 +81,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def random_e4m3(*shape: int, seed: int) -> Tensor:
     """Of all sizes, with subnormal numbers and zeros."""
-    return (drawn(*shape, seed=seed) * 4 ** drawn(*shape, seed=seed + 1)).to(E4M3)
+    numbers = drawn(*shape, seed=seed) * 4 ** drawn(*shape, seed=seed + 1)
+    return numbers.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def random_scales(num: int, seed: int) -> np.ndarray:
@@ -431,13 +432,15 @@ def check_way(problem: Problem, kernels, way, most: float) -> None:
     found, again = way(kernels, problem), way(kernels, problem)
     assert torch.equal(found.view(torch.int16), again.view(torch.int16)), "differs from run to run"
     exact, largest = problem.exact(), problem.hidden().abs().amax(1)
-    held = ((largest == 0) | (largest > 1e-30)) & (largest < 1e36)
+    # the walks' sums of h, which they do not scale, and of weights up to 448 hold 1e35
+    held = ((largest == 0) | (largest > 1e-30)) & (largest < 1e35)
     held &= (exact.abs().amax(1) < 1e37) & (exact.norm(dim=1) > 1e-30)
     assert found[held].isfinite().all()
     ours = relative_errors(found, exact)[held]
-    over = ours - (problem.left_open() / exact.norm(dim=1).clamp_min(1e-300))[held]
+    left_open = problem.left_open()
+    over = ours - (left_open / exact.norm(dim=1).clamp_min(1e-300))[held]
     assert over.numel() == 0 or over.max() < most, f"row {int(over.argmax())}: {over.max():.3g}"
-    silent = largest == 0
+    silent = left_open == 0
     bias = problem.ffn.b_down
     wanted = torch.zeros_like(found) if bias is None else bias.expand_as(found)
     assert torch.equal(found[silent], wanted[silent])
