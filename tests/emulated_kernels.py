@@ -27,6 +27,7 @@ from twellctl.here.resources import kernel_files
 EMULATOR = Path(__file__).parent / "emulator"
 FLAGS = ["-std=c++17", "-fPIC", "-w"]
 OF_GPU = ["-O3", "-march=native", "-ffp-contract=off"]
+OF_GPU += ["-fno-semantic-interposition"]  # else no function of it is inlined
 OF_SOURCE = ["-O1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
 OF_SOURCE += ["-fno-extern-tls-init"]
 MOST_WORDS, MOST_NUMBERS = 24, 4  # of a launch: as emulator/gpu.cpp

@@ -86,7 +86,7 @@ class Model:
         for name in ("qkv", "out", "gate", "up", "down"):
             by_rows = layer[name].t() if name == "down" else layer[name]
             values, scale = round_weight(by_rows)
-            wide = values.double() * scale.double()
+            wide = values.float() * scale  # exact: both have few bits
             scales[f"{name}_scale"] = scale.flatten().contiguous()
             turned = name == "down"
             layer[name] = wide.t() if turned else wide

@@ -5,6 +5,7 @@ was killed after so many seconds, it writes [exit code, seconds it ran]. It neve
 pass itself, since torch would then refuse one in what it forks.
 """
 
+import gc
 import json
 import os
 import signal
@@ -81,5 +82,6 @@ def fork_and_kill(job, model, text, out, overwrite, seconds) -> tuple[int, float
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else the garbage collections of each process copy all that was imported
     for line in sys.stdin:
         print(json.dumps(fork_and_kill(*json.loads(line))), flush=True)

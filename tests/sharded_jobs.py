@@ -6,6 +6,7 @@ backward pass itself, since torch would then refuse one in what it forks.
 """
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -245,5 +246,6 @@ def _child(job: str, rank: int, port: int, answers: list[Path], words: list) -> 
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else the garbage collections of each process copy all that was imported
     for line in sys.stdin:
         print(json.dumps(fork(*json.loads(line))), flush=True)

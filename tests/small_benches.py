@@ -19,7 +19,8 @@ class BothForms(HFDecoder):
 
 
 def count_less(monkeypatch) -> None:
-    """Fewer tokens are counted, and less is copied."""
+    """Fewer tokens are counted, less is copied, and samples of a time are short."""
+    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
     monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
     monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
     monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})

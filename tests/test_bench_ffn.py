@@ -24,6 +24,11 @@ from twellctl.firing.counts import Union, UnionCount
 TINY = ("--device", "cpu", "--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
 
 
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch):
+    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
+
+
 def made(density: float, spread: Spread, *, bias: bool = False, M: int = 512):
     generator = torch.Generator().manual_seed(1)
     numbers = {"dtype": torch.float32, "generator": generator}

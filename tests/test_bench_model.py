@@ -28,6 +28,7 @@ TINY = {
 def _count_less(monkeypatch):
     monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
     monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ GRADIENTS = ["y_error", "grad_x_error", "grad_gate_error", "grad_up_error", "gra
 def _count_less(monkeypatch):
     monkeypatch.setattr(step_module, "COUNTED_TOKENS", 1024)
     monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
 
 
 # ---- what the forms compute ----

@@ -14,7 +14,7 @@ pytestmark = needs_emulator
 CASES = {
     "plain": (partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5), 100, True),
     "all at once": (
-        partial(Model, 2048, 64, 32, 8, 1048, 2, 200, biases=True, head_norms=True, seed=3),
+        partial(Model, 2048, 64, 32, 8, 1048, 1, 200, biases=True, head_norms=True, seed=3),
         132,
         True,
     ),
@@ -55,7 +55,7 @@ CASES = {
     ),
     "e4m3, 1536, all at once": (
         partial(
-            Model, 1536, 128, 12, 2, 776, 2, 200, biases=True, head_norms=True, fp8=True, seed=21
+            Model, 1536, 128, 12, 2, 776, 1, 200, biases=True, head_norms=True, fp8=True, seed=21
         ),
         100,
         True,
@@ -66,7 +66,7 @@ CASES = {
         False,
     ),
     "e4m3, 2048": (
-        partial(Model, 2048, 64, 32, 8, 1048, 2, 150, head_norms=True, fp8=True, seed=23),
+        partial(Model, 2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23),
         132,
         True,
     ),

@@ -41,10 +41,10 @@ from twellctl.training.recipe import resolve_recipe
 MAX_DENSITY = 0.15
 MAX_LOSS = 0.15  # nats over the SiLU model
 END = "<|endoftext|>"
-CORPUS_CHARACTERS = 4_000_000
+CORPUS_CHARACTERS = 2_000_000
 VOCABULARY = 512
 SEQ_LEN = 128
-BATCH = 16
+BATCH = 8
 STEPS = 300
 LEARNING_RATE = 3e-3
 PROMPT = "def __init__(self"

@@ -122,8 +122,8 @@ void begin_thread() {
     while (true) give_way();
 }
 
-// Not inlined: the compiler takes it that an address like this never changes.
-[[gnu::noinline]] char* dynamic_memory_of_thread() { return ::memory; }
+// Opaque to its callers: the compiler takes it that an address like this never changes.
+[[gnu::noipa]] char* dynamic_memory_of_thread() { return ::memory; }
 
 // Blocks `first` on, to their end.
 void run(unsigned first, std::mt19937& random) {
@@ -134,7 +134,8 @@ void run(unsigned first, std::mt19937& random) {
     const auto stack = reinterpret_cast<uintptr_t>(stacks.get());
     copies.clear(), clusters.clear();
     for (unsigned i = 0; i < num; ++i) {
-        void** top = reinterpret_cast<void**>(stack + kStack * (i + 1)) - 2;
+        // each at another place of its pages: else few of them lie in the cache together
+        void** top = reinterpret_cast<void**>(stack + kStack * (i + 1) - 192 * (i % 32)) - 2;
         *--top = nullptr;
         *--top = reinterpret_cast<void*>(&begin_thread);
         for (int j = 0; j < 6; ++j) *--top = nullptr;

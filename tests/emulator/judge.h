@@ -230,22 +230,27 @@ float f16_value(unsigned bits) {
     return value;
 }
 
-template <float (*VALUE)(unsigned)>
-float product_of_pairs(uint64_t a, uint64_t b) {
-    const auto half = [](uint64_t word, int i) { return VALUE(word >> 16 * i & 0xffff); };
-    return half(a, 0) * half(b, 0) + half(a, 1) * half(b, 1);
-}
-
+// Lanes bring their halves as floats, two a word.
 template <float (*VALUE)(unsigned)>
 void multiply_add_as(float* sums, const uint64_t (&own)[6]) {
-    const Lanes& all = exchange(own, 6);
-    for (int i = 0; i < 4; ++i)
-        for (int t = 0; t < 4; ++t) {
-            const uint64_t* a = all[lane() / 4 * 4 + t];
-            const uint64_t* b = all[(lane() % 4 * 2 + i % 2) * 4 + t];
-            sums[i] += product_of_pairs<VALUE>(a[i / 2], b[4]) +
-                       product_of_pairs<VALUE>(a[2 + i / 2], b[5]);
+    float values[6][2];
+    for (int i = 0; i < 6; ++i)
+        for (int j = 0; j < 2; ++j) values[i][j] = VALUE(own[i] >> 16 * j & 0xffff);
+    uint64_t words[6];
+    std::memcpy(words, values, sizeof words);
+    const Lanes& all = exchange(words, 6);
+    for (int t = 0; t < 4; ++t) {
+        float a[6][2], b[2][6][2];
+        std::memcpy(a, all[lane() / 4 * 4 + t], sizeof a);
+        for (int j = 0; j < 2; ++j) std::memcpy(b[j], all[(lane() % 4 * 2 + j) * 4 + t], sizeof a);
+        for (int i = 0; i < 4; ++i) {
+            const auto pair = [&](int of_a, int of_b) {
+                const auto &x = a[of_a], &y = b[i % 2][of_b];
+                return x[0] * y[0] + x[1] * y[1];
+            };
+            sums[i] += pair(i / 2, 4) + pair(2 + i / 2, 5);
         }
+    }
 }
 
 void multiply_add(float* sums, const uint64_t (&own)[6]) { multiply_add_as<bf16_value>(sums, own); }
