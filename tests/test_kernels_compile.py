@@ -25,11 +25,14 @@ HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in WALK_E4M3_KERNELS}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
+# the text of the steps of 4096, with other numbers
+OTHER_STEPS = {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3)}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)
     for name in SOURCES
     for arch, major in (("sm_80", 13), ("sm_90a", 12), ("sm_90a", 13))
     if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
+    if major == 13 or name not in OTHER_STEPS
 ]
 
 
