@@ -47,7 +47,8 @@ def play_kernels() -> None:
         y = fp8_ffn(x, gate, up, down)
         beside = dense.run(None, None, x, None, numbers["slots"])
         # a flip of one rounding of h is seen; a weight or scale in a wrong place gives far more
-        assert (beside - y).abs().max() < 0.2 * y.abs().max() + 1e-6
+        held = x.isfinite().all(-1)  # of what vLLM starts with not all is
+        assert (beside - y)[held].abs().sum() <= 0.2 * y[held].abs().sum()
         return y
 
     plugins_fp8.fp8_ffn_beside = run
