@@ -14,7 +14,14 @@ from twellctl.bundle import twell_ffn, twell_model, twell_reasons, twell_route
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_reasons import reasons_said
-from twellctl.bundle.twell_ways import WAYS, Problem, ways_by_tokens, ways_of
+from twellctl.bundle.twell_ways import (
+    WAYS,
+    Problem,
+    Way,
+    dense_products,
+    ways_by_tokens,
+    ways_of,
+)
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 L4 = Limits(58, 101376, 48 << 20, (8, 9))
@@ -135,6 +142,38 @@ def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
         "kernels over FP8 weights need compute capability 8.9 or newer",
         "over FP8 weights the kernels take multiples of 128, not 64 and 256",
     ]
+
+
+def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
+    """It is measured beside the others under its name, and runs where it is asked for."""
+    ran = []
+
+    def run(kernels, limits, x, ffn, slots):
+        ran.append(len(x))
+        return dense_products(x, ffn)
+
+    own = Way("engine", lambda p: True, run, own=False, by_rows=False)
+    weights = *operator.weights, operator.weights[-1].values.t().contiguous()
+    numbers = {"tile": 256, "slots": 64, "sources": "a", "density": 0.02}
+    for M in (16, 100):
+        x = spread(M, K, seed=9, decades=0.2).bfloat16()
+        y = twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
+        assert torch.equal(y, fp8_ffn(x, *operator.weights))
+    assert operator.timed == [["union", "engine"], ["lists", "engine"]]
+    assert [kind.ways for kind in twell_route.known_choices()] == [
+        ("union", "engine"),
+        ("lists", "engine"),
+    ]
+    assert operator.ran == [("union", True), ("lists", True)]
+    assert ran == []
+    monkeypatch.setenv("TWELL_ROUTE", "dense")
+    twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
+    monkeypatch.delenv("TWELL_ROUTE")
+    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no CuPy")
+    with reasons_said() as said:
+        twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
+    assert len(said) == 1
+    assert ran == [100, 100]
 
 
 # ---- W_down a second time

@@ -7,10 +7,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 
-def assert_as_transformers(folder: Path, rows: list[dict]) -> None:
+def assert_as_transformers(folder: Path, rows: list[dict], *, noise: float = 0.05) -> None:
     """Log-probabilities of `rows` err as those of transformers in bf16 do, and no more.
 
-    A row is {"tokens": [id], "logprobs": those of its last tokens}.
+    A row is {"tokens": [id], "logprobs": those of its last tokens}. `noise`: the most that these
+    may err on average; in FP8 roundings of inputs flip.
     """
     wanted = _logprobs(folder, rows, torch.float32)
     theirs = (_logprobs(folder, rows, torch.bfloat16) - wanted).abs()
@@ -19,7 +20,7 @@ def assert_as_transformers(folder: Path, rows: list[dict]) -> None:
         f"{len(ours)} tokens: mean {ours.mean():.5f} for {theirs.mean():.5f}, "
         f"most {ours.max():.4f} for {theirs.max():.4f}"
     )
-    assert 0 < theirs.mean() < 0.05  # so that it says something
+    assert 0 < theirs.mean() < noise  # so that it says something
     assert ours.mean() < 1.5 * theirs.mean()
     assert ours.max() < 3 * theirs.max()
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from twellctl.bundle import twell_route
-from twellctl.bundle.twell_ffn import sparse_ffn
+from twellctl.bundle.twell_ffn import fp8_ffn_beside, sparse_ffn
+from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_weight
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.here.own_kernels import own_kernels
-from twellctl.vllm.routes import Layer, settle, token_counts
+from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,3 +38,39 @@ def test_nothing_is_measured_once_it_is_settled(monkeypatch, tmp_path):
         x = torch.zeros(count, 256, **made)  # tokens that are not like those of the profile
         y = sparse_ffn(x, w_gate, w_up, w_down, sources=own_kernels(), **how)
         assert y.shape == x.shape
+
+
+@torch.no_grad()
+def test_nothing_is_measured_over_fp8_weights_either(monkeypatch, tmp_path):
+    """Eager and captured, beside a dense way of the engine's own."""
+    if device_limits(0).capability < (8, 9):
+        pytest.skip("kernels over FP8 weights need compute capability 8.9 or newer")
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TWELL_ROUTE", raising=False)
+    device, counts = torch.device("cuda", 0), token_counts([24, 40], 1000)
+    made = {"device": device, "dtype": torch.bfloat16}
+    sizes = ((1024, 256), (1024, 256), (256, 1024))
+    weights = [Fp8Weight(*round_weight(torch.randn(*size, **made) / 16)) for size in sizes]
+    turned = weights[-1].values.t().contiguous()
+    dense = engines_way(lambda x: fp8_ffn(x, *weights))
+    found = settle([LAYER], counts, device, torch.bfloat16, own_kernels(), dense=dense)
+    assert "as measured" in found.how or "was measured" in found.how
+
+    def measure(*args):
+        raise AssertionError("it was measured again")
+
+    monkeypatch.setattr(twell_route, "measure", measure)
+    how = {"tile": LAYER.tile, "slots": LAYER.slots, "density": LAYER.density}
+
+    def run(x):
+        return fp8_ffn_beside(dense, x, *weights, turned, sources=own_kernels(), **how)
+
+    for count in (1, 3, 24, 40, 100, 999, 1000):
+        x = torch.randn(count, 256, **made)  # half of the neurons fire, unlike the profile
+        wanted = fp8_ffn(x, *weights).float()
+        assert (run(x) - wanted).abs().max() < 0.1 * wanted.abs().max()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(x)
+        graph.replay()
+        assert (y - wanted).abs().max() < 0.1 * wanted.abs().max()

@@ -26,14 +26,14 @@ SIZES = {  # heads of 32, which vLLM's attention has on CPUs, too
 
 @pytest.fixture(scope="session")
 def make_export(make_model, text_file, tmp_path_factory):
-    """`make_export(family, profiled=True, **config)`: a random model, converted and exported."""
+    """`make_export(family, profiled=True, quantize=None, **config)`: a random model, exported."""
 
-    def make(family: str, *, profiled: bool = True, **changes) -> Path:
+    def make(family: str, *, profiled: bool = True, quantize: str | None = None, **changes) -> Path:
         model = make_model(family, seed=5, **SIZES | changes)
         folder = tmp_path_factory.mktemp(f"vllm-{family}")
         convert(model, folder / "relu")
         found = profile(folder / "relu", [text_file], windows=2, seq_len=32) if profiled else None
-        export(folder / "relu", folder / family, profile=found)
+        export(folder / "relu", folder / family, profile=found, quantize=quantize)
         return folder / family
 
     return make

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from twellctl.bundle.twell_fp8_config import quantization_config
 from twellctl.errors import TwellError
 from twellctl.vllm import installed
 from twellctl.vllm.installed import find_vllm, requirement
@@ -16,12 +17,14 @@ from twellctl.vllm.refusals import check_served, check_version
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TWELL = {"format_version": 1, "tile": 32, "slots": [8, 8], "densities": [0.1, 0.2]}
 
+FP8 = {"total_num_heads": 8, "total_num_kv_heads": 2}  # which vLLM adds
 
-def check(*, quantized=False, lora=False, hidden_act="relu", fp8=False, **changes):
+
+def check(*, quantized=False, lora=False, hidden_act="relu", fp8=None, **changes):
     twell = {key: value for key, value in (TWELL | changes).items() if value is not None}
     config = SimpleNamespace(twell=twell, num_hidden_layers=2, hidden_act=hidden_act)
     if fp8:
-        config.quantization_config = {"quant_method": "compressed-tensors"}
+        config.quantization_config = quantization_config(["lm_head"]) | fp8
     check_served("some/model", config, quantized=quantized, lora=lora)
 
 
@@ -40,6 +43,7 @@ def test_another_version_is_refused(version):
 
 def test_an_export_with_a_profile_is_served():
     check()
+    check(quantized=True, fp8=FP8)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +56,13 @@ def test_an_export_with_a_profile_is_served():
             {"hidden_act": "silu"},
             "hidden_act is 'silu', of an export it is 'relu'",
         ),
-        ({"quantized": True}, "in bf16: drop --quantization, or serve it densely"),
-        ({"fp8": True, "quantized": True}, "is served densely: add --model-impl transformers"),
-        ({"fp8": True, "densities": None}, "is served densely: add --model-impl transformers"),
+        ({"quantized": True}, "exported in bf16: drop --quantization, or serve it densely"),
+        (
+            {"fp8": {"format": "int-quantized"}, "quantized": True},
+            "quantization_config is not that of an FP8 export: export it again",
+        ),
+        ({"fp8": FP8, "densities": None}, "holds no profile, .* export it with --profile"),
+        ({"fp8": FP8, "quantized": True, "lora": True}, "no adapters: drop --enable-lora"),
         ({"lora": True}, "no adapters: drop --enable-lora, or serve it densely"),
     ],
 )

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from popular_shapes import SHAPES
 
+from twellctl.bundle.twell_fp8 import fp8_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
 from twellctl.bundle.twell_ways import Problem, ways_of
 from twellctl.vllm import routes
-from twellctl.vllm.routes import Layer, settle, token_counts
+from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -22,15 +23,21 @@ LAYERS = [
 ]
 
 
+ENGINES = engines_way(lambda x: x)
+
+
 def settled(device=GPU, layers=LAYERS, counts=(1, 8), **how):
     return settle(layers, counts, device, torch.bfloat16, "sources", **how)
 
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """`chosen({(layer, tokens): (eager, graph)})`: what measuring finds, in place of measuring."""
+    """`chosen({(layer, tokens): (eager, graph)})`: what measuring finds, in place of measuring.
 
-    def choose(found: dict) -> None:
+    `last`: the dense way that was measured.
+    """
+
+    def choose(found: dict, last: str = "dense") -> None:
         choices = {
             Kind(
                 device="a GPU",
@@ -41,7 +48,7 @@ def chosen(monkeypatch):
                 density=density_bucket(layer.density),
                 slots=layer.slots,
                 kernels="",
-                ways=("union", "dense"),
+                ways=("union", last),
             ): Choice(*ways)
             for (layer, tokens), ways in found.items()
         }
@@ -147,3 +154,57 @@ def test_layers_that_never_or_always_fire_are_measured_too(monkeypatch, density)
     routes._run(Layer(64, 96, (False, False), 32, 8, density), [4], CPU, torch.float32, "")
     assert [how["density"] for _, how in ran] == [density]
     assert all(torch.isfinite(tensor).all() for tensor in ran[0][0][:4])
+
+
+# ---- weights in FP8
+
+
+def test_without_a_gpu_fp8_goes_by_vllms_own_layers():
+    how = "densely, by vLLM's own FP8 linear layers: the kernels need an NVIDIA GPU"
+    assert settled(CPU, dense=ENGINES) == (True, how)
+
+
+def test_the_reason_for_going_without_the_kernels_over_fp8_is_said(monkeypatch):
+    monkeypatch.setattr(routes, "_run", lambda *args: say_once("no CuPy"))
+    how = "densely, by vLLM's own FP8 linear layers: no CuPy"
+    assert settled(dense=ENGINES) == (True, how)
+
+
+def test_ways_over_fp8_are_said_and_those_over_bf16_are_not(chosen):
+    _, other = LAYERS
+    found = {(layer, tokens): ("union", "union") for layer in LAYERS for tokens in (1, 8)}
+    chosen(found)
+    densely, _ = settled(dense=ENGINES)
+    assert densely
+    chosen(found | {(other, 8): ("vllm", "vllm")}, last="vllm")
+    told = "over the kernels as measured: 1-1 tokens union; 2-8 tokens union, vllm"
+    assert settled(dense=ENGINES) == (False, told)
+    more = f"{told}; 9-64 tokens vllm"  # where there is no other way, and nothing is measured
+    assert settled(dense=ENGINES, counts=(1, 8, 64)) == (False, more)
+    assert settled()[0]
+
+
+def test_dense_where_vllms_own_layers_are_the_fastest(chosen):
+    chosen({(layer, 8): ("vllm", "vllm") for layer in LAYERS}, last="vllm")
+    densely, how = settled(dense=ENGINES)
+    assert densely
+    assert how.startswith("densely, which was measured to be the fastest")
+
+
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
+def test_it_measures_fp8_weights_that_fire_as_profiled(monkeypatch, biases):
+    ran = []
+    monkeypatch.setattr(routes, "fp8_ffn_beside", lambda *args, **how: ran.append((args, how)))
+    layer = Layer(128, 512, biases=biases, tile=64, slots=8, density=0.03)
+    routes._run(layer, [1, 300], CPU, torch.bfloat16, "sources", ENGINES)
+    for (dense, x, gate, up, down, turned), how in ran:
+        assert dense is ENGINES
+        assert [tuple(w.values.shape) for w in (gate, up, down)] == [(512, 128)] * 2 + [(128, 512)]
+        assert [w.bias is not None for w in (gate, up, down)] == [biases[0], *biases]
+        assert turned.is_contiguous()
+        assert torch.equal(turned.t().float(), down.values.float())
+        assert how == {"tile": 64, "slots": 8, "density": 0.03, "sources": "sources"}
+        assert fp8_ffn(x, gate, up, down).isfinite().all()
+    assert [len(args[1]) for args, _ in ran] == [1, 300]
+    fired = (ran[-1][0][1].float() @ (gate.values.float() * gate.scale).t() > 0).float().mean()
+    assert fired == pytest.approx(0.03, rel=0.25)

@@ -122,7 +122,8 @@ def test_ffns_of_another_make_are_refused():
 
     silu = SiluAndMul.__new__(SiluAndMul)
     nn.Module.__init__(silu)
-    config = SimpleNamespace(model_config=SimpleNamespace(model="some/model"))
+    named = SimpleNamespace(model="some/model")
+    config = SimpleNamespace(model_config=named, quant_config=None)
     with pytest.raises(TwellError, match=r"some/model: vLLM .* has FFNs that the plugin does not"):
         put_over_twell(nn.Sequential(silu), {}, config)
 

@@ -7,16 +7,18 @@ OVER_TWELL = "`vllm serve {}` skips"
 
 
 @pytest.mark.parametrize(
-    ("family", "profiled", "over_twell"),
+    ("family", "profiled", "quantize", "over_twell"),
     [
-        ("qwen3", True, True),
-        ("phi3", True, True),
-        ("llama", False, False),
-        ("smollm3", True, False),
+        ("qwen3", True, None, True),
+        ("phi3", True, None, True),
+        ("llama", True, "fp8", True),
+        ("llama", False, None, False),
+        ("llama", False, "fp8", False),
+        ("smollm3", True, None, False),
     ],
 )
-def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, over_twell):
-    folder = make_export(family, profiled=profiled)
+def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, quantize, over_twell):
+    folder = make_export(family, profiled=profiled, quantize=quantize)
     card = (folder / "README.md").read_text()
     assert DENSELY.format(folder.name) in card
     assert (OVER_TWELL.format(folder.name) in card) == over_twell

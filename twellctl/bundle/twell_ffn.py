@@ -121,6 +121,29 @@ def sparse_fp8_ffn(
     return _fp8_ffn_op(*tensors, tile, slots, known, sources, route)
 
 
+def fp8_ffn_beside(
+    dense: Way,
+    x: Tensor,
+    gate: Fp8Weight,
+    up: Fp8Weight,
+    down: Fp8Weight,
+    turned: Tensor,
+    *,
+    slots: int,
+    tile: int,
+    sources: str,
+    density: float,
+) -> Tensor:
+    """`sparse_fp8_ffn` on a GPU where `dense` stands in for the way of that name.
+
+    For engines with dense FP8 products of their own. It is no operator: call it inside of one.
+    """
+    weights, biases = ((w.values for w in (gate, up, down)), (w.bias for w in (gate, up, down)))
+    scales = (w.scale.reshape(-1) for w in (gate, up, down))
+    numbers = tile, slots, density, sources, "auto"
+    return _fp8_ffn(x, *weights, *biases, *scales, turned, *numbers, dense)
+
+
 def train_ffn(
     x: Tensor,
     w_gate: Tensor,
@@ -291,8 +314,9 @@ def _fp8_ffn(
     density: float,
     sources: str,
     route: str,
+    dense: Way | None = None,
 ) -> Tensor:
-    """The operator `fp8_ffn`."""
+    """The operator `fp8_ffn`; `dense`: what stands in for torch's products."""
     check_numbers(slots, tile)
     biases, scales = (b_gate, b_up, b_down), (s_gate, s_up, s_down)
     ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
@@ -304,10 +328,12 @@ def _fp8_ffn(
     ):
         say_once(said)
         route = "dense"
-    if route in ("dense", "fused") or not rows.numel():
-        y = dense_products(rows, ffn)
+    if rows.numel() and route not in ("dense", "fused"):
+        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
+    elif dense is not None:
+        y = dense.run(None, None, rows, ffn, slots)
     else:
-        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned)
+        y = dense_products(rows, ffn)
     return y.view(x.shape)
 
 
@@ -320,13 +346,19 @@ def _by_route(
     route: str,
     hopper: bool,
     turned: Tensor | None = None,
+    dense: Way | None = None,
 ) -> Tensor:
-    """`turned`: W_down by rows of neurons, if that of `ffn` does not lie so."""
+    """`turned`: W_down by rows of neurons, if that of `ffn` does not lie so.
+
+    `dense` stands in for the way of that name.
+    """
     index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
     in_place, end = lies_well(by_rows), end_of(ffn.w_gate)
     here = kernels_for(sources, index), device_limits(index)
     problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place, end)
     ways, known = ways_of(route, problem), None if density < 0 else density
+    if dense is not None:
+        ways = [dense if way.name == "dense" else way for way in ways]
 
     def run(way: Way) -> Tensor:
         laid = ffn
@@ -425,7 +457,7 @@ if _owner is sys.modules[__name__]:
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
-    sparse_fp8_ffn = _owner.sparse_fp8_ffn
+    sparse_fp8_ffn, fp8_ffn_beside = _owner.sparse_fp8_ffn, _owner.fp8_ffn_beside
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -3,8 +3,6 @@
 This imports no vLLM; the plugin itself is `twellctl/vllm`.
 """
 
-from twellctl.bundle.twell_fp8_config import is_fp8
-
 # vLLM's classes that the plugin stands in for; each has gate_up_proj and down_proj in its layers.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -17,9 +15,9 @@ DENSELY = "--model-impl transformers"  # vLLM's transformers backend runs what t
 
 
 def is_served_over_twell(config: dict) -> bool:
-    """Whether the plugin takes an export with this config.json: in bf16, with a profile."""
+    """Whether the plugin takes an export with this config.json: in bf16 or FP8, with a profile."""
     (name, *_) = config.get("architectures") or [""]
-    return name in ARCHITECTURES and "densities" in config["twell"] and not is_fp8(config)
+    return name in ARCHITECTURES and "densities" in config["twell"]
 
 
 def serve_command(model: object, *, over_twell: bool) -> str:

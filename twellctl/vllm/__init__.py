@@ -4,7 +4,7 @@ vLLM calls `register` in each of its processes (entry point `vllm.general_plugin
 of ours under the names of vLLM's own; they are imported when a model of that name is served. What
 is no export is served by them exactly as before.
 
-Nothing of vLLM is imported but in `register`, `models.py` and `ffn.py`.
+Nothing of vLLM is imported but in `register`, `models.py`, `ffn.py` and `fp8_ffn.py`.
 """
 
 from twellctl.models.in_vllm import ARCHITECTURES

@@ -23,8 +23,9 @@ from twellctl.here.own_kernels import own_kernels
 from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
 from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
+from twellctl.vllm.fp8_ffn import TwellFp8FFN
 from twellctl.vllm.refusals import check_served, check_version
-from twellctl.vllm.routes import Layer, settle, token_counts
+from twellctl.vllm.routes import densely_in_fp8, engines_way, settle, token_counts
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -60,9 +61,7 @@ class _Densely:
         if hasattr(model_config.hf_config, "twell"):
             (name, *_) = model_config.hf_config.architectures
             why = f"the plugin has no class for {name}"
-            if getattr(model_config.hf_config, "quantization_config", None):
-                why = "its linear layers are FP8"
-            elif name in ARCHITECTURES:
+            if name in ARCHITECTURES:
                 why = f"without {DENSELY} it would run over TwELL"
             what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
             _say(logging.WARNING, what)
@@ -79,16 +78,17 @@ def _hidden_act(config: Any, name: str) -> Iterator[None]:
 
 def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:
     """Change each gated FFN of `model` for one over TwELL."""
-    ffns: dict[str, TwellFFN] = {}
+    ffns: dict[str, TwellFFN | TwellFp8FFN] = {}
+    over_twell = TwellFp8FFN if vllm_config.quant_config is not None else TwellFFN
 
     @functools.cache
-    def begin(device: torch.device) -> None:
-        _settle([ffn.layer for ffn in ffns.values()], device, vllm_config)
+    def begin(device: torch.device) -> bool:
+        return _settle(list(ffns.values()), device, vllm_config)
 
     for name, module in gated_ffns(model).items():
         number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
         slots, density = twell["slots"][number], twell["densities"][number]
-        ffns[name] = TwellFFN(module, twell["tile"], slots, density, begin)
+        ffns[name] = over_twell(module, twell["tile"], slots, density, begin)
         model.set_submodule(name, ffns[name])
     if any(isinstance(module, SiluAndMul) for module in model.modules()):  # it would run SiLU
         raise TwellError(
@@ -107,19 +107,32 @@ def gated_ffns(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _settle(layers: list[Layer], device: torch.device, vllm_config: VllmConfig) -> None:
-    """Load kernels and settle routes, while no graph is captured yet; say what runs and why."""
+def _settle(
+    ffns: list[TwellFFN] | list[TwellFp8FFN], device: torch.device, vllm_config: VllmConfig
+) -> bool:
+    """Load kernels and settle routes, while no graph is captured yet; say what runs and why.
+
+    The weights of the first of `ffns` are loaded. Returns whether any tokens go over what fires.
+    """
     model_config = vllm_config.model_config
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     counts = token_counts(captured, vllm_config.scheduler_config.max_num_batched_tokens)
     graphs = bool(captured) and not model_config.enforce_eager
-    found = settle(layers, counts, device, model_config.dtype, own_kernels(), graphs=graphs)
+    layers, first = [ffn.layer for ffn in ffns], ffns[0]
+    in_fp8 = isinstance(first, TwellFp8FFN)
+    dense = engines_way(first.compute_densely) if in_fp8 else None
+    how = {"graphs": graphs, "dense": dense}
+    found = settle(layers, counts, device, model_config.dtype, own_kernels(), **how)
+    if in_fp8 and not found.densely and (said := first.why_not_read()):
+        found = densely_in_fp8(said)
     fired = [layer.density for layer in layers]
     _say(
         logging.WARNING if found.densely else logging.INFO,
-        f"{model_config.model}: {len(layers)} FFNs {layers[0].K} x {layers[0].N}, of which "
+        f"{model_config.model}: {len(layers)} FFNs {layers[0].K} x {layers[0].N}"
+        f"{' in FP8' if in_fp8 else ''}, of which "
         f"{min(fired):.1%} to {max(fired):.1%} fires, run {found.how}",
     )
+    return not found.densely
 
 
 def _say(level: int, what: str) -> None:

@@ -4,10 +4,12 @@ import re
 from typing import Any
 
 from twellctl.bundle.twell_config import check_twell
+from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
 
 VERSIONS = ((0, 26), (0, 32))  # of vLLM, the first and the last that models were built in
+_ADDED = ("total_num_heads", "total_num_kv_heads")  # by vLLM, to compressed-tensors' block
 
 
 def check_version(version: str) -> None:
@@ -36,14 +38,26 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
             f"{model}: in config.json hidden_act is {config.hidden_act!r}, of an export it is "
             "'relu': export it again"
         )
-    if getattr(config, "quantization_config", None):
-        raise TwellError(f"{model}: an FP8 export is served densely: add {DENSELY}")
+    stored = getattr(config, "quantization_config", None)
+    in_fp8 = stored is not None and is_fp8(vars(config) | {"quantization_config": _as_read(stored)})
+    if stored and not in_fp8:
+        raise TwellError(
+            f"{model}: in config.json quantization_config is not that of an FP8 export: export it "
+            "again"
+        )
     if "densities" not in twell:
         raise TwellError(
             f"{model}: its config.json holds no profile, from which routes come: export it with "
             f"--profile (see twellctl profile), {densely}"
         )
-    if quantized:
-        raise TwellError(f"{model}: exports are served in bf16: drop --quantization, {densely}")
+    if quantized and not in_fp8:
+        raise TwellError(f"{model}: it was exported in bf16: drop --quantization, {densely}")
     if lora:
         raise TwellError(f"{model}: exports take no adapters: drop --enable-lora, {densely}")
+
+
+def _as_read(quantization_config: Any) -> Any:
+    """As config.json has it."""
+    if not isinstance(quantization_config, dict):
+        return quantization_config
+    return {key: value for key, value in quantization_config.items() if key not in _ADDED}

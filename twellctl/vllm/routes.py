@@ -5,20 +5,25 @@ be loaded or measured. So kernels are loaded, and the ways of every number of to
 when the weights are there: over random weights of the same shapes that fire as the profile says.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
-from twellctl.bundle.twell_ffn import known_choices, reasons_said, sparse_ffn
+from twellctl.bundle.twell_ffn import fp8_ffn_beside, known_choices, reasons_said, sparse_ffn
+from twellctl.bundle.twell_fp8 import Fp8Weight, round_weight
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
-from twellctl.bundle.twell_ways import WAYS
+from twellctl.bundle.twell_ways import WAYS, Way
 
-_DENSE = {way.name for way in WAYS if not way.own}
+ENGINES = "vllm"  # the way that goes through the linear layers of the engine
+_DENSE = {ENGINES, *(way.name for way in WAYS if not way.own)}
+_BY_THE_ENGINE = "densely, by vLLM's own FP8 linear layers"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,20 @@ class Layer:
     tile: int
     slots: int
     density: float
+
+
+def engines_way(dense: Callable[[Tensor], Tensor]) -> Way:
+    """The dense way of FP8 weights: `dense` computes an FFN, `[M, K]` to `[M, K]`, by vLLM's own.
+
+    It quantises inputs in one kernel, which torch's products do not.
+    """
+    return Way(
+        ENGINES,
+        takes=lambda problem: True,
+        run=lambda kernels, limits, x, ffn, slots: dense(x),
+        own=False,
+        by_rows=False,
+    )
 
 
 class Settled(NamedTuple):
@@ -59,21 +78,32 @@ def settle(
     sources: str,
     *,
     graphs: bool = True,
+    dense: Way | None = None,
 ) -> Settled:
     """Load the kernels and measure all ways of `layers`, for all `counts` of tokens.
 
-    `sources` as `sparse_ffn` takes it; `graphs`: whether the engine captures CUDA graphs.
+    `sources` as `sparse_ffn` takes it; `graphs`: whether the engine captures CUDA graphs. `dense`:
+    the `engines_way` of FFNs of these sizes, if their weights are FP8; None for bf16.
     """
     if device.type != "cuda":
-        return Settled(True, "densely, in plain PyTorch: the kernels need an NVIDIA GPU")
+        why = "the kernels need an NVIDIA GPU"
+        in_bf16 = Settled(True, f"densely, in plain PyTorch: {why}")
+        return in_bf16 if dense is None else densely_in_fp8(why)
     with reasons_said() as said:
         for layer in {_kind(layer): layer for layer in layers}.values():
-            _run(layer, counts, device, dtype, sources)
+            _run(layer, counts, device, dtype, sources, dense)
+    if said and dense is not None:
+        return densely_in_fp8(said[0].split(": ", 1)[1])  # of plain PyTorch it speaks before
     if said:
         return Settled(True, f"densely: {said[0]}")
     if (route := requested("auto")) != "auto":
         return Settled(route in _DENSE, f"on the route {route}, as TWELL_ROUTE says")
-    return _measured(layers, graphs)
+    return _measured(layers, graphs, dense is not None, max(counts))
+
+
+def densely_in_fp8(why: str) -> Settled:
+    """FP8 weights, of which the kernels take none: `why`."""
+    return Settled(True, f"{_BY_THE_ENGINE}: {why}")
 
 
 def _kind(layer: Layer) -> Layer:
@@ -83,7 +113,12 @@ def _kind(layer: Layer) -> Layer:
 
 @torch.no_grad()
 def _run(
-    layer: Layer, counts: Sequence[int], device: torch.device, dtype: torch.dtype, sources: str
+    layer: Layer,
+    counts: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    sources: str,
+    dense: Way | None = None,
 ) -> None:
     generator = torch.Generator(device).manual_seed(0)
     density = min(max(layer.density, 1e-4), 1.0)
@@ -91,30 +126,35 @@ def _run(
         layer.K, layer.N, density, bias=any(layer.biases), dtype=dtype, generator=generator
     )
     w_gate, w_up, w_down, b_gate, b_up, b_down = made.split
-    w_down = by_rows_of_neurons(w_down)
     in_gate, in_down = layer.biases
     biases = (b_gate if in_gate else None, b_up if in_gate else None, b_down if in_down else None)
+    if dense is None:
+        tensors = w_gate, w_up, by_rows_of_neurons(w_down), *biases
+        run = sparse_ffn
+    else:
+        pairs = zip((w_gate, w_up, w_down), biases, strict=True)
+        in_fp8 = [Fp8Weight(*round_weight(weight), bias) for weight, bias in pairs]
+        tensors = *in_fp8, in_fp8[-1].values.t().contiguous()
+        run = functools.partial(fp8_ffn_beside, dense)
     x = make_rows(max(counts), layer.K, density, EVEN, dtype=dtype, generator=generator)
+    numbers = {"tile": layer.tile, "slots": layer.slots, "density": layer.density}
     for count in counts:
-        sparse_ffn(
-            *(x[:count], w_gate, w_up, w_down, *biases),
-            tile=layer.tile,
-            slots=layer.slots,
-            density=layer.density,
-            sources=sources,
-        )
+        run(x[:count], *tensors, **numbers, sources=sources)
 
 
-def _measured(layers: Sequence[Layer], graphs: bool) -> Settled:
+def _measured(layers: Sequence[Layer], graphs: bool, in_fp8: bool, most: int) -> Settled:
     kinds = {(kind.K, kind.N, kind.slots, kind.density) for kind in map(_kind, layers)}
     ways: dict[int, set[str]] = {}  # by the most tokens of a bucket
     for kind, choice in known_choices().items():
-        if (kind.K, kind.N, kind.slots, kind.density) in kinds:
+        of_these = (kind.K, kind.N, kind.slots, kind.density) in kinds
+        if of_these and (ENGINES in kind.ways) == in_fp8:
             name = choice.graph if graphs else choice.eager
             ways.setdefault(kind.tokens, set()).add(name)
     if set().union(*ways.values()) <= _DENSE:
         how = "densely, which was measured to be the fastest for every number of tokens"
         return Settled(True, how)
+    if in_fp8 and most > max(ways):  # where there was nothing to choose
+        ways[most] = {ENGINES}
     return Settled(False, f"over the kernels as measured: {'; '.join(_ranges(ways))}")
 
 

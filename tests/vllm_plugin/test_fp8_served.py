@@ -1,0 +1,108 @@
+"""FP8 exports in vLLM itself, built for CPUs, where its own FP8 linear layers run."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers_judge import assert_as_transformers
+from vllm_installed import needs_vllm
+
+pytestmark = needs_vllm
+LAYERS = 2
+FAMILIES = {
+    "llama": {"mlp_bias": True, "attention_bias": True},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+}
+PROMPTS = [[(7 * i * i + 3 * j) % 512 for j in range(5 + 9 * i)] for i in range(8)]
+NOISE = 0.1
+DENSELY = "densely, by vLLM's own FP8 linear layers: the kernels need an NVIDIA GPU"
+
+
+@pytest.fixture(scope="module")
+def exports(make_export) -> dict[str, Path]:
+    return {
+        family: make_export(family, quantize="fp8", **changes)
+        for family, changes in FAMILIES.items()
+    }
+
+
+def assert_told(log: str, how: str, ranks: int = 1, models: int = 1) -> None:
+    """Each rank said once of each model that its FFNs are those of the plugin, and `how`."""
+    told = re.findall(r"TwELL, rank (\d) of (\d): .*?: (.*)", log)
+    assert len(told) == ranks * models
+    for rank, of, line in told:
+        assert int(rank) < int(of) == ranks
+        assert line.startswith(f"{LAYERS} FFNs 128 x {320 // ranks} in FP8, of which")
+        assert line.endswith(f"run {how}")
+
+
+@pytest.mark.parametrize("played", [False, True])
+def test_eager(exports, ask_vllm, played):
+    """Every family; on a GPU that is played too, where the kernels read what vLLM holds."""
+    settings = {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    answers, log = ask_vllm(*exports.values(), prompts=PROMPTS, played=played, **settings)
+    assert_told(log, "over played kernels" if played else DENSELY, models=len(exports))
+    for folder, answer in zip(exports.values(), answers, strict=True):
+        assert answer["calls"] >= 8 * LAYERS
+        assert answer["calls"] % LAYERS == 0
+        assert_as_transformers(folder, answer["rows"], noise=NOISE)
+
+
+@pytest.mark.parametrize("played", [False, True])
+def test_compiled(exports, ask_vllm, played):
+    (answer,), log = ask_vllm(exports["qwen2"], prompts=PROMPTS, played=played)
+    assert_told(log, "over played kernels" if played else DENSELY)
+    assert answer["calls"] >= 8 * LAYERS
+    assert_as_transformers(exports["qwen2"], answer["rows"], noise=NOISE)
+
+
+def test_two_ranks(exports, ask_vllm):
+    """Compiled, and of a model with biases: one rank alone may add that of down."""
+    (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, tensor_parallel_size=2)
+    assert_told(log, DENSELY, ranks=2)
+    assert_as_transformers(exports["llama"], answer["rows"], noise=NOISE)
+
+
+def test_the_transformers_backend_says_that_it_runs_densely(exports, ask_vllm):
+    settings = {"model_impl": "transformers", "enforce_eager": True}
+    (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, **settings)
+    assert "densely, through vLLM's transformers backend" in log
+    assert answer["calls"] == 0
+    assert_as_transformers(exports["llama"], answer["rows"], noise=NOISE)
+
+
+def test_weights_that_lie_otherwise_are_not_read():
+    """Packed for a kernel of vLLM's, of another dtype, or with a scale a tensor."""
+    import torch
+    from torch import nn
+
+    from twellctl.vllm.fp8_ffn import TwellFp8FFN
+
+    def linear(N: int, K: int) -> nn.Module:
+        made = nn.Module()
+        made.weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn).t()
+        made.weight_scale = torch.ones(N, 1)
+        made.bias, made.tp_rank, made.quant_method = None, 0, None
+        return made
+
+    def ffn(**changes: torch.Tensor) -> TwellFp8FFN:
+        stock = nn.Module()
+        stock.gate_up_proj, stock.down_proj = linear(2 * 384, 128), linear(128, 384)
+        stock.down_proj.output_size, stock.down_proj.input_size_per_partition = 128, 384
+        for name, value in changes.items():
+            setattr(stock.down_proj, name, value)
+        return TwellFp8FFN(stock, 256, 64, 0.02, lambda device: True)
+
+    assert ffn().why_not_read() is None
+    as_stored = torch.zeros(384, 128, dtype=torch.float8_e4m3fn)
+    for changes in (
+        {"weight": as_stored},
+        {"weight": as_stored.t()},
+        {"weight": as_stored.view(torch.int32)},
+        {"weight_scale": torch.ones(1)},
+        {"weight_scale": None},
+    ):
+        assert "in a layout of its own" in ffn(**changes).why_not_read()
