@@ -77,7 +77,7 @@ CASES = {
     ),
     "e4m3, 3584": (
         partial(
-            Model, 3584, 128, 28, 4, 14916, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25
+            Model, 3584, 128, 28, 4, 7456, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25
         ),
         113,
         True,
