@@ -3,14 +3,13 @@
 import contextlib
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_fp8 import fp8_layer, spread, weight_of
+from test_fp8 import spread, weight_of
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_ffn, twell_model, twell_reasons, twell_route
+from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_reasons import reasons_said
@@ -177,14 +176,15 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
 # ---- W_down a second time
 
 
-def as_if_on_a_gpu(monkeypatch) -> nn.Module:
-    """An FFN over TwELL of FP8 layers, laid down."""
+def as_if_on_a_gpu(monkeypatch, route: str = "auto", reads=lambda weight: True) -> nn.Module:
+    """An FFN over TwELL of FP8 layers, laid down; `reads` None: by what the CPU is."""
     ffn = nn.Module()
     for name, size in (("gate_proj", (32, 6)), ("up_proj", (32, 6)), ("down_proj", (6, 32))):
         ffn.add_module(name, Fp8Linear(*size, bias=False))
     ffn.down_proj.weight.data = spread(32, 6, seed=1).to(E4M3)
-    ffn.twell_sources = "a"
-    monkeypatch.setattr(twell_model, "_kernels_read_e4m3", lambda weight: True)
+    ffn.twell_sources, ffn.twell_route = "a", route
+    if reads is not None:
+        monkeypatch.setattr(twell_model, "_kernels_read_e4m3", reads)
     twell_model.lay_down_by_rows(nn.ModuleList([ffn]))
     return ffn
 
@@ -198,14 +198,36 @@ def test_an_fp8_layer_keeps_both_layouts_and_stores_one(monkeypatch):
     assert copy.deepcopy(down).turned.shape == (6, 32)
 
 
-@pytest.mark.parametrize("change", ["to", "load_state_dict"])
-def test_what_changes_the_weight_drops_the_second_layout(monkeypatch, change):
+def test_a_layer_that_moves_drops_the_second_layout(monkeypatch):
     down = as_if_on_a_gpu(monkeypatch).down_proj
-    down.to(torch.bfloat16) if change == "to" else down.load_state_dict(down.state_dict())
+    down.to(torch.bfloat16)
     assert down.turned is None
 
 
-def test_on_the_cpu_there_is_one_layout():
-    ffn = SimpleNamespace(down_proj=fp8_layer())
-    assert not twell_model._kernels_read_e4m3(ffn.down_proj.weight)
-    assert ffn.down_proj.turned is None
+def test_the_second_layout_follows_values_that_are_loaded(monkeypatch):
+    down = as_if_on_a_gpu(monkeypatch).down_proj
+    values = spread(32, 6, seed=2).to(E4M3)
+    down.load_state_dict(down.state_dict() | {"weight": values})
+    assert torch.equal(down.turned.float(), values.t().float())
+
+
+def test_on_the_cpu_there_is_one_layout(monkeypatch):
+    assert as_if_on_a_gpu(monkeypatch, reads=None).down_proj.turned is None
+
+
+def test_where_dense_is_asked_for_there_is_one_layout(monkeypatch):
+    assert as_if_on_a_gpu(monkeypatch, route="dense").down_proj.turned is None
+    monkeypatch.setenv("TWELL_ROUTE", "dense")
+    assert as_if_on_a_gpu(monkeypatch).down_proj.turned is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "after"),
+    [((9, 0), "13.0", True), ((9, 0), "12.8", False), ((8, 9), "13.0", False)],
+)
+def test_where_a_bias_is_added_after_the_product(monkeypatch, capability, cuda, after):
+    monkeypatch.setattr(
+        twell_fp8, "device_limits", lambda index: replace(H200, capability=capability)
+    )
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert twell_fp8._adds_biases_after(0) == after

@@ -53,7 +53,7 @@ def test_fp8_products_err_as_bf16_rounds(shape, bias):
     error = (found.cpu().float() - wanted).abs()
     # accumulators of tensor cores hold some 14 bits
     assert error.max() < 2**-7 * wanted.abs().max()
-    assert error.mean() < 2**-8 * wanted.abs().mean()
+    assert error.mean() < 2**-9 * max(1, K / 4096) * wanted.abs().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

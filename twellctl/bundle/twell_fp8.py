@@ -97,16 +97,17 @@ def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: tor
     if values.is_cuda and values.numel():
         said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
         if said is None:
+            after = weight.bias is not None and _adds_biases_after(values.device.index)
             y = torch._scaled_mm(
                 values.contiguous(),
                 weight.values.t(),
                 scale_a=scale,
                 scale_b=weight.scale.t(),
-                # no bias: cuBLAS refuses one for some sizes, like 640 rows of 5632
-                out_dtype=dtype if weight.bias is None else torch.float32,
+                bias=None if after else weight.bias,
+                out_dtype=torch.float32 if after else dtype,
                 use_fast_accum=True,
             )
-            return y if weight.bias is None else (y + weight.bias).to(dtype)
+            return (y + weight.bias).to(dtype) if after else y
     return _judge(values, scale, weight).to(dtype)
 
 
@@ -128,6 +129,17 @@ def _why_not_scaled_mm(index: int, N: int, K: int, dtype: str) -> str | None:
     return said
 
 
+@torch.compiler.assume_constant_result
+def _adds_biases_after(index: int) -> bool:
+    """Whether products come without their bias, in float32.
+
+    cuBLAS, which torch takes on Hopper from CUDA 12.9 on, refuses a bias for some sizes, like 640
+    rows of 5632. The other products take each, and give bf16 only.
+    """
+    cuda = tuple(map(int, str(torch.version.cuda).split(".")[:2]))
+    return device_limits(index).capability == (9, 0) and cuda >= (12, 9)
+
+
 def why_no_products(index: int | None, N: int, K: int, dtype: str) -> str | None:
     """None if torch's FP8 product takes a weight `[N, K]` on a CUDA device, else why not.
 
@@ -146,7 +158,7 @@ class Fp8Linear(nn.Linear):
     """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`.
 
     `turned`: the weight a second time, `[K, N]`, contiguous, where `turn` made it. It goes when the
-    layer moves or loads other values; no state_dict has it.
+    layer moves, and follows values that it loads; no state_dict has it.
     """
 
     turned: Tensor | None = None
@@ -174,8 +186,10 @@ class Fp8Linear(nn.Linear):
         self.turned = self.weight.t().contiguous()
 
     def _load_from_state_dict(self, *given):
-        self.turned = None
+        was_there, self.turned = self.turned is not None, None
         super()._load_from_state_dict(*given)
+        if was_there:
+            self.turn()
 
     def _apply(self, fn, recurse=True):
         self.turned = None

@@ -31,9 +31,10 @@ from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
 from .twell_fp8 import Fp8Linear, refuse_gradients
 from .twell_fp8_config import is_fp8
 from .twell_launch import device_limits
+from .twell_lists_e4m3 import E4M3_STEP
 from .twell_quantizer import with_own_layers
 from .twell_reasons import say_once
-from .twell_route import check_route
+from .twell_route import check_route, requested
 from .twell_train import FfnMeter
 
 _PREFIX, _SUFFIXES = "Twell", ("ForCausalLM", "Model")
@@ -195,8 +196,13 @@ def _kernels_read(weight: Tensor, trained: bool = False) -> bool:
     return weight.is_cuda and weight.dtype in dtypes and not is_sharded
 
 
+def _goes_over_e4m3(ffn: nn.Module) -> bool:
+    dense = requested(ffn.twell_route) in ("dense", "fused")
+    return not dense and _kernels_read_e4m3(ffn.down_proj.weight)
+
+
 def _kernels_read_e4m3(weight: Tensor) -> bool:
-    if not weight.is_cuda or torch.version.cuda is None:
+    if not weight.is_cuda or torch.version.cuda is None or any(n % E4M3_STEP for n in weight.shape):
         return False
     return device_limits(weight.device.index).capability >= (8, 9)
 
@@ -215,7 +221,7 @@ def lay_down_by_rows(model: nn.Module, *, trained: bool = False) -> None:
             continue
         if is_plain(down, nn.Linear):
             down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
-        elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
+        elif is_plain(down, Fp8Linear) and _goes_over_e4m3(ffn):
             down.turn()
 
 

@@ -25,8 +25,7 @@ def is_little(num_bytes: int, total: float) -> bool:
 
 
 class BothLayouts:
-    """The FFNs of all layers with `w_down` `[K, N]`, which are there: those of an FP8 model, whose
-    prompts are computed densely."""
+    """The FFNs of all layers with `w_down` `[K, N]`, which are there: those of an FP8 model."""
 
     def __init__(self, ffns: Sequence[FFN], downs: Sequence[Tensor]):
         self._ffns = [replace(f, w_down=down) for f, down in zip(ffns, downs, strict=True)]

@@ -15,7 +15,7 @@ up to 16, may be one launch in the place of all that, if the model is such that 
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons. In FP8
-prompts are computed densely, and W_down is there in both layouts.
+W_down is there in both layouts.
 """
 
 from collections.abc import Mapping
@@ -96,15 +96,12 @@ class KernelDecoder:
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
         self.max_rows, self._end = most_rows(model), entry_end(model)
-        self._turned: dict[nn.Module, Tensor] = {}  # of FP8, W_down by rows of neurons
         if sparse:
             _put_over_twell(model)
             if self._end:  # now, so that the cache is sized by what is left
-                downs = {layer.mlp: layer.mlp.down_proj for layer in model.model.layers}
-                self._turned = {
-                    mlp: down.weight.t().contiguous() if down.turned is None else down.turned
-                    for mlp, down in downs.items()
-                }
+                for down in (layer.mlp.down_proj for layer in model.model.layers):
+                    if down.turned is None:
+                        down.turn()
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
         self._plain = HFDecoder(model)
@@ -282,7 +279,7 @@ class KernelDecoder:
     def _ffn_of(self, mlp: nn.Module) -> FFN:
         (gate, up), down = _gate_and_up(mlp), _linear(mlp.down_proj)
         if self._end:
-            w_down = self._turned.get(mlp, down.weight)
+            w_down = mlp.down_proj.turned if self._sparse else down.weight
         elif self._sparse:
             down.weight.data = by_rows_of_neurons(down.weight.data)
             w_down = down.weight.t()

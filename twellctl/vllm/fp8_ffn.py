@@ -112,9 +112,12 @@ class TwellFp8FFN(nn.Module):
 
     def _lay(self) -> None:
         """Both linear layers are as vLLM wants them: that of down comes last."""
-        self.turned = None
-        weight = self.down_proj.weight
-        if self.begin(weight.device):
+        weight, before, self.turned = self.down_proj.weight, self.turned, None
+        if not self.begin(weight.device):
+            return
+        if before is not None and before.shape == weight.shape:  # captured graphs read it there
+            self.turned = before.copy_(weight)
+        else:
             self.turned = weight.contiguous()
 
 
