@@ -4,7 +4,7 @@ from emulated_kernels import EmulatedKernels
 from test_emulated_grad import on_cpu
 
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_spec import E4M3, few_down_entries
+from twellctl.bundle.twell_spec import E4M3_END, few_down_entries
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 of_e4m3 = on_cpu("test_few_e4m3")
@@ -16,6 +16,7 @@ class FewKernels(EmulatedKernels):
 
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
         """As `KernelSet.launch`; the kernel in front has always ended."""
-        sizes = few_down_entries(H200.capability, E4M3 if name.endswith(E4M3) else "").get(name)
+        end = E4M3_END if name.endswith(E4M3_END) else ""
+        sizes = few_down_entries(H200.capability, end).get(name)
         cluster = sizes.blocks if sizes else 1
         super().launch(name, grid, block, args, smem_bytes, cluster=cluster)

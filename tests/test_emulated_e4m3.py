@@ -1,6 +1,6 @@
 """Kernels of some hundred and many tokens over e4m3 weights, emulated.
 
-They are asked what tests/gpu/test_lists_e4m3.py asks.
+They are asked what tests/gpu/test_lists_e4m3.py and test_many_e4m3.py ask.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
 from twellctl.bundle.twell_plan import make_plan
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
-from twellctl.bundle.twell_spec import E4M3
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import plan_walk
 from twellctl.bundle.twell_walk_e4m3 import quantise_short
 
 pytestmark = needs_emulator
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
-of_lists = on_cpu("test_lists_e4m3")
-of_lists.limits = lambda: H200
+of_lists, of_many = on_cpu("test_lists_e4m3"), on_cpu("test_many_e4m3")
+of_lists.limits = of_many.limits = lambda: H200
 CASES = pytest.mark.parametrize("case", small(of_lists.CASES), ids=str)
 
 
@@ -84,8 +84,8 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     x = of_lists.drawn(M, K, seed=1) * 10 ** (4 * of_lists.drawn(M, 1, seed=2))
     weights = (of_lists.drawn(*size, seed=3) / 16 for size in [(N, K), (N, K), (K, N)])
     biases = [of_lists.drawn(N, seed=4).bfloat16() if bias else None for _ in range(2)]
-    ffn = of_lists.e4m3_ffn(*weights, *biases, None)
-    problem, plan = of_lists.Problem(x.bfloat16(), ffn), make_plan(M, N, K // 2, 64, 64, H200)
+    ffn = of_many.e4m3_ffn(*weights, *biases, None)
+    problem, plan = of_many.Problem(x.bfloat16(), ffn), make_plan(M, N, K // 2, 64, 64, H200)
     if tokens:
         plan = replace(plan, tile_tokens=tokens)
     shape = Shape(M, N, 64, plan.cap, plan.tile_tokens, plan.panel_rows)
@@ -130,7 +130,7 @@ class Walks:
         if name.startswith("gate_pack"):
             pack(self.gate, *args[7:10])
         elif not name.startswith("heavy"):
-            previous = args[5:7] if name == f"walk{E4M3}" else args[5:6]
+            previous = args[5:7] if name == f"walk{E4M3_END}" else args[5:6]
             previous = previous if name.startswith("walk") else ()
             self.kernels.launch(
                 name, grid, block, args, smem_bytes, from_previous=previous, seed=self.seed
@@ -167,12 +167,12 @@ def without_maps() -> Iterator[None]:
 def walked(kernels: EmulatedKernels, problem, way, seed: int = 1) -> Walks:
     """Checks y of what is not heavy against float64, and which rows are."""
     gate = problem.gate().bfloat16()
-    walks, cap = Walks(kernels, gate, seed), plan_walk(*walk_sizes(problem), H200, E4M3).cap
+    walks, cap = Walks(kernels, gate, seed), plan_walk(*walk_sizes(problem), H200, E4M3_END).cap
     with without_maps():
         y = way(walks, problem)
     fired = fires(gate)
     heavy = (fired.sum(1) > cap) | (~gate.isfinite()).any(1)
-    if way is of_lists.by_walk:
+    if way is of_many.by_walk:
         over = (part.sum(1) > problem.slots for part in fired.split(256, 1))
         heavy |= torch.stack(list(over)).any(0)
     assert sorted(walks.heavy) == heavy.nonzero().flatten().tolist()
@@ -194,7 +194,7 @@ def walk_sizes(problem) -> tuple[int, int, int]:
     return problem.x.shape[0], problem.ffn.N, problem.x.shape[1]
 
 
-ALL_WALKS = pytest.mark.parametrize("way", [of_lists.by_walk, of_lists.by_walk_gate])
+ALL_WALKS = pytest.mark.parametrize("way", [of_many.by_walk, of_many.by_walk_gate])
 
 
 @ALL_WALKS
@@ -206,7 +206,7 @@ ALL_WALKS = pytest.mark.parametrize("way", [of_lists.by_walk, of_lists.by_walk_g
 def test_walks(kernels, way, M, K, N, mean, bias):
     """One way and eight, ragged tiles, two passes over K."""
     torch.manual_seed(M)
-    problem = of_lists.random_problem(M, K, N, mean=mean, bias=bias, decades=1.0)
+    problem = of_many.random_problem(M, K, N, mean=mean, bias=bias, decades=1.0)
     problem.slots = 37
     walked(kernels, problem, way)
 
@@ -215,11 +215,11 @@ def test_walks(kernels, way, M, K, N, mean, bias):
 def test_walks_of_more_tokens_than_multiprocessors(kernels, way):
     """Each has one way of its own."""
     torch.manual_seed(1)
-    problem = of_lists.random_problem(140, 2048, 136, mean=-1.5, bias=False, decades=0.0)
+    problem = of_many.random_problem(140, 2048, 136, mean=-1.5, bias=False, decades=0.0)
     few = Limits(8, 232448, 60 << 20, (9, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_lists, "limits", lambda: few)
-        assert plan_walk(*walk_sizes(problem), few, E4M3).ways == 1
+        assert plan_walk(*walk_sizes(problem), few, E4M3_END).ways == 1
         walked(kernels, problem, way)
 
 
@@ -227,19 +227,19 @@ def test_walks_of_more_tokens_than_multiprocessors(kernels, way):
 def test_walks_of_no_pair_of_all_and_of_as_many_as_the_list_holds(kernels, way):
     torch.manual_seed(2)
     N = 520
-    cap = plan_walk(5, N, 512, H200, E4M3).cap
+    cap = plan_walk(5, N, 512, H200, E4M3_END).cap
     fired = torch.zeros(5, N, dtype=torch.bool)
     fired[1] = True
     for row, num in ((2, cap), (3, cap + 1), (4, 1)):
         fired[row, torch.randperm(N)[:num]] = True
-    walks = walked(kernels, of_lists.patterned(fired, 256), way)
+    walks = walked(kernels, of_many.patterned(fired, 256), way)
     assert sorted(walks.heavy) == [1, 3]
 
 
 @ALL_WALKS
 def test_walks_leave_rows_that_are_not_finite(kernels, way):
     torch.manual_seed(3)
-    problem = of_lists.random_problem(6, 256, 264, mean=-2.0, bias=False, decades=0.0)
+    problem = of_many.random_problem(6, 256, 264, mean=-2.0, bias=False, decades=0.0)
     problem.x[1, 3], problem.x[2, 5], problem.x[4, 7] = torch.nan, torch.inf, -torch.inf
     problem.x[5] = 0
     walks = walked(kernels, problem, way)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EmulatedKernels, needs_emulator
-from test_emulated_e4m3 import of_lists, walked
+from test_emulated_e4m3 import of_lists, of_many, walked
 from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
@@ -80,8 +80,8 @@ def e4m3(kernels: EmulatedKernels) -> None:
 def walk_e4m3(kernels: EmulatedKernels) -> None:
     """Some hundred tokens over e4m3 weights: both walks, of pairs in several batches of a way."""
     torch.manual_seed(3)
-    problem = of_lists.random_problem(3, 2048, 520, mean=-1.4, bias=True, decades=1.0)
-    for way in (of_lists.by_walk, of_lists.by_walk_gate):
+    problem = of_many.random_problem(3, 2048, 520, mean=-1.4, bias=True, decades=1.0)
+    for way in (of_many.by_walk, of_many.by_walk_gate):
         walked(kernels, problem, way)
 
 

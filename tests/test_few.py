@@ -29,7 +29,7 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_few_walk import few_walk_kernels
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
-from twellctl.bundle.twell_spec import E4M3, ENTRY_FILES, entries_of
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, entries_of
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -38,7 +38,7 @@ L4 = Limits(58, 101376, 48 << 20, (8, 9))
 DEVICES = {"H200": H200, "A100": A100, "L4": L4}
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64]
 LENGTHS = [64, 128, 576, 2048, 4096, 14336, 65536]
-ENDS = ["", E4M3]
+ENDS = ["", E4M3_END]
 NEURONS = [8, 16, 24, 520, 5632, 14336, 65536]
 
 
@@ -72,7 +72,7 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, end=""
 def test_arguments_are_the_parameters_of_the_kernel(M, full, end):
     for K in (128, 8192):
         made = launches(M, K, 520, full=full, end=end).made
-        assert [name.endswith(E4M3) for name, *_ in made] == [bool(end)] * 4
+        assert [name.endswith(E4M3_END) for name, *_ in made] == [bool(end)] * 4
         for name, _, _, args, _ in made:
             assert_taken(name, args)
 
@@ -149,14 +149,16 @@ def test_every_entry_is_planned_and_has_its_source():
         for launch in launches_of(plan_few(M, N, K, limits, end))
     }
     files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
-    files |= {f"{file.removesuffix('.cu')}{E4M3}.cu" for file in files} - {"ffn/few_linear_e4m3.cu"}
+    files |= {f"{file.removesuffix('.cu')}{E4M3_END}.cu" for file in files} - {
+        "ffn/few_linear_e4m3.cu"
+    }
     files |= {"decode/few_linear_e4m3.cu"}
     assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
     tokens = range(1, FEW_TOKENS + 1)
     ffn = {name for M in tokens for end in ENDS for name in few_kernels(M, A100, end)}
     gated = {name for M in tokens for end in ENDS for name in few_gated_kernels(M, end)}
     assert (planned, ffn & gated) == (ffn | gated, set())
-    exported = {name for name in ffn if not name.endswith(E4M3)}
+    exported = {name for name in ffn if not name.endswith(E4M3_END)}
     assert {*FEW_KERNELS} == exported | set(few_walk_kernels(17, H200))
     own = set(few_walk_kernels(17, H200))
     assert {*few_kernels(17, H200)} - planned == own

@@ -129,6 +129,7 @@ def test_dense_routes_and_no_rows_are_torchs(operator, route):
 
 def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
     with reasons_said() as said:
+        operator(100, "fused")
         operator(100, bias=torch.zeros(N))
         monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", twell_reasons.why_no_e4m3_kernels)
         monkeypatch.setattr(twell_reasons, "device_limits", lambda index: A100)
@@ -137,10 +138,23 @@ def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
         operator(100)
     assert operator.ran == []
     assert [text.split(": ", 1)[1] for text in said] == [
+        "there is no fused route over FP8 weights",
         "the kernels take biases in bf16",
         "kernels over FP8 weights need compute capability 8.9 or newer",
         "over FP8 weights the kernels take multiples of 128, not 64 and 256",
     ]
+
+
+def test_no_kernel_reads_beyond_what_does_not_fit_together(operator):
+    weights = operator.weights
+    with reasons_said() as said:
+        for wrong in (weights[0], replace(weights[2], scale=weights[2].scale[:64])):
+            operator.weights = [*weights[:2], wrong]
+            with pytest.raises(RuntimeError):  # torch's own, of the dense form
+                operator(100)
+    assert len(said) == 1
+    assert "a scale for each row" in said[0]
+    assert operator.ran == []
 
 
 def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):

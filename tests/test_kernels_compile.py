@@ -12,21 +12,30 @@ from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
-from twellctl.bundle.twell_spec import E4M3, ENTRY_FILES, MOST_OF_BLOCK, NUMBERS, SPEC, SPEC_NAME
+from twellctl.bundle.twell_spec import (
+    E4M3_END,
+    ENTRY_FILES,
+    MOST_OF_BLOCK,
+    NUMBERS,
+    SPEC,
+    SPEC_NAME,
+)
 from twellctl.bundle.twell_training import GRAD_KERNELS
 from twellctl.bundle.twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_walk")}
-HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3)}
+HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 HOPPER_ONLY |= {"decode/step_rows_2048.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in WALK_E4M3_KERNELS}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
 # the text of the steps of 4096, with other numbers
-OTHER_STEPS = {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3)}
+OTHER_STEPS = {
+    f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3_END)
+}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)
     for name in SOURCES

@@ -24,11 +24,10 @@ from twellctl.bundle import (
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_lists_e4m3 import E4M3_STEP
 from twellctl.bundle.twell_plan import why_unfit
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import E4M3_STEP, FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder

@@ -10,7 +10,7 @@ from torch import Tensor
 from twellctl.bundle import twell_lists_e4m3, twell_sequence, twell_walk
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import hopper_cap
-from twellctl.bundle.twell_spec import E4M3
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import (
     GATE_TOKENS,
     MOST_PAIRS,
@@ -49,7 +49,7 @@ def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> L
     return kernels
 
 
-@pytest.mark.parametrize("end", ["", E4M3])
+@pytest.mark.parametrize("end", ["", E4M3_END])
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("M", [10, GATE_TOKENS + 1])
 def test_arguments_are_the_parameters_of_the_kernels(M, biases, end):
@@ -70,7 +70,7 @@ def test_the_order_and_what_starts_early():
 def test_over_e4m3_all_but_the_first_start_early():
     """But for torch's product, which has its place between the first two of a few tokens."""
     heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
-    few, many = (launches(M, 128, 256, end=E4M3) for M in (GATE_TOKENS, GATE_TOKENS + 1))
+    few, many = (launches(M, 128, 256, end=E4M3_END) for M in (GATE_TOKENS, GATE_TOKENS + 1))
     names = [launch[0] for launch in few.made]
     assert names == ["quantise_short", "walk_gate_e4m3", *heavy]
     names = [launch[0] for launch in many.made]
@@ -83,7 +83,7 @@ def test_heavy_rows_over_e4m3_are_those_of_the_walk():
     for M in (100, GATE_TOKENS + 1):
         first, *_, walk, _, hidden, down = (
             [arg for arg in made[3] if not isinstance(arg, int)]
-            for made in launches(M, 128, 256, end=E4M3).made
+            for made in launches(M, 128, 256, end=E4M3_END).made
         )
         rows, count, x_rows = walk[-7:-4]
         assert (rows.shape, count.shape, x_rows.shape) == ((M,), (1,), (M, 128))
@@ -105,7 +105,7 @@ def test_heavy_rows_are_flagged_or_listed():
         assert any(arg is rows for arg in walk)
 
 
-@pytest.mark.parametrize("end", ["", E4M3])
+@pytest.mark.parametrize("end", ["", E4M3_END])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_launches_fit_the_device(shape, end):
     M, K, N = shape
@@ -131,7 +131,7 @@ def test_a_way_has_a_thread_for_eight_columns():
     for K, threads in ((64, 32), (896, 128), (2048, 256), (4096, 512), (5120, 320), (8192, 512)):
         plan = plan_walk(4096, 5632, K, H200)
         assert (plan.threads, plan.ways) == (threads, 1)
-        plan = plan_walk(4096, 5632, 2 * K, H200, E4M3)  # of as many bytes
+        plan = plan_walk(4096, 5632, 2 * K, H200, E4M3_END)  # of as many bytes
         assert (plan.threads, plan.ways) == (threads, 1)
 
 

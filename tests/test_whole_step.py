@@ -9,7 +9,7 @@ from emulated_rows import words_of_rows
 from launched import assert_taken
 
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_spec import E4M3, ENTRY_FILES
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
 from twellctl.decoding.whole_step import (
@@ -74,7 +74,7 @@ def test_who_goes_in_one_kernel(sizes):
     assert why_no_whole_step(sizes, H200) is None
     for sparse in (True, False):
         assert sizes.entry(sparse) in ENTRY_FILES
-        assert ENTRY_FILES[replace(sizes, end=E4M3).entry(sparse)].endswith(f"{E4M3}.cu")
+        assert ENTRY_FILES[replace(sizes, end=E4M3_END).entry(sparse)].endswith(f"{E4M3_END}.cu")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_who_does_not(sizes, limits, why):
     assert why in why_no_whole_step(sizes, limits)
 
 
-@pytest.mark.parametrize("end", ["", E4M3])
+@pytest.mark.parametrize("end", ["", E4M3_END])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_launch(sparse, end):
     make = fp8_layer if end else make_layer
@@ -127,7 +127,7 @@ def test_the_launch(sparse, end):
         (replace(SMALL, N=8192), 132, 1),
         (replace(SMALL, N=5636), 132, 1),
         (replace(SMALL, V=50260), 132, 1),
-        (replace(SMALL, end=E4M3), 132, 1),
+        (replace(SMALL, end=E4M3_END), 132, 1),
         (StepSizes(4096, 5632, 32, 128, 128256), 132, 1),
         (StepSizes(1536, 5632, 12, 128, 151936), 132, 1),
     ],
@@ -165,7 +165,7 @@ def test_the_launch_of_rows():
     assert len({id(words) for words in states.values()}) == 2
 
 
-@pytest.mark.parametrize("end", ["", E4M3])
+@pytest.mark.parametrize("end", ["", E4M3_END])
 def test_the_table_of_layers(end):
     """As step_shared.cuh declares a layer."""
     layer = fp8_layer(100) if end else make_layer(100)

@@ -11,18 +11,19 @@
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
 //
-// One token needs 60 MB of weights a layer (of K 2048 in bf16), and each multiplies one number: time goes by how fast
-// they stream in. So a ninth warp asks for them all the time, matrix after matrix and layer after
-// layer, into a ring of 144 KB (`produce`), while the eight others wait for each other's results:
+// One token needs 60 MB of weights a layer (of K 2048 in bf16), and each multiplies one number:
+// time goes by how fast they stream in. So a ninth warp asks for them all the time, matrix after
+// matrix and layer after layer, into a ring of 144 KB (`produce`), while the eight others wait for
+// each other's results:
 //
 //     x -> norm -> q, k, v ->  attend  -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
 //       all            a head's        all             all        own                all        own
 //
-// with below each arrow whose results a block waits for: of all blocks, or of those that have a head,
-// or its own. The block that finds that a neuron fires brings its rows of up and down at once, and
-// tells what they add to y; of all blocks' parts a block adds up the columns it has. These five
-// handings over are words with tags (step_words.cuh): there is no barrier over the GPU, and no
-// fence.
+// with below each arrow whose results a block waits for: of all blocks, or of those that have a
+// head, or its own. The block that finds that a neuron fires brings its rows of up and down at
+// once, and tells what they add to y; of all blocks' parts a block adds up the columns it has.
+// These five handings over are words with tags (step_words.cuh): there is no barrier over the GPU,
+// and no fence.
 //
 // What decides (README.md tells the times):
 // - Weights on their way are few, kAhead units a block: as many as keep the memory busy. What is
@@ -33,9 +34,10 @@
 // - Code is shared by the three products of a layer, and short.
 //
 // Weights in e4m3 take half the bytes, so a unit has twice the rows, or half the bytes. They become
-// f16 on their way to the tensor cores, by one instruction for two; x is f16 there, times a power of
-// two for each warp and product. The scales of rows come with the rows, those of the columns of y
-// are asked for when the gates are through. The head stays bf16: its units are as long, of fewer rows.
+// f16 on their way to the tensor cores, by one instruction for two; x is f16 there, times a power
+// of two for each warp and product. The scales of rows come with the rows, those of the columns of
+// y are asked for when the gates are through. The head stays bf16: its units are as long, of fewer
+// rows.
 //
 // Rounding is as in the kernels for few tokens; sums have one order: the same bits each time.
 //

@@ -1,8 +1,8 @@
 // The FFN of `step` (step.cuh), behind the gates' sums: up and down of the block's neurons that
 // fired, or of all in the dense form; its part of y, and the sum of all blocks' parts.
 //
-// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Of e4m3 it is without
-// the columns' scales, which multiply the sum of the parts.
+// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Of e4m3 it is
+// without the columns' scales, which multiply the sum of the parts.
 #pragma once
 
 #include "decode/step_attend.cuh"

@@ -1,12 +1,12 @@
 // The products of `step`: weights through the ring, and what a warp makes of them. See step.cuh.
 //
-// Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two, as
-// they lie in memory. Of a unit a lane has two to four chunks of 16 bytes. Each of bf16 is its a of
-// one mma: the first and third word are of row g of that mma, the other two of row g + 8, and what
-// they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the group of four chunks
-// that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the sum of one row, and
-// nothing is moved between the ring and the mma. Which quad reads which row and group is such that
-// eight lanes read from all banks.
+// Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two,
+// as they lie in memory. Of a unit a lane has two to four chunks of 16 bytes. Each of bf16 is its a
+// of one mma: the first and third word are of row g of that mma, the other two of row g + 8, and
+// what they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the group of four
+// chunks that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the sum of one
+// row, and nothing is moved between the ring and the mma. Which quad reads which row and group is
+// such that eight lanes read from all banks.
 //
 // One mma takes four groups of a row, or two if its other quads read as many of another row. Slices
 // of 1536 columns of bf16 have 6 groups, those of 3584 have 14: see `moved` for their last two.

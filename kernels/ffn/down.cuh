@@ -7,11 +7,11 @@
 //
 //     y [8 tokens, 16 columns] += H [8 tokens, 16 slots] W [16 slots, 16 columns]
 //
-// W are the rows of the slots' neurons, gathered by ldmatrix: 32 bytes a slot (tile/octets.cuh). H has
-// one value a column, at its slot's token: each lane takes the values of its four slots and masks
-// away those of other tokens. Shared memory fills one register of a warp a clock, and that is what
-// time goes by: 4 clocks a round for the weights, 2 for values, half of one for codes. What a slot
-// costs does not depend on density, nor on how often a neuron fires.
+// W are the rows of the slots' neurons, gathered by ldmatrix: 32 bytes a slot (tile/octets.cuh). H
+// has one value a column, at its slot's token: each lane takes the values of its four slots and
+// masks away those of other tokens. Shared memory fills one register of a warp a clock, and that is
+// what time goes by: 4 clocks a round for the weights, 2 for values, half of one for codes. What a
+// slot costs does not depend on density, nor on how often a neuron fires.
 //
 // W_down lies by rows of neurons, [N, K]; a block takes 32 bytes of each. Shared memory: two planes
 // of [panel_rows] rows of 16 bytes, 8 columns of y each. Rows whose low three bits differ lie in
@@ -24,10 +24,10 @@
 // With several panels the launches follow one another: sums go through y32, whose order of columns
 // within 16 is its own: 4t to 4t + 3 are columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 //
-// `down_e4m3` takes the same 32 bytes of each row of W_down: 32 columns, so that values and codes are
-// read half as often, and K counts shorts. h is f16, divided by a power of two of its token; scales
-// of columns and that power come after the sum. Each weight becomes f16, exactly: two instructions
-// for a pair. y32 is float32 [groups of 8 tokens, K / 16, 2 planes, 32 lanes, 4] then.
+// `down_e4m3` takes the same 32 bytes of each row of W_down: 32 columns, so that values and codes
+// are read half as often, and K counts shorts. h is f16, divided by a power of two of its token;
+// scales of columns and that power come after the sum. Each weight becomes f16, exactly: two
+// instructions for a pair. y32 is float32 [groups of 8 tokens, K / 16, 2 planes, 32 lanes, 4] then.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the groups), once for each
 // panel; K and panel_rows multiples of 16 and of 8, w_down at a multiple of 16 bytes. Dynamic

@@ -1,16 +1,16 @@
 // gate = x W_gate^T (+ b_gate), and of it only what fires, packed (kernels/README.md). Hopper.
 //
-// The product is tile/hopper_product.cuh's; this file is what becomes of a tile of sums. A row of the tile lies
-// in the four lanes of a quad. Each lane rounds its sums to bf16, compares, and keeps one bit an
-// element; a prefix sum over the quad's counts tells each lane where its entries go. So the entries
-// of a (row, tile) are in a fixed order, but by lane, not by column. Entries beyond S are counted
-// and not written, slots behind the count are left as they were. Bit 30 of a count says that the
-// tile holds a NaN or an infinity. Over e4m3 the sums are scaled first.
+// The product is tile/hopper_product.cuh's; this file is what becomes of a tile of sums. A row of
+// the tile lies in the four lanes of a quad. Each lane rounds its sums to bf16, compares, and keeps
+// one bit an element; a prefix sum over the quad's counts tells each lane where its entries go. So
+// the entries of a (row, tile) are in a fixed order, but by lane, not by column. Entries beyond S
+// are counted and not written, slots behind the count are left as they were. Bit 30 of a count says
+// that the tile holds a NaN or an infinity. Over e4m3 the sums are scaled first.
 //
 // Launch: grid even, at most one block a multiprocessor, kPipelineBytes (197632) of dynamic shared
-// memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64, of e4m3 twice as wide. `gate_pack`: 384 threads and
-// tiles of 128 rows. `gate_pack_short`: 256 threads and 64 rows, for inputs so short that 128 would
-// leave much of the chip idle.
+// memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64, of e4m3 twice as wide.
+// `gate_pack`: 384 threads and tiles of 128 rows. `gate_pack_short`: 256 threads and 64 rows, for
+// inputs so short that 128 would leave much of the chip idle.
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
@@ -29,8 +29,8 @@ struct Unscaled {
     static constexpr bool kAny = false;
 };
 
-// Sums of e4m3 products times the scales of their neuron and token, in that order: only a token's may
-// be so large that a product of two overflows.
+// Sums of e4m3 products times the scales of their neuron and token, in that order: only a token's
+// may be so large that a product of two overflows.
 struct Scaled {
     static constexpr bool kAny = true;
 

@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_bias(float (&sums)[128], int j0, const unsig
     }
 }
 
-// Multiplies pairs j0 <= j < j0 + COUNT by the scales of their columns, first + 8 j, first + 8 j + 1,
+// Multiplies pairs j0 <= j < j0 + COUNT by the scales of their columns, first + 8 j and the next,
 // and of the upper and the lower row.
 template <int COUNT>
 __device__ __forceinline__ void scale_pairs(float (&sums)[128], int j0, const float* columns,

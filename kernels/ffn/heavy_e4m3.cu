@@ -4,8 +4,8 @@
 //   heavy_widen    wide [N, K] bf16 = w_down [N, K] e4m3
 //   heavy_hidden_e4m3, heavy_down_e4m3: as heavy_hidden, and heavy_down over `wide`
 //
-// Launch: widen any grid x 256 threads, num_bytes a multiple of 16; the others as in heavy.cuh, boxes
-// of e4m3 twice as wide.
+// Launch: widen any grid x 256 threads, num_bytes a multiple of 16; the others as in heavy.cuh,
+// boxes of e4m3 twice as wide.
 #include "ffn/heavy.cuh"
 #include "tile/e4m3.cuh"
 

@@ -14,8 +14,8 @@
 // `hidden_e4m3`: the parts lack the scales of x and W_up, and h becomes f16, divided by a power of
 // two of its token (quantise_rows.cu).
 //
-// `hidden_kept` does the same as `hidden`, and keeps what the backward pass needs: of each pair, by its place in
-// `pairs`, gate | up << 16; and the sum of |h| of each block, float32 [blocks].
+// `hidden_kept` does the same as `hidden`, and keeps what the backward pass needs: of each pair, by
+// its place in `pairs`, gate | up << 16; and the sum of |h| of each block, float32 [blocks].
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"

@@ -4,19 +4,19 @@
 //   token_scales float2 [M] = scale, power
 //
 // scale = max |row| / 448 in float32, at least the smallest normal number, as in twell_fp8.py; of a
-// row with NaN or infinity it is one of them, and so is each of the row's products. power is a power
-// of two: divided by it each h = gate * up of the row lies below 2^16, as f16 can hold it. It
+// row with NaN or infinity it is one of them, and so is each of the row's products. power is a
+// power of two: divided by it each h = gate * up of the row lies below 2^16, as f16 can hold it. It
 // comes of a bound, no neuron is looked at:
 //
 //     |gate| <= scale s_gate |values| |w| + |b_gate|,   |w| <= 448 sqrt(K)       and so for up
 //
-// with the largest scales and biases of all neurons. Of real weights and inputs the bound lies up to
-// 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one, and
-// below an error of 2^-20 of that one.
+// with the largest scales and biases of all neurons. Of real weights and inputs the bound lies up
+// to 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one,
+// and below an error of 2^-20 of that one.
 //
-// Launch: blocks of 512 threads, any grid; a warp has a row at a time, 2048
-// columns of it in registers. K and N multiples of 8. Each
-// block looks through the scales and biases of all neurons first.
+// Launch: blocks of 512 threads, any grid; a warp has a row at a time, 2048 columns of it in
+// registers. K and N multiples of 8. Each block looks through the scales and biases of all neurons
+// first.
 //
 // quantise_short: the same for the walks, whose h is bf16: no bound, each power is 1. For torch's
 // product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a

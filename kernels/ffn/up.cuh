@@ -151,8 +151,8 @@ struct Rows {
     uint4 low[4], high[4];
 };
 
-// Sixteen pairs, of which the lane has a row in each half, against eight neurons: what a chunk of 16
-// bytes holds of each.
+// Sixteen pairs, of which the lane has a row in each half, against eight neurons: what a chunk of
+// 16 bytes holds of each.
 struct Bf16 {
     __device__ __forceinline__ static void multiply(float (&sums)[4], const uint4& a,
                                                     const uint4& a8, const uint4& weights) {

@@ -1,5 +1,5 @@
-// walk and walk_gate over e4m3: x, W_up and W_down with scales (walk.cuh). Both list the heavy rows,
-// for heavy_e4m3.cu; heavy_count is 0 before.
+// walk and walk_gate over e4m3: x, W_up and W_down with scales (walk.cuh). Both list the heavy
+// rows, for heavy_e4m3.cu; heavy_count is 0 before.
 #include "ffn/walk.cuh"
 
 namespace {

@@ -1,8 +1,9 @@
 // The tensor core product of a warpgroup: 64 x 256 fp32 sums of 16 bf16 products, or 32 of e4m3,
-// both operands in shared memory as the copy engine leaves boxes there, of 64 columns or of 128: 128
-// bytes a row, 128-byte swizzle, 1024-aligned. Rows lie by themselves (K-major: what is summed over lies along a row).
-// So do columns, or they lie across (MN-major): a row of a box has 64 of them for one of what is
-// summed over; e4m3 does not. Sums of e4m3 products keep some 14 bits of each addition.
+// both operands in shared memory as the copy engine leaves boxes there, of 64 columns or of 128:
+// 128 bytes a row, 128-byte swizzle, 1024-aligned. Rows lie by themselves (K-major: what is summed
+// over lies along a row). So do columns, or they lie across (MN-major): a row of a box has 64 of
+// them for one of what is summed over; e4m3 does not. Sums of e4m3 products keep some 14 bits of
+// each addition.
 //
 // Thread `lane` of warp `warp` holds of the 64 x 256 tile, with g = lane / 4 and t = lane % 4:
 //   d[4 j + 0], d[4 j + 1]   row 16 warp + g        columns 8 j + 2 t, 8 j + 2 t + 1

@@ -11,7 +11,7 @@
 // Columns come from two maps, `columns0` for columns 0-127 of the tile and `columns1` for 128-255:
 // the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
 // the weight lies: `Along` as [N, inner], `Across` as [inner, N]; `AlongE4m3` is `Along` with both
-// in e4m3, without scales, in boxes twice as wide. Hopper's sums of e4m3 products keep some 14 bits.
+// in e4m3, without scales, in boxes twice as wide. Sums of e4m3 products keep some 14 bits.
 //
 // Launch: cluster of 2 (even grid), 128 (1 + GROUPS) threads, kPipelineBytes (+ kPatchBytes) of
 // dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,

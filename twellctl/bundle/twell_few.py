@@ -25,7 +25,7 @@ from .twell_few_walk import (
 from .twell_launch import KernelSet, Limits
 from .twell_plan import ceil_div
 from .twell_spec import (
-    E4M3,
+    E4M3_END,
     FEW_DOWN_STAGES,
     FEW_OCTETS,
     FEW_ROWS,
@@ -66,7 +66,7 @@ class FewPlan:
 
 @lru_cache(maxsize=4096)
 def plan_few(M: int, N: int, K: int, limits: Limits, end: str = "") -> FewPlan:
-    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K; `end` E4M3: of e4m3
+    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K; `end` E4M3_END: of e4m3
     weights."""
     octets = _octets(M)
     at_hand = 160 + 260 * 8 * octets
@@ -150,13 +150,13 @@ def _builds(family: str, octets: int, end: str) -> list[str]:
 
 
 def _union_kernels(octets: int) -> tuple[str, ...]:
-    return (*_builds("few_hidden", octets, E4M3), f"few_down_wide_{octets}{E4M3}")
+    return (*_builds("few_hidden", octets, E4M3_END), f"few_down_wide_{octets}{E4M3_END}")
 
 
 # all entries of `few_union` over e4m3 weights, and of the FFN for few tokens, on any device
 UNION_E4M3_KERNELS = (
     *(entry for octets in FEW_OCTETS for entry in _union_kernels(octets)),
-    f"few_down{E4M3}",
+    f"few_down{E4M3_END}",
 )
 FEW_KERNELS = (
     *(entry for octets in FEW_OCTETS for entry in _entries(octets, "")),
@@ -178,9 +178,9 @@ def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
 
 def union_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
     """All entries of `few_union` over e4m3 weights on this device."""
-    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3))
+    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3_END))
     found = [name for M in taken for name in _union_kernels(_octets(M))]
-    return (*found, f"few_down{E4M3}") if found else ()
+    return (*found, f"few_down{E4M3_END}") if found else ()
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:

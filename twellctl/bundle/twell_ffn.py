@@ -323,12 +323,14 @@ def _fp8_ffn(
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
     hopper = takes_hopper_kernels(index, route)
-    if route not in ("dense", "fused") and (
-        said := why_not_e4m3_ffn(rows, ffn, tile) or why_no_e4m3_kernels(sources, index, hopper)
-    ):
+    said = "there is no fused route over FP8 weights" if route == "fused" else None
+    if route not in ("dense", "fused"):
+        read = ffn if turned is None else replace(ffn, w_down=turned)
+        said = why_not_e4m3_ffn(rows, read, tile) or why_no_e4m3_kernels(sources, index, hopper)
+    if said:
         say_once(said)
         route = "dense"
-    if rows.numel() and route not in ("dense", "fused"):
+    if rows.numel() and route != "dense":
         y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
     elif dense is not None:
         y = dense.run(None, None, rows, ffn, slots)

@@ -24,7 +24,7 @@ from .twell_sequence import (
     packed_buffers,
 )
 from .twell_spec import (
-    E4M3,
+    E4M3_END,
     GATHER_BLOCK,
     INPUT_BOX_ROWS,
     PRODUCT_BLOCK,
@@ -36,16 +36,15 @@ from .twell_weights import FFN
 
 LISTS_E4M3_KERNELS = (
     "quantise_rows",
-    f"gate_pack{E4M3}",
-    f"gate_pack_short{E4M3}",
+    f"gate_pack{E4M3_END}",
+    f"gate_pack_short{E4M3_END}",
     "plan_cluster",
-    *(f"{name}{E4M3}" for name in ("up", "hidden", "down")),
+    *(f"{name}{E4M3_END}" for name in ("up", "hidden", "down")),
     "heavy_gather",
     "heavy_widen",
-    f"heavy_hidden{E4M3}",
-    f"heavy_down{E4M3}",
+    f"heavy_hidden{E4M3_END}",
+    f"heavy_down{E4M3_END}",
 )
-E4M3_STEP = 128  # K is a multiple of it
 _QUANTISE_BLOCKS = 2  # of a multiprocessor
 
 
@@ -148,7 +147,7 @@ def launch_heavy_e4m3(
     listed = heavy.rows, heavy.count, heavy.start, window
     weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
     kernels.launch(
-        f"heavy_hidden{E4M3}",
+        f"heavy_hidden{E4M3_END}",
         (product_grid(window, 2 * N, limits.num_sms),),
         PRODUCT_BLOCK,
         (
@@ -159,7 +158,7 @@ def launch_heavy_e4m3(
         overlap=overlap,
     )
     kernels.launch(
-        f"heavy_down{E4M3}",
+        f"heavy_down{E4M3_END}",
         (product_grid(window, K, limits.num_sms),),
         PRODUCT_BLOCK,
         (

@@ -18,14 +18,14 @@ from .twell_few import (
 )
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
-from .twell_lists_e4m3 import E4M3_STEP, LISTS_E4M3_KERNELS
+from .twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from .twell_nvrtc import what_is_missing
 from .twell_plan import why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
 from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
-from .twell_weights import FFN
+from .twell_weights import E4M3_STEP, FFN
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,10 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
 def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     """The same of e4m3 weights with scales; `ffn.w_down` may lie as it wants."""
     N, K, where = ffn.N, ffn.K, rows.device
+    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
+    shapes = [*3 * [(N, K)], *((n,) for n in (*biases, N, N, K))]
+    if rows.shape[1] != K or [tuple(t.shape) for t in ffn.tensors] != shapes:
+        return "the kernels take x [M, K], weights [N, K], [N, K] and [K, N], a scale for each row"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
     if K % E4M3_STEP or N % E4M3_STEP:

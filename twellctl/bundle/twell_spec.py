@@ -92,7 +92,7 @@ class FewSizes(NamedTuple):
     halves: int
 
 
-E4M3 = "_e4m3"  # ends the name of an entry for such weights
+E4M3_END = "_e4m3"  # ends the name of an entry for such weights
 FEW_OCTETS = (1, 2, 4, 8)  # of tokens
 FEW_STAYING = (1, 2)  # octets of which x may stay
 Pass = tuple[int, int, int, int]
@@ -124,7 +124,7 @@ def _pass_of(octets: int, gated: bool, weight_bytes: int, kilobytes: int) -> Pas
 def few_entries(family: str, capability: Capability, end: str = "") -> dict[str, FewSizes]:
     """The entries of few_linear, few_hidden or few_gated on such a GPU, the staying ones first.
 
-    `end` E4M3: those that take e4m3 weights.
+    `end` E4M3_END: those that take e4m3 weights.
     """
     found, kilobytes, weight_bytes = {}, shared_kb(capability), 1 if end else 2
     for octets in FEW_OCTETS:
@@ -158,8 +158,10 @@ class FewDownSizes(NamedTuple):
 
 @cache
 def few_down_entries(capability: Capability, end: str = "") -> dict[str, FewDownSizes]:
-    """The entries of few_down on such a GPU, for e4m3 weights with `end` E4M3. Before Hopper there
-    are no clusters."""
+    """The entries of few_down on such a GPU, for e4m3 weights with `end` E4M3_END.
+
+    Before Hopper there are no clusters.
+    """
     weight_bytes = 1 if end else 2
     narrow = 2 // weight_bytes, 1
     wide = (4, 4) if capability >= (9, 0) else narrow
@@ -218,7 +220,7 @@ def _step_numbers(source: str) -> dict[str, int]:
 
 
 def step_entry(K: int, D: int, *, sparse: bool, end: str = "") -> str:
-    """The entry for a hidden size and heads of D, for e4m3 weights with `end` E4M3."""
+    """The entry for a hidden size and heads of D, for e4m3 weights with `end` E4M3_END."""
     return f"step_{K}_{D}{'' if sparse else '_dense'}{end}"
 
 
@@ -228,8 +230,8 @@ def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
     return f"decode/step_{K}{end}.cu", entries
 
 
-# by hidden size and E4M3 or "": source and entries
-_STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3) for K in MOST_OF_BLOCK}
+# by hidden size and E4M3_END or "": source and entries
+_STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3_END) for K in MOST_OF_BLOCK}
 
 
 # ---- sources
@@ -241,25 +243,28 @@ Entries = Mapping[str, Arguments]
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
     "ffn/gate_pack.cu": {"gate_pack": (2,), "gate_pack_short": (1,)},
-    f"ffn/gate_pack{E4M3}.cu": {f"gate_pack{E4M3}": (2,), f"gate_pack_short{E4M3}": (1,)},
+    f"ffn/gate_pack{E4M3_END}.cu": {
+        f"gate_pack{E4M3_END}": (2,),
+        f"gate_pack_short{E4M3_END}": (1,),
+    },
     "ffn/pack.cu": ("pack",),
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_short"),
     "ffn/plan.cu": ("plan", "plan_cluster"),
     "ffn/up.cu": ("up",),
-    f"ffn/up{E4M3}.cu": (f"up{E4M3}",),
+    f"ffn/up{E4M3_END}.cu": (f"up{E4M3_END}",),
     "ffn/hidden.cu": ("hidden", "hidden_kept"),
-    f"ffn/hidden{E4M3}.cu": (f"hidden{E4M3}",),
+    f"ffn/hidden{E4M3_END}.cu": (f"hidden{E4M3_END}",),
     "ffn/down.cu": ("down",),
-    f"ffn/down{E4M3}.cu": (f"down{E4M3}",),
+    f"ffn/down{E4M3_END}.cu": (f"down{E4M3_END}",),
     "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
-    f"ffn/heavy{E4M3}.cu": ("heavy_widen", f"heavy_hidden{E4M3}", f"heavy_down{E4M3}"),
+    f"ffn/heavy{E4M3_END}.cu": ("heavy_widen", f"heavy_hidden{E4M3_END}", f"heavy_down{E4M3_END}"),
     "ffn/walk.cu": ("walk", "walk_gate"),
-    f"ffn/walk{E4M3}.cu": (f"walk{E4M3}", f"walk_gate{E4M3}"),
+    f"ffn/walk{E4M3_END}.cu": (f"walk{E4M3_END}", f"walk_gate{E4M3_END}"),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,
-    f"ffn/few_hidden{E4M3}.cu": partial(few_entries, "few_hidden", end=E4M3),
-    f"ffn/few_down{E4M3}.cu": partial(few_down_entries, end=E4M3),
+    f"ffn/few_hidden{E4M3_END}.cu": partial(few_entries, "few_hidden", end=E4M3_END),
+    f"ffn/few_down{E4M3_END}.cu": partial(few_down_entries, end=E4M3_END),
     "ffn/few_walk.cu": {
         f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
     },
@@ -277,7 +282,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "decode/choose.cu": ("choose",),
     "decode/few_gated.cu": partial(few_entries, "few_gated"),
     **{
-        f"decode/{family}{E4M3}.cu": partial(few_entries, family, end=E4M3)
+        f"decode/{family}{E4M3_END}.cu": partial(few_entries, family, end=E4M3_END)
         for family in ("few_linear", "few_gated")
     },
     "decode/norm.cu": ("rms_norm", "embed_norm"),

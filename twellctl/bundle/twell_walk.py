@@ -20,18 +20,18 @@ from torch import Tensor
 from .twell_launch import KernelSet, Limits
 from .twell_plan import STATIC_SMEM, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
-from .twell_spec import E4M3, WALK_BLOCK
+from .twell_spec import E4M3_END, WALK_BLOCK
 from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
 # beside those of the lists over e4m3 weights
-WALK_E4M3_KERNELS = ("quantise_short", *(f"{name}{E4M3}" for name in WALK_KERNELS))
+WALK_E4M3_KERNELS = ("quantise_short", *(f"{name}{E4M3_END}" for name in WALK_KERNELS))
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
 _MOST_OF_A_WAY = 512  # threads
-_MOST_WAYS = {"": 4, E4M3: 8}  # at a time
+_MOST_WAYS = {"": 4, E4M3_END: 8}  # at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -47,7 +47,7 @@ class WalkPlan:
 
 @lru_cache(maxsize=4096)
 def plan_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> WalkPlan:
-    """For M tokens, N neurons and inputs of K; `end` E4M3: over such weights."""
+    """For M tokens, N neurons and inputs of K; `end` E4M3_END: over such weights."""
     chunks = ceil_div(K, 16 if end else 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
     ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor

@@ -17,7 +17,7 @@ from .twell_launch import KernelSet, Limits
 from .twell_lists_e4m3 import launch_heavy_e4m3, widen
 from .twell_plan import ceil_div, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, packed_buffers
-from .twell_spec import E4M3, QUANTISE_BLOCK
+from .twell_spec import E4M3_END, QUANTISE_BLOCK
 from .twell_walk import plan_walk
 from .twell_weights import FFN
 
@@ -53,7 +53,7 @@ def walk_packed_e4m3_ffn(
     """The same behind `gate_pack`; `slots` as in `lists_e4m3_ffn`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     rows = quantise_short(kernels, x)
-    laid = make_plan(M, N, ffn.shorts, slots, plan_walk(M, N, K, limits, E4M3).cap, limits)
+    laid = make_plan(M, N, ffn.shorts, slots, plan_walk(M, N, K, limits, E4M3_END).cap, limits)
     counts, entries, _ = packed_buffers(laid, x.device)
     weight, packed = (ffn.w_gate, ffn.b_gate), (counts, entries, rows.heavy_count)
     scales = rows.token_scales, ffn.s_gate
@@ -90,11 +90,11 @@ def _walk(
     of_gate: tuple,
 ) -> Tensor:
     M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_walk(M, N, K, limits, E4M3)
+    plan = plan_walk(M, N, K, limits, E4M3_END)
     y, x_rows = torch.empty_like(x), torch.empty_like(rows.values)
     heavy_rows, heavy_count = rows.heavy_count.new_empty(M), rows.heavy_count
     kernels.launch(
-        f"{name}{E4M3}",
+        f"{name}{E4M3_END}",
         (M,),
         plan.threads * plan.ways,
         (

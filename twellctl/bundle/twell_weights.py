@@ -6,12 +6,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .twell_spec import E4M3
+from .twell_spec import E4M3_END
+
+E4M3_STEP = 128  # of e4m3 weights the kernels take sizes that are multiples of it
 
 
 def end_of(weight: Tensor) -> str:
     """What ends the names of the entries that take `weight`."""
-    return E4M3 if weight.dtype == torch.float8_e4m3fn else ""
+    return E4M3_END if weight.dtype == torch.float8_e4m3fn else ""
 
 
 @dataclass(frozen=True)

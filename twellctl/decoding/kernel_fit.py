@@ -13,7 +13,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_name, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import E4M3, PAGE
+from twellctl.bundle.twell_spec import E4M3_END, PAGE
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.whole_step import StepSizes, most_rows_at_once, why_no_whole_step
@@ -92,7 +92,7 @@ def step_sizes(model: PreTrainedModel) -> StepSizes:
 
 def entry_end(model: PreTrainedModel) -> str:
     """What ends the names of the entries that take the weights of the layers."""
-    return E4M3 if isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear) else ""
+    return E4M3_END if isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear) else ""
 
 
 def head_dim(model: PreTrainedModel) -> int:

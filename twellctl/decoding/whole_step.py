@@ -54,7 +54,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Hidden size, neurons, heads of q, their size, vocabulary; `end` E4M3 for such weights."""
+    """Hidden size, neurons, heads of q, their size, vocabulary; `end` E4M3_END for such weights."""
 
     K: int
     N: int

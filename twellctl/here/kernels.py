@@ -83,14 +83,14 @@ def find_ways(kernels: Finding) -> Finding:
     try:
         from twellctl.bundle.twell_launch import device_limits
         from twellctl.bundle.twell_reasons import takes_hopper_kernels
-        from twellctl.bundle.twell_spec import E4M3
+        from twellctl.bundle.twell_spec import E4M3_END
         from twellctl.bundle.twell_ways import ways_by_tokens
 
         K, N = _USUAL
         limits, sizes = device_limits(0), {"hopper": takes_hopper_kernels(0), "N": N, "K": K}
         found = f"of an FFN {K} x {N}: " + "; ".join(ways_by_tokens(limits, **sizes))
         if limits.capability >= (8, 9):
-            found += ". In FP8: " + "; ".join(ways_by_tokens(limits, **sizes, end=E4M3))
+            found += ". In FP8: " + "; ".join(ways_by_tokens(limits, **sizes, end=E4M3_END))
         return Finding("ways", "ok", found)
     except Exception as error:  # whatever a driver may say
         return Finding("ways", "none", f"not looked for: {first_line(error)}")
