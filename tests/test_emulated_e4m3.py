@@ -54,6 +54,11 @@ def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
     of_lists.test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad)
 
 
+@pytest.mark.parametrize(("M", "N"), [(1, 8), (20, 264), (3, 5632), (2, 16392)])
+def test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N):
+    of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
+
+
 @CASES
 @pytest.mark.parametrize(("ranges", "slabs"), [((99, 1), 2), ((1, 1), 1)])
 def test_up(kernels, case, ranges, slabs):
@@ -110,6 +115,12 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     terms = hidden.abs() @ weight.abs()
     # up and y are rounded to bf16, up of a float32 sum
     assert ((y.double() - hidden @ weight).abs() <= 2**-7 * terms + 1e-37).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
+def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
+    of_many.test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias)
 
 
 # ---- the walks

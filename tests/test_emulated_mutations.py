@@ -77,6 +77,12 @@ def e4m3(kernels: EmulatedKernels) -> None:
     of_lists.test_down_gives_y(kernels, *small, 1, True)
 
 
+def hidden_rows(kernels: EmulatedKernels) -> None:
+    """h in e4m3, for torch's product: some rows, and rows of more columns than registers hold."""
+    for M, N in ((20, 264), (2, 16392)):
+        of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
+
+
 def walk_e4m3(kernels: EmulatedKernels) -> None:
     """Some hundred tokens over e4m3 weights: both walks, of pairs in several batches of a way."""
     torch.manual_seed(3)
@@ -207,6 +213,14 @@ MUTATIONS |= {
             "if (i < 3) sum[i] = scales",
         ),
         ("one half of the weights", "up.cuh", "a.w, a8.w, b.z, b.w);", "a.w, a8.w, b.z, b.z);"),
+    )
+}
+MUTATIONS |= {
+    f"h in e4m3: {name}": Mutation(hidden_rows, "ffn/quantise_rows.cu", original, mutated, None)
+    for name, original, mutated in (
+        ("what does not fire", "gates & fires_pair(gates)", "gates"),
+        ("-0 as 0", "(quotient, scale, -x), -one_over", "(-quotient, scale, x), one_over"),
+        ("columns behind the registers", "load_constant(up + at)", "load_constant(up)"),
     )
 }
 MUTATIONS |= {

@@ -121,10 +121,31 @@ def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator,
 
 
 @pytest.mark.parametrize("route", ["dense", "fused"])
-def test_dense_routes_and_no_rows_are_torchs(operator, route):
+def test_dense_routes_are_the_way_dense_and_no_rows_are_torchs(operator, route):
     assert operator(100, route).shape == (100, K)
     assert operator(0).shape == (0, K)
-    assert (operator.ran, operator.timed) == ([], [])
+    assert (operator.ran, operator.timed) == ([("dense", False)], [])
+
+
+def test_dense_routes_without_kernels_are_torchs_and_nothing_is_said(operator, monkeypatch):
+    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no kernels")
+    with reasons_said() as said:
+        operator(100, "dense")
+    assert (operator.ran, said) == ([], [])
+
+
+def test_the_route_dense_loads_its_own_kernels_alone():
+    dense = {"quantise_short", "quantise_hidden"}
+    entries = twell_reasons._e4m3_entries
+    assert set(entries(H200, True, "dense")) == dense < set(entries(H200, True, "auto"))
+    assert entries(H200, False, "dense") == ()
+    assert not dense & set(entries(H200, False, "auto"))
+
+
+def test_kernels_round_for_the_way_dense_on_hopper_alone():
+    for hopper, end, run in ((True, "_e4m3", 1), (False, "_e4m3", 0), (True, "", 0)):
+        (way,) = ways_of("dense", Problem(100, 5632, 2048, H200, hopper, end=end))
+        assert way is WAYS[-1 - run]
 
 
 def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
@@ -136,7 +157,7 @@ def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
         operator(100)
         operator.weights = [weight_of(*s, seed=1) for s in [(N, 64), (N, 64), (64, N)]]
         operator(100)
-    assert operator.ran == []
+    assert operator.ran == [("dense", False)]  # of the first
     assert [text.split(": ", 1)[1] for text in said] == [
         "there is no fused route over FP8 weights",
         "the kernels take biases in bf16",

@@ -8,6 +8,7 @@ from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_lists_e4m3, twell_sequence
+from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
 from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
@@ -17,6 +18,7 @@ from twellctl.bundle.twell_sequence import (
     hopper_ffn,
     portable_ffn,
 )
+from twellctl.bundle.twell_walk_e4m3 import quantise_block
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -118,12 +120,14 @@ def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
 # ---- over e4m3 weights
 
 
-def launches_e4m3(M: int, K: int, N: int, *, biases: bool = True) -> list[tuple]:
+def launches_e4m3(M: int, K: int, N: int, *, biases: bool = True, dense=False) -> list[tuple]:
     x, ffn = problem(M, K, N, biases)
     values = [w.to(torch.float8_e4m3fn) for w in (ffn.w_gate, ffn.w_up, ffn.w_down)]
     scales = [torch.ones(n) for n in (N, N, K)]
+    ffn = FFN(*values, ffn.b_gate, ffn.b_up, ffn.b_down, *scales)
     kernels = Launches()
-    y = lists_e4m3_ffn(kernels, H200, x, FFN(*values, *ffn.tensors[3:], *scales), 64)
+    given = kernels, H200, x, ffn
+    y = dense_e4m3_ffn(*given) if dense else lists_e4m3_ffn(*given, 64)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels.made
 
@@ -183,3 +187,26 @@ def test_sums_of_several_panels_are_kept_for_whole_groups():
     assert [args[8] for _, _, _, args, _ in downs] == list(range(len(downs)))
     assert len(downs) > 1
     assert all(args[12].shape == (16, 128) for _, _, _, args, _ in downs)
+
+
+@pytest.mark.parametrize(
+    ("columns", "threads"),
+    [(8, 32), (2048, 256), (4096, 512), (5120, 320), (5632, 352), (14336, 448), (28672, 512)],
+)
+def test_all_threads_of_a_row_have_as_many_eights(columns, threads):
+    assert quantise_block(columns) == threads
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_the_dense_way_over_e4m3(biases):
+    M, K, N = 9, 256, 5632
+    inputs, hidden = launches_e4m3(M, K, N, biases=biases, dense=True)
+    for name, grid, block, args, smem_bytes in (inputs, hidden):
+        assert_taken(name, args)
+        assert (grid, smem_bytes) == ((M,), 0)
+        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
+        assert block == quantise_block(K if name == "quantise_short" else N)
+    assert [made[0] for made in (inputs, hidden)] == ["quantise_short", "quantise_hidden"]
+    gate, up, _, values, scales = hidden[3]
+    assert (gate.shape, up.shape, values.shape, scales.shape) == (*[(M, N)] * 3, (M, 1))
+    assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle import (
+    twell_dense_e4m3,
     twell_ffn,
     twell_fp8,
     twell_launch,
@@ -165,11 +166,12 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     monkeypatch.setattr(twell_ffn, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
-    monkeypatch.setattr(
-        twell_walk_e4m3,
-        "rounded_product",
-        lambda x, scale, w, dtype: x.new_empty(len(x), len(w.scale), dtype=dtype),
-    )
+    for module in (twell_walk_e4m3, twell_dense_e4m3):
+        monkeypatch.setattr(
+            module,
+            "rounded_product",
+            lambda x, scale, w, dtype: x.new_empty(len(x), len(w.scale), dtype=dtype),
+        )
     gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
     scales = (empty(size).float() for size in (N, N, K))
     ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
@@ -181,7 +183,8 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     if hopper:
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
         assert {"quantise_short", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
-    entries = twell_reasons._e4m3_entries(judge.limits, hopper)
+        assert "quantise_hidden" in judge.launched
+    entries = twell_reasons._e4m3_entries(judge.limits, hopper, "auto")
     assert judge.launched <= set(entries)
 
 

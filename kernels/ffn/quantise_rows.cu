@@ -18,15 +18,23 @@
 // registers. K and N multiples of 8. Each block looks through the scales and biases of all neurons
 // first.
 //
-// quantise_short: the same for the walks, whose h is bf16: no bound, each power is 1. For torch's
-// product the scales also stand alone, scales float32 [M]; and heavy_count becomes 0. Launch: a
-// block a row, of a multiple of 32 threads up to 512. What follows may start early (ptx/pdl.cuh).
+// quantise_short: the same for the walks, whose h is bf16, and for torch's dense products: no bound,
+// each power is 1. For torch the scales also stand alone, scales float32 [M]; and heavy_count
+// becomes 0. Launch: a block a row, of a multiple of 32 threads up to 512. What follows may start
+// early (ptx/pdl.cuh).
+//
+// quantise_hidden: the same of h = relu(gate) * up, rounded to bf16, for torch's product of h and
+// W_down. gate and up are bf16 [M, N], values e4m3 [M, N], scales float32 [M]; N a multiple of 8.
+// Launch: a block a row, as there. h of up to 2048 columns for each 64 threads stays in registers;
+// what is behind those is formed twice.
 #include "spec.cuh"
+#include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"
 #include "ptx/pdl.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
+#include "tile/fires.cuh"
 #include "tile/powers.cuh"
 #include "tile/warp.cuh"
 
@@ -73,22 +81,68 @@ __device__ __forceinline__ float scale_of(float largest) {
     return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
-// x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's.
+// x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's. -0 stays. In rows
+// below 4e-32 what is left may be too small a number, and a tie, one of a million, round otherwise.
 __device__ __forceinline__ float divided(float x, float scale, float one_over) {
     const float quotient = x * one_over;
-    return fmaf(fmaf(-quotient, scale, x), one_over, quotient);
+    return fmaf(fmaf(quotient, scale, -x), -one_over, quotient);
 }
+
+// A row of x, from some column on.
+struct InputRow {
+    const unsigned short* x;
+
+    __device__ __forceinline__ InputRow from(int at) const { return {x + at}; }
+
+    // The eight columns from `at` on, or zeros.
+    __device__ __forceinline__ uint4 eight_if(bool wanted, int at) const {
+        return wanted ? load_streamed(x + at) : uint4{};
+    }
+
+    __device__ __forceinline__ uint4 eight(int at) const { return load_constant(x + at); }
+};
+
+// The same of h = relu(gate) * up.
+struct HiddenRow {
+    const unsigned short *gate, *up;
+
+    __device__ __forceinline__ HiddenRow from(int at) const { return {gate + at, up + at}; }
+
+    // Without a branch, so that all loads of a thread are under way together.
+    __device__ __forceinline__ uint4 eight_if(bool wanted, int at) const {
+        uint4 gates = {}, ups = {};
+        load_streamed_if(wanted, gate + at, gates);
+        load_streamed_if(wanted, up + at, ups);
+        return hidden(gates, ups);
+    }
+
+    __device__ __forceinline__ uint4 eight(int at) const {
+        return hidden(load_constant(gate + at), load_constant(up + at));
+    }
+
+  private:
+    __device__ __forceinline__ static uint4 hidden(const uint4& gates, const uint4& ups) {
+        return make_uint4(hidden_pair(gates.x, ups.x), hidden_pair(gates.y, ups.y),
+                          hidden_pair(gates.z, ups.z), hidden_pair(gates.w, ups.w));
+    }
+
+    // torch rounds to float32 first. The bits are the same: no product of two bf16 numbers has a
+    // float32 that lies half-way between two bf16 numbers when it does not itself.
+    __device__ __forceinline__ static unsigned hidden_pair(unsigned gates, unsigned ups) {
+        return multiply_pairs(gates & fires_pair(gates), ups);
+    }
+};
 
 // What one of `threads` that share a row has of it: every `threads`th eight of its columns. KEPT
 // of them stay in registers between the two passes, those behind are read again.
-template <int KEPT>
+template <int KEPT, class Row>
 class Share {
   public:
-    __device__ __forceinline__ Share(const unsigned short* row, int K, int thread, int threads)
-        : from_(row + 8 * thread), first_(8 * thread), left_(K - first_), step_(8 * threads) {
+    __device__ __forceinline__ Share(const Row& row, int K, int thread, int threads)
+        : row_(row.from(8 * thread)), first_(8 * thread), left_(K - first_), step_(8 * threads) {
 #pragma unroll
         for (int i = 0; i < KEPT; ++i)
-            kept_[i] = step_ * i < left_ ? load_streamed(from_ + step_ * i) : uint4{};
+            kept_[i] = row_.eight_if(step_ * i < left_, step_ * i);
     }
 
     // The largest number, by its bits: as integers, bf16 numbers without signs have their order,
@@ -98,7 +152,7 @@ class Share {
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) most = max(most, most_of(kept_[i]));
         for (int at = step_ * KEPT; at < left_; at += step_)
-            most = max(most, most_of(load_constant(from_ + at)));
+            most = max(most, most_of(row_.eight(at)));
         return static_cast<int>(most);
     }
 
@@ -112,12 +166,12 @@ class Share {
             if (step_ * i < left_)
                 squares += round_eight(kept_[i], scale, one_over, values + step_ * i);
         for (int at = step_ * KEPT; at < left_; at += step_)
-            squares += round_eight(load_constant(from_ + at), scale, one_over, values + at);
+            squares += round_eight(row_.eight(at), scale, one_over, values + at);
         return squares;
     }
 
   private:
-    const unsigned short* from_;
+    Row row_;
     int first_, left_, step_;  // the first column; columns from there on; from eight to eight
     uint4 kept_[KEPT];
 
@@ -166,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
     const int lane = threadIdx.x % 32;
     for (int m = blockIdx.x * kWarps + threadIdx.x / 32; m < M; m += gridDim.x * kWarps) {
         const long long first = static_cast<long long>(m) * K;
-        const Share<8> own(x + first, K, lane, 32);
+        const Share<8, InputRow> own({x + first}, K, lane, 32);
         const float scale = scale_of(bf16_value(__reduce_max_sync(~0u, own.largest_bits())));
         const float norm = sqrtf(sum_over_lanes(own.round(scale, values + first)));
         const int exponents = exponent_of(gate, scale, norm, K) + exponent_of(up, scale, norm, K);
@@ -180,11 +234,21 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
                    float* scales, int* heavy_count) {
     let_next_start();
     const long long first = static_cast<long long>(blockIdx.x) * K;
-    const Share<1> own(x + first, K, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    const Share<1, InputRow> own({x + first}, K, threadIdx.x, blockDim.x);
     const float scale = scale_of(greatest_of_block(bf16_value(own.largest_bits())));
     own.round(scale, values + first);
     if (threadIdx.x > 0) return;
     token_scales[blockIdx.x] = make_float2(scale, 1.f);
     scales[blockIdx.x] = scale;
     if (blockIdx.x == 0) *heavy_count = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
+    quantise_hidden(const unsigned short* gate, const unsigned short* up, int N,
+                    unsigned char* values, float* scales) {
+    const long long first = static_cast<long long>(blockIdx.x) * N;
+    const Share<4, HiddenRow> own({gate + first, up + first}, N, threadIdx.x, blockDim.x);
+    const float scale = scale_of(greatest_of_block(bf16_value(own.largest_bits())));
+    own.round(scale, values + first);
+    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
 }

@@ -10,6 +10,8 @@ from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 from torch import Tensor
 
+from twellctl.bundle.twell_dense_e4m3 import quantise_hidden
+from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
@@ -136,10 +138,39 @@ def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
     ffn = some_ffn(72, 256, bias=False)
     short = quantise_short(kernels, x.to(DEVICE))
     rows = quantise_rows(kernels, limits(), x.to(DEVICE), ffn)
-    for values, token_scales in (rows, (short.values, short.token_scales)):
+    ones = torch.ones_like(x)
+    hidden = [quantise_hidden(kernels, *(t.to(DEVICE) for t in two)) for two in product_of(x, ones)]
+    for values, token_scales in (rows, (short.values, short.token_scales), *hidden):
         products = values.cpu().float() * token_scales.cpu()[:, :1]
         assert not (products.sum(1)).isfinite()[3]
         assert products[[0, 1, 2, 4]].isfinite().all()
+
+
+def product_of(x: Tensor, ones: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Gates and ups: what is not finite is a gate that fires, an up of one that does, and does not.
+
+    That one gives NaN, too: 0 times infinity.
+    """
+    return [(x.abs(), ones), (ones, x), (-ones, x)]
+
+
+@pytest.mark.parametrize(
+    ("M", "N"), [(1, 8), (70, 264), (33, 5632), (5, 4104), (9, 14336), (2, 16392), (2, 28672)]
+)
+def test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N):
+    """Rows of any size, of zeros of either sign, of nothing that fires; up to where h overflows."""
+    sizes = 10 ** (15 * (2 * torch.rand(2, M, 1) - 1))
+    gate, up = ((drawn(M, N, seed=seed) * size).bfloat16() for seed, size in enumerate(sizes))
+    gate[:, 1::7], gate[:, 2::7], up[:, 3::7] = 0.0, -0.0, -0.0
+    gate[M // 2] = -gate[M // 2].abs()
+    if M > 8:
+        gate[0], up[0] = 1e20, 3e17 * up[0].sign()
+        gate[1, 5] = -torch.inf
+        gate[2], up[2] = 2.0**-66, 2.0**-66 * up[2].sign()  # h below the smallest normal number
+    found, scales = (t.cpu() for t in quantise_hidden(kernels, gate.to(DEVICE), up.to(DEVICE)))
+    values, wanted = round_rows(keep_fired(gate) * up)
+    assert torch.equal(scales, wanted)
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)

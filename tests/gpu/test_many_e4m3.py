@@ -6,13 +6,14 @@ The kernels by themselves are asked in test_lists_e4m3.py.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_rows, round_weight
@@ -57,6 +58,12 @@ def by_walk(kernels, problem: "Problem") -> Tensor:
 
 def by_walk_gate(kernels, problem: "Problem") -> Tensor:
     return walk_gate_e4m3_ffn(kernels, limits(), problem.x, problem.ffn)
+
+
+def by_dense(kernels, problem: "Problem") -> Tensor:
+    """Over W_down as a model stores it."""
+    ffn = replace(problem.ffn, w_down=problem.ffn.w_down.t().contiguous().t())
+    return dense_e4m3_ffn(kernels, limits(), problem.x, ffn)
 
 
 ALL_WAYS = (by_lists, by_walk, by_walk_gate)
@@ -298,7 +305,7 @@ def test_as_many_pairs_as_a_walk_lists_and_one_more(kernels, count):
     check(patterned(fired, 256), kernels)
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", [*ALL_WAYS, by_dense])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_rows_that_are_not_finite(kernels, value, way):
     torch.manual_seed(8)
@@ -312,7 +319,7 @@ def test_rows_that_are_not_finite(kernels, value, way):
     assert torch.equal(found[others], wanted[others])
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", [*ALL_WAYS, by_dense])
 def test_a_cuda_graph_holds_it(kernels, way):
     torch.manual_seed(9)
     problem = random_problem(700, 256, 1024, mean=-2.3, bias=True, decades=0.0)
@@ -325,6 +332,19 @@ def test_a_cuda_graph_holds_it(kernels, way):
         found.fill_(torch.nan)
         graph.replay()
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 128, 256), (65, 2048, 5632), (300, 640, 1024), (2000, 4096, 14336)]
+)
+def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
+    """Its products are the same calls, and both round x and h to the same bits."""
+    torch.manual_seed(13)
+    problem = random_problem(M, K, N, mean=-1.0, bias=bias, decades=4.0)
+    problem.x[M // 2] = 0
+    found = by_dense(kernels, problem)
+    assert torch.equal(found.view(torch.int16), problem.dense().view(torch.int16))
 
 
 # ---- the operator
@@ -348,7 +368,9 @@ def test_the_operator(kernels, M, route, tmp_path, monkeypatch):
                 problem.x.view(1, M, 256), gate, up, down, turned, sources=sources, route=route
             )
         assert (said, found.shape) == ([], (1, M, 256))
-        # up to 64 tokens the inputs are not rounded
+        if route == "dense":
+            assert torch.equal(found[0], problem.dense())
+        # up to 64 tokens the inputs are not rounded, but for the dense way
         assert relative_errors(found[0], problem.exact()).mean() < (0.2 if M <= 64 else 0.04)
 
 

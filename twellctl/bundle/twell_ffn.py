@@ -322,15 +322,16 @@ def _fp8_ffn(
     ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
-    hopper = takes_hopper_kernels(index, route)
-    said = "there is no fused route over FP8 weights" if route == "fused" else None
-    if route not in ("dense", "fused"):
-        read = ffn if turned is None else replace(ffn, w_down=turned)
-        said = why_not_e4m3_ffn(rows, read, tile) or why_no_e4m3_kernels(sources, index, hopper)
-    if said:
-        say_once(said)
+    if route == "fused":
+        say_once("there is no fused route over FP8 weights")
         route = "dense"
-    if rows.numel() and route != "dense":
+    hopper = takes_hopper_kernels(index, route)
+    read = ffn if turned is None else replace(ffn, w_down=turned)
+    said = why_not_e4m3_ffn(rows, read, tile)
+    said = said or why_no_e4m3_kernels(sources, index, hopper, route)
+    if said and route != "dense":
+        say_once(said)
+    if rows.numel() and not said:
         y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
     elif dense is not None:
         y = dense.run(None, None, rows, ffn, slots)

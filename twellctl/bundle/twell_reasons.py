@@ -24,7 +24,7 @@ from .twell_plan import why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
-from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
+from .twell_walk import DENSE_E4M3_KERNELS, WALK_E4M3_KERNELS, WALK_KERNELS
 from .twell_weights import E4M3_STEP, FFN
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ALL_KERNELS = frozenset(
     (
         *(*HOPPER_KERNELS, *PORTABLE_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
-        *(*WALK_E4M3_KERNELS, *UNION_E4M3_KERNELS, *GRAD_KERNELS),
+        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *UNION_E4M3_KERNELS, *GRAD_KERNELS),
     )
 )
 
@@ -91,18 +91,21 @@ def _entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
     return (*many, *few_ffn_kernels(limits))
 
 
-def why_no_e4m3_kernels(sources: str, index: int, hopper: bool) -> str | None:
-    """None if the kernels over e4m3 weights are compiled and loaded, else why they are not."""
+def why_no_e4m3_kernels(sources: str, index: int, hopper: bool, route: str) -> str | None:
+    """None if the kernels of `route` over e4m3 weights are loaded, else why they are not."""
     limits = device_limits(index)
     if limits.capability < (8, 9):
         return "kernels over FP8 weights need compute capability 8.9 or newer"
-    return why_not_loaded(sources, index, _e4m3_entries(limits, hopper))
+    return why_not_loaded(sources, index, _e4m3_entries(limits, hopper, route))
 
 
 @functools.cache
-def _e4m3_entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
+def _e4m3_entries(limits: Limits, hopper: bool, route: str) -> tuple[str, ...]:
+    dense = DENSE_E4M3_KERNELS if hopper else ()
+    if route == "dense":
+        return dense
     many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if hopper else ()
-    return (*many, *union_e4m3_kernels(limits))
+    return (*many, *dense, *union_e4m3_kernels(limits))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:

@@ -63,7 +63,7 @@ def walk_packed_e4m3_ffn(
 
 
 def quantise_short(kernels: KernelSet, x: Tensor) -> RoundedRows:
-    """x `[M, K]` bf16, contiguous, rounded for a walk."""
+    """x `[M, K]` bf16, contiguous, rounded for a walk or for torch's products."""
     M, K = x.shape
     rows = RoundedRows(
         torch.empty_like(x, dtype=torch.float8_e4m3fn),
@@ -74,10 +74,16 @@ def quantise_short(kernels: KernelSet, x: Tensor) -> RoundedRows:
     kernels.launch(
         "quantise_short",
         (M,),
-        min(round_up(ceil_div(K, 8), 32), QUANTISE_BLOCK),
+        quantise_block(K),
         (x, K, rows.values, rows.token_scales, rows.scales, rows.heavy_count),
     )
     return rows
+
+
+def quantise_block(columns: int) -> int:
+    """Threads that share a row of so many columns, such that all have as many eights of it."""
+    eights = ceil_div(columns, 8)
+    return round_up(ceil_div(eights, ceil_div(eights, QUANTISE_BLOCK)), 32)
 
 
 def _walk(

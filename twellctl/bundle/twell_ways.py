@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .twell_dense_e4m3 import dense_e4m3_ffn, fp8_weights
 from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
-from .twell_fp8 import Fp8Weight, fp8_ffn
+from .twell_fp8 import fp8_ffn
 from .twell_launch import KernelSet, Limits
 from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
@@ -84,15 +85,7 @@ def _by_weights(bf16: Callable[..., Tensor], e4m3: Callable[..., Tensor]) -> Cal
 
 def dense_products(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`, in FP8 over e4m3 weights."""
-    if ffn.s_gate is None:
-        return dense_ffn(x, ffn)
-    weights = zip(
-        (ffn.w_gate, ffn.w_up, ffn.w_down.t()),
-        (ffn.s_gate, ffn.s_up, ffn.s_down),
-        (ffn.b_gate, ffn.b_up, ffn.b_down),
-        strict=True,
-    )
-    return fp8_ffn(x, *(Fp8Weight(w, scale[:, None], bias) for w, scale, bias in weights))
+    return dense_ffn(x, ffn) if ffn.s_gate is None else fp8_ffn(x, *fp8_weights(ffn))
 
 
 def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> Tensor:
@@ -132,7 +125,14 @@ WAYS = (
         own=False,
         by_rows=False,
     ),
-    Way("dense", lambda p: True, _dense, own=False, by_rows=False),
+    Way(  # of two ways of one name, one takes the problem
+        "dense",
+        lambda p: p.hopper and bool(p.end),
+        _without_slots(dense_e4m3_ffn),
+        own=False,
+        by_rows=False,
+    ),
+    Way("dense", lambda p: not (p.hopper and p.end), _dense, own=False, by_rows=False),
 )
 FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
 
