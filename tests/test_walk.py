@@ -10,7 +10,7 @@ from torch import Tensor
 from twellctl.bundle import twell_lists_e4m3, twell_sequence, twell_walk
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import hopper_cap
-from twellctl.bundle.twell_spec import E4M3_END
+from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import (
     GATE_TOKENS,
     MOST_PAIRS,
@@ -114,7 +114,8 @@ def test_launches_fit_the_device(shape, end):
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     assert plan.threads * plan.ways <= 1024
-    assert plan.cap % 8 == 0
+    assert plan.cap % WALK_BATCH == 0
+    assert plan.cap >= WALK_BATCH * plan.ways
     assert plan.cap <= hopper_cap(N)
     warps = plan.threads // 32
     assert plan.smem_bytes >= 4 * plan.cap * (2 + warps) + 4 * plan.ways * K * (

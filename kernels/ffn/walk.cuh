@@ -23,8 +23,8 @@
 //
 // Launch: a block a token, of `ways` times a multiple of 32 threads up to 512, no more than 1024 in
 // all; K and N multiples of 8, K over e4m3 of 16. Dynamic shared memory, with `warps` those of a
-// way: 4 cap (2 + warps) bytes, cap a multiple of kBatch, and 4 ways K, over bf16 only with several
-// ways. It may start before the previous kernel has ended (ptx/pdl.cuh).
+// way: 4 cap (2 + warps) bytes, cap a multiple of kBatch and at least kBatch ways, and 4 ways K, over
+// bf16 only with several ways. It may start before the previous kernel has ended (ptx/pdl.cuh).
 #pragma once
 
 #include "spec.cuh"
@@ -41,7 +41,7 @@
 
 namespace {
 
-constexpr int kBatch = 8;  // neurons of which rows are under way
+constexpr int kBatch = spec::WALK_BATCH;  // neurons of which rows are under way
 constexpr int kMostWarps = spec::WALK_BLOCK / 32;
 constexpr int kLanes = 4;  // that look after a tile's entries
 constexpr int kHeavy = -1;

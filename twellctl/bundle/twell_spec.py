@@ -48,6 +48,7 @@ PRODUCT_STAGES, PRODUCT_STAGE_BYTES = 4, 49152  # of a Hopper product
 PATCH_BYTES = 8 * 4096  # of heavy_hidden and heavy_down, beside their stages
 PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256  # of tiles of 128 rows, of 64
 WALK_BLOCK = 1024
+WALK_BATCH = 8  # neurons of which rows are under way
 GRAD_SUMS_BLOCK = 512
 GRAD_STAGES = 49152  # bytes of shared memory of the sums beside their panel
 GRAD_LISTS_BLOCK = GRAD_BIASES_BLOCK = 128

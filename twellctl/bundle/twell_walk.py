@@ -20,7 +20,7 @@ from torch import Tensor
 from .twell_launch import KernelSet, Limits
 from .twell_plan import STATIC_SMEM, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
-from .twell_spec import E4M3_END, WALK_BLOCK
+from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
@@ -51,10 +51,11 @@ def plan_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> WalkPlan
     """For M tokens, N neurons and inputs of K; `end` E4M3_END: over such weights."""
     chunks = ceil_div(K, 16 if end else 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
-    ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
-    while ways < _MOST_WAYS[end] and 2 * ways * threads * tokens <= WALK_BLOCK:
-        ways *= 2
     cap = min(hopper_cap(N), _MOST_CAP)
+    most_ways = min(_MOST_WAYS[end], cap // WALK_BATCH)
+    ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
+    while 2 * ways <= most_ways and 2 * ways * threads * tokens <= WALK_BLOCK:
+        ways *= 2
     size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 or end else 0)
     return WalkPlan(threads, ways, cap, size)
 
