@@ -26,7 +26,7 @@ ROUTES = ("auto", "twell", "portable", "fused", "dense")
 _TIE = 1.005  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
-# untimed before a median, whichever is less: dense products at full power lower the clocks only then
+# untimed before a median, whichever is less: dense products at full power lower the clocks
 _WARM_MS, _WARM_RUNS = 60.0, 16
 
 _choices: dict["Kind", "Choice"] = {}
