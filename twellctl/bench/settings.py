@@ -58,7 +58,11 @@ def _layers() -> Any:
 
 
 def _routes() -> Any:
-    help = "What the TwELL side takes. Repeatable; the first counts."
+    help = (
+        "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
+        "over what fires), portable (that without Hopper's kernels), fused or dense (all neurons; "
+        "fused: Hopper, bf16). Repeatable; the first counts."
+    )
     return setting(("auto",), help, flag="route", choices=ROUTES, distinct=True)
 
 

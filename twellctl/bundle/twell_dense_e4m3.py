@@ -2,8 +2,8 @@
 
     quantise_short -> torch's products for gate and up -> quantise_hidden -> torch's for down
 
-The equation and its bits are those of `fp8_ffn` (twell_fp8.py). The operator is opaque to
-torch.compile, so that nobody fuses what torch does there to round x and h, in a dozen kernels.
+The equation and its bits are those of `fp8_ffn` (twell_fp8.py). torch.compile does not see into the
+operator, so plain torch would round x and h there in a dozen kernels; these two do it instead.
 """
 
 from collections.abc import Iterator

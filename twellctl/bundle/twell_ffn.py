@@ -107,7 +107,10 @@ def sparse_fp8_ffn(
     route: str = "auto",
     density: float | None = None,
 ) -> Tensor:
-    """The same of weights in e4m3, like `fp8_ffn`; up to 64 tokens, and h, are not rounded to e4m3.
+    """The same of weights in e4m3: `fp8_ffn`, or a way over what fires, where that is faster.
+
+    `fp8_ffn` rounds x and h to e4m3. Ways over what fires keep h in bf16 or f16, and x as it is up
+    to 64 tokens. So results differ a little between ways.
 
     `turned`: the values of `down` by rows of neurons, `[N, K]`; without it each call of the kernels
     makes a copy. No gradients.

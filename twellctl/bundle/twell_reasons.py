@@ -92,7 +92,10 @@ def _entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
 
 
 def why_no_e4m3_kernels(sources: str, index: int, hopper: bool, route: str) -> str | None:
-    """None if the kernels of `route` over e4m3 weights are loaded, else why they are not."""
+    """None if all kernels that `route` may launch over e4m3 weights are loaded, else why not.
+
+    Off Hopper the route "dense" launches none.
+    """
     limits = device_limits(index)
     if limits.capability < (8, 9):
         return "kernels over FP8 weights need compute capability 8.9 or newer"

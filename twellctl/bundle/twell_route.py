@@ -26,7 +26,8 @@ ROUTES = ("auto", "twell", "portable", "fused", "dense")
 _TIE = 1.005  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
-# untimed before a median, whichever is less: dense products at full power lower the clocks
+# untimed runs before a median, as many as take so long, and at most so many: dense products at full
+# power lower the clocks, but only after a while
 _WARM_MS, _WARM_RUNS = 60.0, 16
 
 _choices: dict["Kind", "Choice"] = {}
@@ -171,7 +172,7 @@ def measure(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def median_ms(run: Callable[[], object], *, ahead: bool) -> float:
-    """Median time of five runs, once the clocks are those that such work leaves."""
+    """Median time of five runs, after untimed ones that let the clocks settle."""
     timed_ms(run, ahead=ahead)  # which may load kernels
     one = timed_ms(run, ahead=ahead)
     for _ in range(min(_WARM_RUNS, int(_WARM_MS / max(one, 1e-3)))):

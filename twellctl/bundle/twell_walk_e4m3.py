@@ -24,7 +24,7 @@ from .twell_weights import FFN
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Inputs of a walk.
+    """x in e4m3, for a walk or a dense product, which reads `values` and `scales` alone.
 
     `values` `[M, K]` e4m3; `token_scales` float32 `[M, 2]`: scales, and ones; `scales` `[M, 1]`:
     the same scales; `heavy_count` int32 `[1]`: 0.
@@ -81,7 +81,10 @@ def quantise_short(kernels: KernelSet, x: Tensor) -> RoundedRows:
 
 
 def quantise_block(columns: int) -> int:
-    """Threads that share a row of so many columns, such that all have as many eights of it."""
+    """Threads that share a row of so many columns, a multiple of 32 up to QUANTISE_BLOCK.
+
+    The fewest with which none has more groups of eight columns than with QUANTISE_BLOCK.
+    """
     eights = ceil_div(columns, 8)
     return round_up(ceil_div(eights, ceil_div(eights, QUANTISE_BLOCK)), 32)
 

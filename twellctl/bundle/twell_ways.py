@@ -125,7 +125,7 @@ WAYS = (
         own=False,
         by_rows=False,
     ),
-    Way(  # of two ways of one name, one takes the problem
+    Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
         "dense",
         lambda p: p.hopper and bool(p.end),
         _without_slots(dense_e4m3_ffn),

@@ -70,7 +70,9 @@ def finetune(
     *,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A ReLU model folder; none with --from-scratch."),
+        typer.Argument(
+            metavar="MODEL", help="A ReLU model folder; leave it out with --from-scratch."
+        ),
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
     more: Annotated[
@@ -180,7 +182,8 @@ def export(
 ) -> None:
     """Write a folder that runs over TwELL.
 
-    It does so wherever transformers runs, also where twellctl is not installed.
+    It does so with trust_remote_code=True, also where twellctl is not installed; stock classes run
+    it densely.
     """
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
@@ -339,7 +342,8 @@ def quickstart(
 @command(app, "doctor exported", group=USE)
 def doctor(
     out: Annotated[
-        str | None, typer.Argument(metavar="OUT", help="A model folder to look at as well.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model folder to check as well; it is only read."),
     ] = None,
 ) -> None:
     """Say what works here and what to install.

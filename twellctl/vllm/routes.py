@@ -39,10 +39,7 @@ class Layer:
 
 
 def engines_way(dense: Callable[[Tensor], Tensor]) -> Way:
-    """The dense way of FP8 weights: `dense` computes an FFN, `[M, K]` to `[M, K]`, by vLLM's own.
-
-    It quantises inputs in one kernel, which torch's products do not.
-    """
+    """The dense way of FP8 weights: `dense` computes an FFN, `[M, K]` to `[M, K]`, as vLLM does."""
     return Way(
         ENGINES,
         takes=lambda problem: True,
