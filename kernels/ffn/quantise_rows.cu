@@ -1,18 +1,19 @@
-// x by rows in e4m3, for the kernels of many tokens over e4m3 weights; and by what h is divided.
+// quantise_rows: each row of x in e4m3, and for each a power of two that brings its h into f16's range;
+// for the kernels of many tokens over e4m3 weights.
 //
 //   values [M, K] e4m3 = x / scale, rounded to nearest
 //   token_scales float2 [M] = scale, power
 //
 // scale = max |row| / 448 in float32, at least the smallest normal number, as in twell_fp8.py; of a
-// row with NaN or infinity it is one of them, and so is each of the row's products. power is a
-// power of two: divided by it each h = gate * up of the row lies below 2^16, as f16 can hold it. It
-// comes of a bound, no neuron is looked at:
+// row with NaN or infinity it is one of them, and so is each of the row's products. Each
+// h = gate * up of the row, divided by power, lies below 2^16. No product is computed for that; it
+// follows from an upper bound,
 //
 //     |gate| <= scale s_gate |values| |w| + |b_gate|,   |w| <= 448 sqrt(K)       and so for up
 //
 // with the largest scales and biases of all neurons. Of real weights and inputs the bound lies up
-// to 2^20 above the largest h. That leaves h all of its 11 bits down to 2^-9 of the largest one,
-// and below an error of 2^-20 of that one.
+// to 2^20 above the largest h. f16 then still has all its 11 bits for h down to 2^-9 of the largest
+// one, and errs by less than 2^-20 of that one below.
 //
 // Launch: blocks of 512 threads, any grid; a warp has a row at a time, 2048 columns of it in
 // registers. K and N multiples of 8. Each block looks through the scales and biases of all neurons
