@@ -21,15 +21,24 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
+@pytest.fixture(scope="module")
+def inputs(relu_llama, text_file, tmp_path_factory) -> Path:
+    """A folder that holds an input of every kind."""
+    inputs = tmp_path_factory.mktemp("inputs") / "inputs"
+    shutil.copytree(relu_llama, inputs)
+    shutil.copy(text_file, inputs / "text.jsonl")
+    save_recipe(small(text_file), inputs / "recipe.yaml")
+    found = profile(inputs, [str(text_file)], windows=1, seq_len=16)
+    save_profile(found, inputs / "profile.json")
+    return inputs
+
+
 @pytest.fixture
-def out(relu_llama, text_file, tmp_path) -> Path:
-    """An OUT that holds an input of every kind, and beside it an OUT.run that does."""
+def out(inputs, text_file, tmp_path) -> Path:
+    """An OUT of such a kind, and beside it an OUT.run."""
     out = tmp_path / "out"
-    shutil.copytree(relu_llama, out)
-    shutil.copy(text_file, out / "text.jsonl")
-    save_recipe(small(text_file), out / "recipe.yaml")
-    save_profile(profile(out, [str(text_file)], windows=1, seq_len=16), out / "profile.json")
-    shutil.copytree(out, tmp_path / "out.run")
+    shutil.copytree(inputs, out)
+    shutil.copytree(inputs, tmp_path / "out.run")
     (tmp_path / "link.jsonl").symlink_to(out / "text.jsonl")
     (out / "link.jsonl").symlink_to(text_file)
     return out
