@@ -1,8 +1,7 @@
 """A warm process that forks commands with small settings and kills them (for test_killed.py).
 
-It reads a line for each: [job, model, text, out, overwrite, seconds]. When the job has ended, or
-was killed after so many seconds, it writes [exit code, seconds it ran]. It never runs a backward
-pass itself, since torch would then refuse one in what it forks.
+It reads a line for each: the name of a function of WAYS, and what it is given; it writes what that
+returns. It never runs a backward pass itself, since torch would then refuse one in what it forks.
 """
 
 import gc
@@ -18,6 +17,7 @@ from finetune_runs import small
 from twellctl import quickstart as quickstart_module
 from twellctl.convert import convert
 from twellctl.export import export
+from twellctl.files import outputs
 from twellctl.finetune import finetune
 from twellctl.quickstart import quickstart
 from twellctl.training.progress import Progress
@@ -59,17 +59,23 @@ def whole(model, text, out, overwrite):
 JOBS = {job.__name__: job for job in (converted, exported, finetuned, whole)}
 
 
+def _forked(job, *words) -> int:
+    """A process that exits with 0 when it has done `job`, with 1 if that failed."""
+    if child := os.fork():
+        return child
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    code = 1
+    try:
+        job(*words)
+        code = 0
+    finally:
+        os._exit(code)
+
+
 def fork_and_kill(job, model, text, out, overwrite, seconds) -> tuple[int, float]:
+    """Kills it after so many seconds: its exit code, and how many it ran."""
     began = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
-        try:
-            JOBS[job](model, text, out, overwrite)
-            code = 0
-        finally:
-            os._exit(code)
+    child = _forked(JOBS[job], model, text, out, overwrite)
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         ran = time.monotonic() - began
@@ -81,7 +87,32 @@ def fork_and_kill(job, model, text, out, overwrite, seconds) -> tuple[int, float
         time.sleep(min(1e-3, max(seconds - ran, 0)))
 
 
+def fork_and_kill_at(number, model, out, can_exchange) -> int:
+    """`convert --overwrite`, killed before the last of so many things that it does to the disk."""
+    child = _forked(_converted_until, number, model, out, can_exchange)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _converted_until(number, model, out, can_exchange):
+    left = number
+
+    def count(event, args):
+        nonlocal left
+        if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "open"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if not can_exchange:
+        outputs.exchange = lambda one, other: False
+    sys.addaudithook(count)
+    convert(model, out, overwrite=True)
+
+
+WAYS = {way.__name__: way for way in (fork_and_kill, fork_and_kill_at)}
+
 if __name__ == "__main__":
     gc.freeze()  # else the garbage collections of each process copy all that was imported
     for line in sys.stdin:
-        print(json.dumps(fork_and_kill(*json.loads(line))), flush=True)
+        way, *words = json.loads(line)
+        print(json.dumps(WAYS[way](*words)), flush=True)

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import kill_jobs
@@ -19,21 +18,26 @@ import pytest
 from other_processes import answering
 
 from twellctl.convert import convert
-from twellctl.files import outputs
 
 FOREVER = 1e9
 KILLS = int(os.environ.get("TWELL_TEST_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
-def run():
-    """`run(job, model, text, out, overwrite, seconds)`: the exit code, and how long it ran."""
+def ask():
+    """`ask(words)`: what kill_jobs.py answers."""
     with answering("kill_jobs.py") as ask:
+        yield ask
 
-        def asked(job, model, text, out, overwrite, seconds=FOREVER):
-            return ask([job, str(model), str(text), str(out), overwrite, seconds])
 
-        yield asked
+@pytest.fixture(scope="module")
+def run(ask):
+    """`run(job, model, text, out, overwrite, seconds)`: the exit code, and how long it ran."""
+
+    def run(job, model, text, out, overwrite, seconds=FOREVER):
+        return ask(["fork_and_kill", job, str(model), str(text), str(out), overwrite, seconds])
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +115,17 @@ def test_at_random_moments(run, sources, results, text_file, tmp_path, job, over
 
 
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_before_each_thing_done_to_the_disk(sources, tmp_path, monkeypatch, can_exchange):
+def test_before_each_thing_done_to_the_disk(ask, sources, tmp_path, can_exchange):
     (first, second), out = sources["converted"], tmp_path / "out"
-    if not can_exchange:
-        monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
     for model, name in ((first, "out"), (second, "second")):
         convert(model, tmp_path / name)
     old, new = state(out), state(tmp_path / "second")
     killed, laid_aside, number = True, 0, 0
     while killed:
         number += 1
-        killed = kill_at(number, second, out)
+        code = ask(["fork_and_kill_at", number, str(second), str(out), can_exchange])
+        assert code in (0, -signal.SIGKILL)
+        killed = code != 0
         found = state(out)
         if found is None:  # only where two names cannot be exchanged, and then it is said
             laid_aside += 1
@@ -135,22 +139,3 @@ def test_before_each_thing_done_to_the_disk(sources, tmp_path, monkeypatch, can_
     assert number > 40
     assert (laid_aside == 0) == can_exchange
     assert beside(out) == {"second"}
-
-
-def kill_at(number: int, model: Path, out: Path) -> bool:
-    """Whether `convert --overwrite` does so much to the disk; it is killed before the last."""
-    child = os.fork()
-    if child == 0:
-        left = number
-
-        def count(event, args):
-            nonlocal left
-            if event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "open"):
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        convert(model, out, overwrite=True)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
