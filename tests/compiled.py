@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import pickle
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from twellctl.bundle.twell_cubin import sections
-from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, nvrtc_paths
+from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, compiled_files, nvrtc_paths
 from twellctl.here.resources import kernel_files
 
 SOURCES = kernel_files()
 # of .nv.info: attributes that have their size with them; launch bounds, a parameter, blocks of a
 # cluster
 _SIZED, _MAX_THREADS, _PARAMETER, _CLUSTER = 4, 0x05, 0x17, 0x3D
+_ARCH = re.compile(rb"__CUDA_ARCH__(?: >= (\d+)\b)?")
 
 
 @functools.cache
@@ -49,6 +51,17 @@ def compiled(name: str, arch: str, major: int = 13) -> Cubin:
         cubin = library.compile(name, SOURCES, arch)
         file.write(pickle.dumps(cubin))
     return cubin
+
+
+@functools.cache
+def reads_the_same(name: str, one: str, other: str) -> bool:
+    """Whether a source, its headers and its spec say the same for two architectures."""
+    files, others = (compiled_files(name, SOURCES, arch) for arch in (one, other))
+    asked = {number for text in files.values() for number in _ARCH.findall(text)}
+    if files != others or b"" in asked:
+        return False
+    numbers = [10 * int(arch.removeprefix("sm_").rstrip("af")) for arch in (one, other)]
+    return all(len({number >= int(least) for number in numbers}) == 1 for least in asked)
 
 
 def parameter_bytes(code: bytes, entry: str) -> list[int]:
