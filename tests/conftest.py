@@ -178,6 +178,15 @@ def real_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def processes():
+    """`processes(job, count, *words)`: what each of `count` processes answers (sharded_jobs.py)."""
+    from other_processes import answering
+
+    with answering("sharded_jobs.py") as ask:
+        yield lambda job, count, *words: ask([job, count, words])
+
+
+@pytest.fixture(scope="session")
 def chromium(tmp_path_factory):
     """A driver of a Chromium; tests that want it are skipped where there is none."""
     from browser import start_chromium

@@ -1,4 +1,4 @@
-"""A warm process that forks the processes of sharded runs (for test_sharded*.py).
+"""A warm process that forks runs of several processes (the fixture `processes`).
 
 It reads a line for each run: [job, number of processes, words]. When all have ended it writes what
 each of them returned, or the error that it ended with, as [[rank's answer], ...]. It never runs a
@@ -26,12 +26,14 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 import torch.distributed as dist
 from finetune_runs import InterruptAt, small
+from step_gradients import one_step
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from twellctl.cli.main import main
 from twellctl.dry_run import dry_run
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
@@ -207,7 +209,27 @@ def stuck(folder: str) -> None:
     time.sleep(2)
 
 
-JOBS = {job.__name__: job for job in (muon, run, draw, load, dry, slow_disk, same, stuck)}
+def gradients(model: str, text: str, out: str, file: str) -> None:
+    """The first process saves the gradients of a step of all."""
+    one_step(model, text, out, micro_batch=2, checkpointing=True, gradients=file)
+
+
+def command(*words: str) -> list:
+    """How `twellctl` ends in this process: [exit code, stdout, stderr]."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+        sys.argv, code = ["twellctl", *words], None
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+        sys.stdout.flush()
+        return [code, *(file.seek(0) or file.read() for file in (stdout, stderr))]
+
+
+JOBS = (muon, run, draw, load, dry, slow_disk, same, stuck, gradients, command)
+JOBS = {job.__name__: job for job in JOBS}
 
 
 def fork(job: str, count: int, words: list) -> list:

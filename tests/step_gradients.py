@@ -1,9 +1,5 @@
-"""One optimizer step of finetune, alone or under torchrun: saves its gradients (test_penalty.py).
+"""One optimizer step of finetune, in one process or in each of several: its gradients."""
 
-step_gradients.py MODEL TEXT OUT MICRO_BATCH CHECKPOINTING GRADIENTS
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -52,6 +48,7 @@ class Capture(Progress):
 
 
 def one_step(model, text, out, micro_batch, checkpointing, gradients):
+    """Saves the gradients and the step's report to the file `gradients`."""
     settings = SETTINGS | {
         "data": [str(text)],
         "micro_batch_size": micro_batch,
@@ -59,12 +56,3 @@ def one_step(model, text, out, micro_batch, checkpointing, gradients):
     }
     progress = Capture(Path(gradients))
     finetune(model, out, resolve_recipe(None, settings), progress=progress, overwrite=True)
-    return torch.load(gradients)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _, model, text, out, micro_batch, checkpointing, gradients = sys.argv
-    module = sys.modules["twellctl.finetune"]
-    module.Progress = lambda silent=False: Capture(Path(gradients))  # in every process
-    one_step(model, text, out, int(micro_batch), checkpointing == "True", gradients)

@@ -100,32 +100,31 @@ def test_what_tensorboard_wrote_stays(relu_llama, text_file, tmp_path):
     assert (tmp_path / "out" / "runs" / "events").read_text() == "1"
 
 
-def in_two_processes(*words) -> subprocess.CompletedProcess:
-    """`twellctl finetune` under torchrun."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*run, "-m", "twellctl", "finetune", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-
-
-def test_two_processes_speak_with_one_voice(relu_llama, text_file, tmp_path):
+def test_two_processes_speak_with_one_voice(processes, relu_llama, text_file, tmp_path):
     out, flags = tmp_path / "out", [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items()]
-    done = in_two_processes(relu_llama, out, f"--data={text_file}", *flags, "--lora-rank=2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("next: twellctl profile") == 1
-    assert "Warning" not in done.stderr
+    words = ["finetune", relu_llama, out, f"--data={text_file}", *flags, "--lora-rank=2"]
+    told = processes("command", 2, *map(str, words))
+    codes, stdout, stderr = ([each[i] for each in told] for i in range(3))
+    assert codes == [0, 0], stderr
+    assert "".join(stdout).count("next: twellctl profile") == 1
+    assert "step 12/12" in stderr[0]
+    assert "Warning" not in "".join(stderr)
     assert not run_folder(out).exists()
 
 
 def test_two_processes_fail_together(relu_llama, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("one two three")
-    done = in_two_processes(relu_llama, tmp_path / "out", f"--data={text}", "--seq-len=32")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["finetune", str(relu_llama), str(tmp_path / "out"), f"--data={text}", "--seq-len=32"]
+    done = subprocess.run(
+        [*run, "-m", "twellctl", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1
     assert said

@@ -1,9 +1,6 @@
 """The L1 term: value and gradient are plain autograd's, however a step is cut up."""
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,8 +55,8 @@ def expected(relu_llama, eight_blocks):
     return {name: p.grad for name, p in model.named_parameters()}, penalty.item()
 
 
-def compare(saved, expected):
-    gradients, penalty = expected
+def compare(file, expected):
+    saved, (gradients, penalty) = torch.load(file), expected
     assert saved["report"]["penalty"] == pytest.approx(penalty, rel=1e-5)
     assert saved["gradients"].keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -72,25 +69,15 @@ def compare(saved, expected):
 def test_micro_batch_accumulation_and_checkpointing_change_nothing(
     relu_llama, eight_blocks, expected, tmp_path, micro_batch, checkpointing
 ):
-    saved = one_step(
-        relu_llama, eight_blocks[0], tmp_path / "out", micro_batch, checkpointing, tmp_path / "g.pt"
-    )
-    compare(saved, expected)
+    file = tmp_path / "g.pt"
+    one_step(relu_llama, eight_blocks[0], tmp_path / "out", micro_batch, checkpointing, file)
+    compare(file, expected)
 
 
-def test_two_processes_change_nothing(relu_llama, eight_blocks, expected, tmp_path):
-    script = Path(__file__).with_name("step_gradients.py")
-    arguments = [relu_llama, eight_blocks[0], tmp_path / "out", 2, True, tmp_path / "g.pt"]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*run, script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    compare(torch.load(tmp_path / "g.pt"), expected)
+def test_two_processes_change_nothing(processes, relu_llama, eight_blocks, expected, tmp_path):
+    paths = relu_llama, eight_blocks[0], tmp_path / "out", tmp_path / "g.pt"
+    assert processes("gradients", 2, *map(str, paths)) == [None, None]
+    compare(tmp_path / "g.pt", expected)
 
 
 @pytest.mark.parametrize("normalizer", ["sum", "mean"])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from finetune_runs import InterruptAt, small
-from other_processes import answering
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -26,13 +25,6 @@ from twellctl.training.runs import last_checkpoint
 from twellctl.training.sharded_weights import _stored_name
 
 SHORT = {"max_steps": 6, "eval_steps": 0, "batch_size": 6, "micro_batch_size": 1}
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """`processes(job, count, *words)`: what each of `count` processes answers (sharded_jobs.py)."""
-    with answering("sharded_jobs.py") as ask:
-        yield lambda job, count, *words: ask([job, count, words])
 
 
 @pytest.fixture(scope="module")
