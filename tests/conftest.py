@@ -61,11 +61,17 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.name != "test_the_whole_job")
 
 
-def pytest_collection_finish():
-    """What was imported stays: no garbage collection looks at it from here on. A trainer asks for
-    some, and each would take a quarter of a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported until all tests are collected stays: no garbage collection looks at it, then
+    or from there on. A trainer asks for some, and each would take a quarter of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
