@@ -93,6 +93,21 @@ def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):
         chosen(replace(KIND, tokens=64))
 
 
+@pytest.mark.parametrize(("ms", "untimed"), [(0.01, 16), (4.5, 13), (31.0, 1), (100.0, 0)])
+def test_untimed_runs_come_before_a_median(monkeypatch, ms, untimed):
+    """After two that say how long one takes; then five are timed."""
+    made = []
+
+    def timed_ms(run, *, ahead):
+        run("timed")
+        return 500.0 if len(made) == 1 else ms  # the first loads kernels
+
+    monkeypatch.setattr(twell_route, "timed_ms", timed_ms)
+    found = twell_route.median_ms(lambda how="untimed": made.append(how), ahead=True)
+    assert made == ["timed"] * 2 + ["untimed"] * untimed + ["timed"] * 5
+    assert found == ms
+
+
 def test_nothing_is_measured_or_counted_during_a_capture(timed):
     def count() -> float:
         raise AssertionError("counted")

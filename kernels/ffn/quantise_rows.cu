@@ -1,5 +1,5 @@
-// quantise_rows: each row of x in e4m3, and for each a power of two that brings its h into f16's range;
-// for the kernels of many tokens over e4m3 weights.
+// quantise_rows: each row of x in e4m3, and for each a power of two that brings its h into f16's
+// range; for the kernels of many tokens over e4m3 weights.
 //
 //   values [M, K] e4m3 = x / scale, rounded to nearest
 //   token_scales float2 [M] = scale, power
@@ -19,10 +19,10 @@
 // registers. K and N multiples of 8. Each block looks through the scales and biases of all neurons
 // first.
 //
-// quantise_short: the same for the walks, whose h is bf16, and for torch's dense products: no bound,
-// each power is 1. For torch the scales also stand alone, scales float32 [M]; and heavy_count
-// becomes 0. Launch: a block a row, of a multiple of 32 threads up to 512. What follows may start
-// early (ptx/pdl.cuh).
+// quantise_short: the same for the walks, whose h is bf16, and for torch's dense products: no
+// bound, each power is 1. For torch the scales also stand alone, scales float32 [M]; and
+// heavy_count becomes 0. Launch: a block a row, of a multiple of 32 threads up to 512. What follows
+// may start early (ptx/pdl.cuh).
 //
 // quantise_hidden: the same of h = relu(gate) * up, rounded to bf16, for torch's product of h and
 // W_down. gate and up are bf16 [M, N], values e4m3 [M, N], scales float32 [M]; N a multiple of 8.
@@ -82,8 +82,9 @@ __device__ __forceinline__ float scale_of(float largest) {
     return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
-// x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's. -0 stays. In rows
-// below 4e-32 what is left may be too small a number, and a tie, one of a million, round otherwise.
+// x / scale as IEEE division has it, by the nearest 1 / scale: a step of Newton's. -0 stays. In
+// rows below 4e-32 what is left may be too small a number, and a tie, one of a million, round
+// otherwise.
 __device__ __forceinline__ float divided(float x, float scale, float one_over) {
     const float quotient = x * one_over;
     return fmaf(fmaf(quotient, scale, -x), -one_over, quotient);

@@ -23,8 +23,9 @@
 //
 // Launch: a block a token, of `ways` times a multiple of 32 threads up to 512, no more than 1024 in
 // all; K and N multiples of 8, K over e4m3 of 16. Dynamic shared memory, with `warps` those of a
-// way: 4 cap (2 + warps) bytes, cap a multiple of kBatch and at least kBatch ways, and 4 ways K, over
-// bf16 only with several ways. It may start before the previous kernel has ended (ptx/pdl.cuh).
+// way: 4 cap (2 + warps) bytes, cap a multiple of kBatch and at least kBatch ways, and 4 ways K,
+// over bf16 only with several ways. It may start before the previous kernel has ended
+// (ptx/pdl.cuh).
 #pragma once
 
 #include "spec.cuh"

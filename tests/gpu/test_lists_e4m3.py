@@ -15,9 +15,7 @@ from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
-from twellctl.bundle.twell_walk_e4m3 import (
-    quantise_short,
-)
+from twellctl.bundle.twell_walk_e4m3 import quantise_short
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 

@@ -341,7 +341,7 @@ def quickstart(
 
 @command(app, "doctor exported", group=USE)
 def doctor(
-    out: Annotated[
+    model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="A model folder to check as well; it is only read."),
     ] = None,
@@ -353,7 +353,7 @@ def doctor(
     ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run
 
-    diagnosis = run(out, note=ui.note)
+    diagnosis = run(model, note=ui.note)
     ui.diagnosed(diagnosis)
     if diagnosis.broken:
         raise TwellError("; ".join(diagnosis.broken))
