@@ -4,6 +4,8 @@ import errno
 import fcntl
 import os
 import signal
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +13,7 @@ from twellctl.errors import TwellError
 from twellctl.files import exchange as exchange_module
 from twellctl.files import workspace
 from twellctl.files.exchange import exchange
+from twellctl.files.outputs import staged
 from twellctl.files.workspace import lay_aside, workspace_beside, workspace_of
 
 
@@ -136,3 +139,41 @@ def test_where_files_cannot_be_locked_a_room_that_is_there_is_not_touched(target
             pass
         assert (workspace / "new").exists()
     assert list(target.parent.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_call_leaves_nothing(target):
+    """At each call, and at each return from C: there Python looks whether a signal has come."""
+
+    def write():
+        with staged(target, overwrite=True, ours=lambda path: True) as stage:
+            (stage / "a").touch()
+
+    calls = 0
+    while interrupted(calls, write):
+        calls += 1
+        assert os.listdir(target.parent) in ([], ["out"]), calls
+    assert calls > 100
+    assert os.listdir(target) == ["a"]
+
+
+def interrupted(calls: int, run: Callable[[], None]) -> bool:
+    """Whether KeyboardInterrupt was raised in `run` after `calls`, if only in a finalizer."""
+    left = calls
+
+    def count(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(count)
+        run()
+    except (KeyboardInterrupt, OSError, TwellError):  # which it becomes in rmtree
+        assert left < 0
+    finally:
+        sys.setprofile(None)
+    return left < 0

@@ -38,16 +38,20 @@ def workspace_beside(target: Path) -> Iterator[Path]:
         raise TwellError(
             f"{target} cannot be written: {error.strerror or error}; choose another"
         ) from error
+    except KeyboardInterrupt:  # it may have been made by then
+        with contextlib.suppress(OSError, TwellError):
+            _leave(workspace, target, _lock(workspace, target))
+        raise
     try:
         restore(target)
         _clear(workspace, target)
         yield workspace
     finally:
-        with contextlib.suppress(OSError):
-            _clear(workspace, target)
-            (workspace / "lock").unlink()
-            workspace.rmdir()  # fails if the next one is in it already
-        os.close(lock)
+        try:
+            _leave(workspace, target, lock)
+        except KeyboardInterrupt:
+            _leave(workspace, target, lock)
+            raise
 
 
 def workspace_of(target: Path) -> Path:
@@ -76,7 +80,7 @@ def remove(path: Path) -> None:
     """Remove a folder or a file, if it is there; Ctrl-C meanwhile is passed on when it is gone."""
     try:
         _remove(path)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):  # an OSError is what rmtree may make of it
         _remove(path)
         raise
 
@@ -85,12 +89,23 @@ def _note_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.twellctl-restore.txt")
 
 
+def _leave(workspace: Path, target: Path, lock: int) -> None:
+    """Remove the workspace, and then unlock it. Nothing is done where that was done before."""
+    with contextlib.suppress(OSError):
+        if _is_at(workspace / "lock", lock):
+            _clear(workspace, target)
+            (workspace / "lock").unlink()
+        workspace.rmdir()  # fails if the next one is in it already
+    with contextlib.suppress(OSError):
+        os.close(lock)
+
+
 def _clear(workspace: Path, target: Path) -> None:
     """Remove all but the lock, and but an `old` that could not be put back."""
     kept = {"lock"} if os.path.lexists(target) else {"lock", "old"}
-    for left in workspace.iterdir():
-        if left.name not in kept:
-            remove(left)
+    for name in os.listdir(workspace):
+        if name not in kept:
+            remove(workspace / name)
 
 
 def _remove(path: Path) -> None:
@@ -104,16 +119,26 @@ def _lock(workspace: Path, target: Path) -> int:
     """The open and locked lock file of `workspace`, which is made if it is not there."""
     while True:
         is_new = _make(workspace)
-        with contextlib.suppress(FileNotFoundError):  # whoever had the workspace is just leaving it
+        try:
             lock = os.open(workspace / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                _take(lock, is_new, workspace, target)
-                if os.path.samestat(os.fstat(lock), os.stat(workspace / "lock")):
-                    return lock
-            except BaseException:
-                os.close(lock)
-                raise
+        except FileNotFoundError:  # whoever had the workspace is just leaving it
+            continue
+        try:
+            _take(lock, is_new, workspace, target)
+            if _is_at(workspace / "lock", lock):
+                return lock
+        except BaseException:
             os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether the open `file` is what lies at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _make(workspace: Path) -> bool:
