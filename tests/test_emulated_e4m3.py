@@ -22,10 +22,10 @@ from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
 from twellctl.bundle.twell_plan import make_plan
+from twellctl.bundle.twell_quantise import quantise_inputs
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import plan_walk
-from twellctl.bundle.twell_walk_e4m3 import quantise_short
 
 pytestmark = needs_emulator
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -187,7 +187,7 @@ def walked(kernels: EmulatedKernels, problem, way, seed: int = 1) -> Walks:
         over = (part.sum(1) > problem.slots for part in fired.split(256, 1))
         heavy |= torch.stack(list(over)).any(0)
     assert sorted(walks.heavy) == heavy.nonzero().flatten().tolist()
-    values = quantise_short(kernels, problem.x).values.view(torch.uint8)
+    values = quantise_inputs(kernels, problem.x).values.view(torch.uint8)
     of_heavy = walks.rows.view(torch.uint8)[: len(walks.heavy)]
     assert torch.equal(of_heavy, values[walks.heavy])
     hidden = (keep_fired(gate).double() * problem.up()).bfloat16().double()[~heavy]

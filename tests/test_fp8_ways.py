@@ -9,10 +9,17 @@ import torch
 from test_fp8 import spread, weight_of
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route
+from twellctl.bundle import (
+    twell_ffn,
+    twell_fp8,
+    twell_model,
+    twell_reasons,
+    twell_route,
+    twell_run,
+)
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_reasons import reasons_said
+from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_ways import (
     WAYS,
     Problem,
@@ -87,9 +94,9 @@ def operator(monkeypatch, tmp_path):
         return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
 
     monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
-    for module in (twell_ffn, twell_reasons):
+    for module in (twell_run, twell_reasons):
         monkeypatch.setattr(module, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: None)
+    monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: None)
     monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index, route: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -135,7 +142,7 @@ def test_dense_routes_without_kernels_are_torchs_and_nothing_is_said(operator, m
 
 
 def test_the_route_dense_loads_its_own_kernels_alone():
-    dense = {"quantise_short", "quantise_hidden"}
+    dense = {"quantise_inputs", "quantise_hidden"}
     entries = twell_reasons._e4m3_entries
     assert set(entries(H200, True, "dense")) == dense < set(entries(H200, True, "auto"))
     assert entries(H200, False, "dense") == ()

@@ -21,7 +21,8 @@ from twellctl.bundle.twell_spec import (
     SPEC_NAME,
 )
 from twellctl.bundle.twell_training import GRAD_KERNELS
-from twellctl.bundle.twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
+from twellctl.bundle.twell_walk import WALK_KERNELS
+from twellctl.bundle.twell_walk_e4m3 import WALK_E4M3_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds

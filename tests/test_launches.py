@@ -12,13 +12,13 @@ from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
 from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
+from twellctl.bundle.twell_quantise import quantise_block
 from twellctl.bundle.twell_sequence import (
     HOPPER_KERNELS,
     PORTABLE_KERNELS,
     hopper_ffn,
     portable_ffn,
 )
-from twellctl.bundle.twell_walk_e4m3 import quantise_block
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
@@ -205,8 +205,8 @@ def test_the_dense_way_over_e4m3(biases):
         assert_taken(name, args)
         assert (grid, smem_bytes) == ((M,), 0)
         assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
-        assert block == quantise_block(K if name == "quantise_short" else N)
-    assert [made[0] for made in (inputs, hidden)] == ["quantise_short", "quantise_hidden"]
+        assert block == quantise_block(K if name == "quantise_inputs" else N)
+    assert [made[0] for made in (inputs, hidden)] == ["quantise_inputs", "quantise_hidden"]
     gate, up, _, values, scales = hidden[3]
     assert (gate.shape, up.shape, values.shape, scales.shape) == (*[(M, N)] * 3, (M, 1))
     assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)

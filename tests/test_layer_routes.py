@@ -5,8 +5,8 @@ import torch
 from finetune_runs import small
 from torch import nn
 
+from twellctl.bundle.twell_log import say_once
 from twellctl.bundle.twell_model import TwellFFN
-from twellctl.bundle.twell_reasons import say_once
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
 from twellctl.training import layer_routes

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle import (
     twell_dense_e4m3,
-    twell_ffn,
     twell_fp8,
     twell_launch,
     twell_reasons,
+    twell_run,
     twell_walk_e4m3,
     twell_ways,
 )
@@ -26,6 +26,7 @@ from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_plan import why_unfit
+from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import E4M3_STEP, FFN
@@ -110,7 +111,7 @@ def judge(device, monkeypatch) -> Judge:
     made = Judge(DEVICES[device])
     hopper = made.limits.capability == (9, 0)
     monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
-    for module in (twell_ffn, kernel_decoder, kernel_fit):
+    for module in (twell_run, kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     for module in (kernel_decoder, kernel_fit):
@@ -148,12 +149,12 @@ def run_all(*given) -> str:
 @of_all_shapes
 def test_all_ways_of_the_operator(judge, shape, monkeypatch):
     assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_ffn, "choose", run_all)
+    monkeypatch.setattr(twell_run, "choose", run_all)
     ffn, ways = ffn_of(shape), [judge.limits.capability == (9, 0), False]
     for hopper in dict.fromkeys(ways):
         for M in TOKENS:
             for density in DENSITIES:
-                y = twell_ffn._by_route(empty(M, shape.K), ffn, 64, density, "", "auto", hopper)
+                y = run_by_route(empty(M, shape.K), ffn, 64, density, "", "auto", hopper)
                 assert y.shape == (M, shape.K)
     assert {"pack", "plan", "up", "hidden", "down"} <= judge.launched
     if ways[0]:
@@ -168,7 +169,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     if N % E4M3_STEP or K % E4M3_STEP:
         pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
     assert why_unfit(K // 2, N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_ffn, "choose", run_all)
+    monkeypatch.setattr(twell_run, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
     for module in (twell_walk_e4m3, twell_dense_e4m3):
@@ -182,12 +183,12 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
     hopper = judge.limits.capability == (9, 0)
     for M in TOKENS:
-        y = twell_ffn._by_route(empty(M, K), ffn, 64, 0.01, "", "auto", hopper, turned)
+        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto", hopper, turned)
         assert y.shape == (M, K)
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
-        assert {"quantise_short", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
+        assert {"quantise_inputs", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
         assert "quantise_hidden" in judge.launched
     entries = twell_reasons._e4m3_entries(judge.limits, hopper, "auto")
     assert judge.launched <= set(entries)

@@ -18,11 +18,11 @@ from twellctl.bundle import (
     twell_nvrtc,
     twell_reasons,
     twell_route,
+    twell_run,
     twell_ways,
 )
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
-    reasons_said,
     register_sources,
     sparse_ffn,
     takes_hopper_kernels,
@@ -30,6 +30,8 @@ from twellctl.bundle.twell_ffn import (
 )
 from twellctl.bundle.twell_format import gated_ffn
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
+from twellctl.bundle.twell_log import reasons_said, say_once
+from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS, dense_ffn
 from twellctl.bundle.twell_walk import WALK_KERNELS
 from twellctl.bundle.twell_weights import FFN
@@ -167,11 +169,11 @@ def test_unknown_sources_are_refused():
 
 
 def test_a_reason_is_said_once(caplog):
-    twell_reasons.say_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            twell_reasons.say_once("CuPy is not installed")
-            twell_reasons.say_once("another reason")
+            say_once("CuPy is not installed")
+            say_once("another reason")
     assert [record.getMessage() for record in caplog.records] == [
         "TwELL kernels are not used, plain PyTorch is: CuPy is not installed",
         "TwELL kernels are not used, plain PyTorch is: another reason",
@@ -261,14 +263,14 @@ def test_the_fused_route_is_hoppers():
 
 
 def test_reasons_are_collected_in_place_of_the_log(caplog):
-    twell_reasons.say_once("a reason")
+    say_once("a reason")
     caplog.clear()
     with reasons_said() as said:
         for _ in range(2):
-            twell_reasons.say_once("a reason")
+            say_once("a reason")
     assert said == ["TwELL kernels are not used, plain PyTorch is: a reason"]
     assert not caplog.records
-    twell_reasons.say_once("a reason")
+    say_once("a reason")
     assert len(caplog.records) == 1
 
 
@@ -298,8 +300,8 @@ def test_what_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("route", ["twell", "portable", "fused"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
-    monkeypatch.setattr(twell_ffn, "device_limits", lambda index: limits)
-    monkeypatch.setattr(twell_ffn, "kernels_for", lambda sources, index: "kernels")
+    monkeypatch.setattr(twell_run, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: "kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -318,7 +320,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = FFN(w_gate, w_up, laid.t(), *biases)
-        twell_ffn._by_route(x, ffn, 8, 0.01, SOURCES, route, route != "portable")
+        run_by_route(x, ffn, 8, 0.01, SOURCES, route, route != "portable")
         assert torch.equal(found[-1], w_down.t())
         if route == "fused":
             assert found[-1].data_ptr() == laid.data_ptr()

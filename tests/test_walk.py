@@ -72,9 +72,9 @@ def test_over_e4m3_all_but_the_first_start_early():
     heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
     few, many = (launches(M, 128, 256, end=E4M3_END) for M in (GATE_TOKENS, GATE_TOKENS + 1))
     names = [launch[0] for launch in few.made]
-    assert names == ["quantise_short", "walk_gate_e4m3", *heavy]
+    assert names == ["quantise_inputs", "walk_gate_e4m3", *heavy]
     names = [launch[0] for launch in many.made]
-    assert names == ["quantise_short", "gate_pack_short_e4m3", "walk_e4m3", *heavy]
+    assert names == ["quantise_inputs", "gate_pack_short_e4m3", "walk_e4m3", *heavy]
     for found in (few, many):
         assert found.overlaps == [False] + [True] * (len(found.made) - 1)
 

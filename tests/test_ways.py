@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twellctl.bundle import twell_ffn, twell_route
+from twellctl.bundle import twell_route, twell_run
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_route import Choice
+from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, ways_by_tokens, ways_of
 from twellctl.bundle.twell_weights import FFN
 
@@ -117,7 +118,7 @@ def operator(monkeypatch, tmp_path):
     def call(M: int, route: str = "auto", density: float = -1.0, capturing: bool = False) -> str:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         x, w = torch.zeros(M, 64).bfloat16(), torch.zeros(96, 64).bfloat16()
-        twell_ffn._by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, True)
+        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, True)
         return ran[-1]
 
     def measure(runs):
@@ -135,7 +136,7 @@ def operator(monkeypatch, tmp_path):
         "kernels_for": lambda sources, index: None,
         "_sampled_density": count,
     }.items():
-        monkeypatch.setattr(twell_ffn, name, stand_in)
+        monkeypatch.setattr(twell_run, name, stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(twell_route, "measure", measure)

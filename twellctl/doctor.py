@@ -35,9 +35,9 @@ class Diagnosis:
 
 
 def doctor(
-    out: str | Path | None = None, note: Callable[[str], None] = lambda text: None
+    model: str | Path | None = None, note: Callable[[str], None] = lambda text: None
 ) -> Diagnosis:
-    """Look at this machine, and at the model folder `out`. Does not raise for what it finds.
+    """Look at this machine, and at the folder `model`. Does not raise for what it finds.
 
     On a GPU the kernels are loaded, and compiled if they never were: `note` is told before.
     """
@@ -52,7 +52,7 @@ def doctor(
     works = _works(libraries, gpu, kernels, variables)
     ways, cache = find_ways(kernels), find_cache()
     found = (*found, variables, kernels, ways, cache, find_vllm(), works)
-    return Diagnosis(found, () if out is None else _find_folder(out))
+    return Diagnosis(found, () if model is None else _find_folder(model))
 
 
 def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Finding) -> Finding:
@@ -72,9 +72,9 @@ def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Findin
     return Finding("works", "ok", f"all commands, on the GPU; {exports}")
 
 
-def _find_folder(out: str | Path) -> tuple[Finding, ...]:
+def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     try:
-        checkpoint = open_checkpoint(out)
+        checkpoint = open_checkpoint(model)
     except TwellError as error:
         return (Finding("checkpoint", "bad", str(error)),)
     ffn = checkpoint.ffn

@@ -19,7 +19,7 @@
 // registers. K and N multiples of 8. Each block looks through the scales and biases of all neurons
 // first.
 //
-// quantise_short: the same for the walks, whose h is bf16, and for torch's dense products: no
+// quantise_inputs: the same for the walks, whose h is bf16, and for torch's dense products: no
 // bound, each power is 1. For torch the scales also stand alone, scales float32 [M]; and
 // heavy_count becomes 0. Launch: a block a row, of a multiple of 32 threads up to 512. What follows
 // may start early (ptx/pdl.cuh).
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
 }
 
 extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
-    quantise_short(const unsigned short* x, int K, unsigned char* values, float2* token_scales,
+    quantise_inputs(const unsigned short* x, int K, unsigned char* values, float2* token_scales,
                    float* scales, int* heavy_count) {
     let_next_start();
     const long long first = static_cast<long long>(blockIdx.x) * K;

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_ways
+from twellctl.bundle import twell_ffn, twell_run, twell_ways
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     few_gated,
@@ -377,7 +377,7 @@ def test_the_operator_takes_them(sources, way, monkeypatch):
         taken.append(way in runs)
         return way if way in runs else "dense"
 
-    monkeypatch.setattr(twell_ffn, "choose", choose)
+    monkeypatch.setattr(twell_run, "choose", choose)
     torch.manual_seed(0)
     tokens = [*TOKENS, FEW_TOKENS + 1, 100]
     for M in tokens:
@@ -411,7 +411,7 @@ def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     """Which it does where a GPU has too little shared memory for the others."""
     monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     monkeypatch.setattr(twell_ways, "takes_few", lambda *sizes: False)
-    monkeypatch.setattr(twell_ffn, "choose", lambda *given: wanted)
+    monkeypatch.setattr(twell_run, "choose", lambda *given: wanted)
     ways = ("walk_gate", "walk", "lists", "portable")
     taken = ways[:3] if torch.cuda.get_device_capability() == (9, 0) else ways[3:]
     for seed in range(200):

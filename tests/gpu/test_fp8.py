@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, round_rows, round_weight
-from twellctl.bundle.twell_reasons import reasons_said
+from twellctl.bundle.twell_log import reasons_said
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint

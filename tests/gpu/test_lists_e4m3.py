@@ -14,8 +14,7 @@ from twellctl.bundle.twell_dense_e4m3 import quantise_hidden
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.bundle.twell_lists_e4m3 import quantise_rows
-from twellctl.bundle.twell_walk_e4m3 import quantise_short
+from twellctl.bundle.twell_quantise import quantise_inputs, quantise_rows
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
@@ -121,7 +120,7 @@ def test_rows_are_rounded_as_the_judge_does(kernels, M, K, bias):
 def test_rows_for_a_walk_are_rounded_as_the_judge_does(kernels, M, K):
     x = (drawn(M, K, seed=1) * 10 ** (20 * (2 * torch.rand(M, 1) - 1))).bfloat16()
     x[M // 2] = 0
-    found = quantise_short(kernels, x.to(DEVICE))
+    found = quantise_inputs(kernels, x.to(DEVICE))
     values, scale = round_rows(x)
     assert torch.equal(found.values.cpu().view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(found.scales.cpu(), scale)
@@ -134,7 +133,7 @@ def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
     x = drawn(5, 256, seed=2).bfloat16()
     x[3, 77] = bad
     ffn = some_ffn(72, 256, bias=False)
-    short = quantise_short(kernels, x.to(DEVICE))
+    short = quantise_inputs(kernels, x.to(DEVICE))
     rows = quantise_rows(kernels, limits(), x.to(DEVICE), ffn)
     ones = torch.ones_like(x)
     hidden = [quantise_hidden(kernels, *(t.to(DEVICE) for t in two)) for two in product_of(x, ones)]

@@ -18,10 +18,11 @@ from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn, quantise_rows
+from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn
+from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
-from twellctl.bundle.twell_reasons import reasons_said
+from twellctl.bundle.twell_quantise import quantise_rows
 from twellctl.bundle.twell_sequence import launch_gate_pack, packed_buffers
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import plan_walk, takes_walk

@@ -9,34 +9,24 @@ Exports carry copies of this code, which transformers imports under a package of
 Copies that are equal share the state of the first one; others have operators of other names.
 """
 
-import functools
 import hashlib
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE
-from .twell_format import fires, gated_ffn
-from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear
-from .twell_launch import (
-    device_limits,
-    kernels_for,
-    register_sources,
-)
-from .twell_plan import ceil_div
+from .twell_format import gated_ffn
+from .twell_fp8 import Fp8Weight, fp8_ffn
+from .twell_launch import register_sources
+from .twell_log import reasons_said, say_once
 from .twell_reasons import (
     check_numbers,
-    lies_well,
     most_trained_tokens,
-    reasons_said,
     route_of_training,
-    say_once,
     takes_hopper_kernels,
     why_no_e4m3_kernels,
     why_no_kernels,
@@ -46,13 +36,12 @@ from .twell_reasons import (
     why_not_route,
     why_not_trained,
 )
-from .twell_route import Kind, choose, density_bucket, known_choices, requested, token_bucket
+from .twell_route import known_choices, requested
+from .twell_run import aligned, run_by_route
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_ways import Problem, Way, by_rule, dense_products, ways_of
-from .twell_weights import FFN, end_of
+from .twell_ways import Way, dense_products
+from .twell_weights import FFN
 
-logger = logging.getLogger(__name__)
-_SAMPLED_ROWS = 4096
 # gradients go over the kernels from so many tokens on, below this density, unless a route says so
 TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.018
 
@@ -296,7 +285,7 @@ def _gated_ffn(
     if route == "dense":
         y = dense_products(rows, ffn)
     else:
-        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper)
+        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -335,80 +324,12 @@ def _fp8_ffn(
     if said and route != "dense":
         say_once(said)
     if rows.numel() and not said:
-        y = _by_route(_aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
+        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
     elif dense is not None:
         y = dense.run(None, None, rows, ffn, slots)
     else:
         y = dense_products(rows, ffn)
     return y.view(x.shape)
-
-
-def _by_route(
-    rows: Tensor,
-    ffn: FFN,
-    slots: int,
-    density: float,
-    sources: str,
-    route: str,
-    hopper: bool,
-    turned: Tensor | None = None,
-    dense: Way | None = None,
-) -> Tensor:
-    """`turned`: W_down by rows of neurons, if that of `ffn` does not lie so.
-
-    `dense` stands in for the way of that name.
-    """
-    index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
-    in_place, end = lies_well(by_rows), end_of(ffn.w_gate)
-    here = kernels_for(sources, index), device_limits(index)
-    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], hopper, in_place, end)
-    ways, known = ways_of(route, problem), None if density < 0 else density
-    if dense is not None:
-        ways = [dense if way.name == "dense" else way for way in ways]
-
-    def run(way: Way) -> Tensor:
-        laid = ffn
-        if way.by_rows:
-            laid = replace(ffn, w_down=by_rows if in_place else _aligned(by_rows))
-        return way.run(*here, rows, laid, slots)
-
-    runs = {way.name: functools.partial(run, way) for way in ways}
-    if len(runs) == 1:
-        return run(ways[0])
-    kind = Kind(
-        torch.cuda.get_device_name(rows.device),
-        ffn.K,
-        ffn.N,
-        any(bias is not None for bias in (ffn.b_gate, ffn.b_up, ffn.b_down)),
-        token_bucket(rows.shape[0]),
-        None if known is None else density_bucket(known),
-        slots,
-        f"{'hopper' if hopper else 'portable'}{end} {sources[:12]}{'' if in_place else ' copying'}",
-        tuple(runs),
-    )
-    with torch.cuda.device(index):  # whose stream is timed, or captured
-        name = choose(
-            kind,
-            torch.cuda.is_current_stream_capturing(),
-            runs,
-            lambda: by_rule(ways, problem, known).name,
-            lambda: _sampled_density(rows, ffn),
-        )
-    return runs[name]()
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _sampled_density(rows: Tensor, ffn: FFN) -> float:
-    step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
-    if ffn.s_gate is None:
-        gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
-    else:
-        gate = fp8_linear(rows[::step], Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate))
-    return fires(gate).float().mean().item()
 
 
 # ---- operators ----

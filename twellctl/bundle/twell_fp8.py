@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .twell_format import keep_fired
 from .twell_launch import device_limits
-from .twell_reasons import say_once
+from .twell_log import say_once
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448

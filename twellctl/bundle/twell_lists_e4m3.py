@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .twell_launch import KernelSet, Limits, tensor_map
-from .twell_plan import HEAVY_SMEM, ceil_div, heavy_window, hopper_cap, product_grid
+from .twell_plan import HEAVY_SMEM, heavy_window, hopper_cap, product_grid
+from .twell_quantise import quantise_rows
 from .twell_sequence import (
     Heavy,
     chunks_of,
@@ -29,7 +30,6 @@ from .twell_spec import (
     INPUT_BOX_ROWS,
     PRODUCT_BLOCK,
     PRODUCT_INNER,
-    QUANTISE_BLOCK,
     WEIGHT_BOX_ROWS,
 )
 from .twell_weights import FFN
@@ -45,7 +45,6 @@ LISTS_E4M3_KERNELS = (
     f"heavy_hidden{E4M3_END}",
     f"heavy_down{E4M3_END}",
 )
-_QUANTISE_BLOCKS = 2  # of a multiprocessor
 
 
 def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
@@ -71,23 +70,6 @@ def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slot
         heavy = lists.heavy_rows, lists.heavy_count
         _heavy_products(kernels, limits, xs, of_tokens, ys, ffn, *heavy)
     return y
-
-
-def quantise_rows(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> tuple[Tensor, Tensor]:
-    """(`x` `[M, K]` in e4m3, float32 `[M, 2]`: scales, and powers of two of which h is divided)."""
-    M, K = x.shape
-    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    token_scales = x.new_empty((M, 2), dtype=torch.float32)
-    kernels.launch(
-        "quantise_rows",
-        (min(ceil_div(M, QUANTISE_BLOCK // 32), _QUANTISE_BLOCKS * limits.num_sms),),
-        QUANTISE_BLOCK,
-        (
-            *(x, M, ffn.N, K, ffn.s_gate, ffn.s_up, ffn.b_gate, ffn.b_up),
-            *(values, token_scales),
-        ),
-    )
-    return values, token_scales
 
 
 def _heavy_products(

@@ -1,15 +1,14 @@
-"""Why an input goes without the kernels; each reason is said once, in the log."""
+"""Why an input goes without the kernels."""
 
-import contextlib
 import functools
-import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .twell_config import TILE
+from .twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import (
     FEW_KERNELS,
     UNION_E4M3_KERNELS,
@@ -19,15 +18,15 @@ from .twell_few import (
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
 from .twell_lists_e4m3 import LISTS_E4M3_KERNELS
+from .twell_log import say_once
 from .twell_nvrtc import what_is_missing
 from .twell_plan import why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
-from .twell_walk import DENSE_E4M3_KERNELS, WALK_E4M3_KERNELS, WALK_KERNELS
+from .twell_walk import WALK_KERNELS
+from .twell_walk_e4m3 import WALK_E4M3_KERNELS
 from .twell_weights import E4M3_STEP, FFN
-
-logger = logging.getLogger(__name__)
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(
@@ -41,28 +40,6 @@ ALL_KERNELS = frozenset(
 def check_numbers(slots: int, tile: int) -> None:
     if not 1 <= slots <= tile:
         raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
-
-
-@functools.cache
-def say_once(reason: str) -> None:
-    logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
-
-
-@contextlib.contextmanager
-def reasons_said() -> Iterator[list[str]]:
-    """Collect what calls in the block say of going without the kernels; the log has none of it."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    say_once.cache_clear()
-    try:
-        yield said
-    finally:
-        say_once.cache_clear()
-        logger.removeHandler(handler)
-        logger.propagate = propagate
 
 
 def takes_hopper_kernels(index: int, route: str = "auto") -> bool:

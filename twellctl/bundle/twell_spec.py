@@ -249,7 +249,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
         f"gate_pack_short{E4M3_END}": (1,),
     },
     "ffn/pack.cu": ("pack",),
-    "ffn/quantise_rows.cu": ("quantise_rows", "quantise_short", "quantise_hidden"),
+    "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs", "quantise_hidden"),
     "ffn/plan.cu": ("plan", "plan_cluster"),
     "ffn/up.cu": ("up",),
     f"ffn/up{E4M3_END}.cu": (f"up{E4M3_END}",),

@@ -24,10 +24,6 @@ from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 
 WALK_KERNELS = ("walk", "walk_gate")
-# beside those of the lists over e4m3 weights
-WALK_E4M3_KERNELS = ("quantise_short", *(f"{name}{E4M3_END}" for name in WALK_KERNELS))
-# of twell_dense_e4m3.py, which twell_reasons.py cannot import
-DENSE_E4M3_KERNELS = ("quantise_short", "quantise_hidden")
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it

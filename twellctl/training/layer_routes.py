@@ -21,12 +21,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_reasons import (
-    reasons_said,
-    takes_hopper_kernels,
-    why_not_here,
-    why_not_loaded,
-)
+from twellctl.bundle.twell_log import reasons_said
+from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_here, why_not_loaded
 from twellctl.bundle.twell_route import requested
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.bundle.twell_training import GRAD_KERNELS
