@@ -13,11 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children too: tiny models g
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from twellctl.cli.main import main
 from twellctl.convert import convert
+from twellctl.export import export
 from twellctl.models.loading import quiet_transformers
 from twellctl.screens import activity
 
@@ -139,6 +142,34 @@ def relu_llama(silu_llama, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("relu") / "model"
     convert(silu_llama, out)
     return out
+
+
+def _forget_remote_code() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def load_trusted(tmp_path_factory):
+    """Load an export with its own code, which transformers copies to a module cache made here."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+
+    def load(folder: Path, door: type = AutoModelForCausalLM, **options) -> nn.Module:
+        return door.from_pretrained(folder, trust_remote_code=True, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.setattr(sys, "path", list(sys.path))
+        _forget_remote_code()
+        yield load
+        _forget_remote_code()
+
+
+@pytest.fixture
+def exported(relu_llama, tmp_path) -> Path:
+    """An export of the tiny Llama that a test may spoil."""
+    export(relu_llama, tmp_path / "exported")
+    return tmp_path / "exported"
 
 
 @pytest.fixture

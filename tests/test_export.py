@@ -4,15 +4,12 @@ What must hold where twellctl is not installed runs in one child process, for al
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from other_processes import found_without_twellctl
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_bundle import read_bundle
@@ -85,34 +82,6 @@ def loaded_without_twellctl(exports, tmp_path_factory) -> dict:
     folders = {str(folder): key for key, folder in exports.items()}
     results = found_without_twellctl(CHILD, folders, tmp_path_factory.mktemp("home"))
     return {(folders[folder], dtype): result for (folder, dtype), result in results.items()}
-
-
-def forget_remote_code() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        del sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def load_trusted(tmp_path_factory):
-    """Load an export with its own code, which transformers copies to a module cache made here."""
-    cache = str(tmp_path_factory.mktemp("modules"))
-
-    def load(folder: Path, door: type = AutoModelForCausalLM, **options) -> nn.Module:
-        return door.from_pretrained(folder, trust_remote_code=True, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        patch.setattr(sys, "path", list(sys.path))
-        forget_remote_code()
-        yield load
-        forget_remote_code()
-
-
-@pytest.fixture
-def exported(relu_llama, tmp_path) -> Path:
-    """An export of the tiny Llama that a test may spoil."""
-    export(relu_llama, tmp_path / "exported")
-    return tmp_path / "exported"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -318,79 +287,6 @@ def test_a_stock_model_loaded_afterwards_is_stock(exported, load_trusted, relu_l
     assert type(load_trusted(exported)).__name__ == "TwellLlamaForCausalLM"
     for folder in (exported, relu_llama):
         assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
-
-
-BUNDLED = [
-    "modeling_twell.py",
-    "twell_bundle.py",
-    "twell_config.py",
-    "twell_cubin.py",
-    "twell_driver.py",
-    "twell_few.py",
-    "twell_ffn.py",
-    "twell_format.py",
-    "twell_fp8.py",
-    "twell_fp8_config.py",
-    "twell_kernels/README.md",
-    "twell_kernels/ffn/few_hidden.cu",
-    "twell_kernels/ffn/gate_pack.cu",
-    "twell_kernels/ptx/mma.cuh",
-    "twell_kernels/tile/few_product.cuh",
-    "twell_launch.py",
-    "twell_model.py",
-    "twell_nvrtc.py",
-    "twell_plan.py",
-    "twell_quantizer.py",
-    "twell_route.py",
-    "twell_sequence.py",
-    "twell_ways.py",
-    "twell_weights.py",
-]
-
-
-@pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])
-def test_a_changed_byte_is_refused_by_name(exported, load_trusted, name):
-    content = bytearray((exported / name).read_bytes())
-    content[content.index(b"a")] ^= 2  # in the code files that is within their first sentence
-    (exported / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name):
-        load_trusted(exported)
-    with pytest.raises(ValueError, match=name):
-        read_bundle(exported)
-    AutoModelForCausalLM.from_pretrained(exported)  # the stock class needs none of them
-
-
-@pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])
-def test_a_missing_file_is_refused_by_name(exported, load_trusted, name):
-    (exported / name).unlink()
-    with pytest.raises((ValueError, OSError), match=name):
-        load_trusted(exported)
-    with pytest.raises(ValueError, match=f"{name} is missing"):
-        read_bundle(exported)
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("twell_config.py", "TILE = 256", "TILE = ("),  # no Python any more
-        ("twell_format.py", "import torch\n", "import t\0rch\n"),
-        ("twell_config.py", "TILE = 256", "TIKE = 256"),  # what another file imports is gone
-        ("twell_model.py", "class TwellFFN", "class TwellFFN(nn.Modul)"),
-    ],
-)
-def test_code_that_no_longer_imports_is_refused_by_name(exported, load_trusted, name, old, new):
-    code = (exported / name).read_text()
-    assert old in code
-    (exported / name).write_text(code.replace(old, new))
-    with pytest.raises(ImportError, match=f"bundled file {name} does not import"):
-        load_trusted(exported)
-
-
-def test_a_manifest_of_a_later_format_is_refused(exported):
-    path = exported / "twell_manifest.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(ValueError, match="format_version 2, this code reads 1"):
-        read_bundle(exported)
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["gate_proj", "down_proj"]])
