@@ -200,9 +200,9 @@ def test_compiled_layers_leave_the_ffns_to_themselves(relu_llama, eight_blocks, 
             loss = model(ids, use_cache=False).logits.square().mean()
             loss.backward()
         found[compiled] = {name: p.grad for name, p in model.named_parameters()}
-        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         penalty.remove()
     compiled_plain.cache_clear()
-    assert frames <= 4  # with graphs of its own for each layer there are more
+    assert graphs <= 3  # with graphs of its own for each layer there are more
     for name, grad in found[False].items():
         torch.testing.assert_close(found[True][name], grad, msg=name)

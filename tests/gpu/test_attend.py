@@ -23,6 +23,7 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
 )
+from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.pages import pages_for
 from twellctl.here.own_kernels import own_kernels
 
@@ -232,10 +233,11 @@ def test_as_transformers(kernels, family, length):
     at = torch.arange(length + 1, device=DEVICE)[None]
     cos, sin = embedding(x, at)
     cache = DynamicCache(config=config)
-    theirs(x[:, :-1], (cos[:, :-1], sin[:, :-1]), None, past_key_values=cache)
+    cached = {cache_argument(theirs): cache}
+    theirs(x[:, :-1], (cos[:, :-1], sin[:, :-1]), None, **cached)
     pages = Pages([length], Hkv, D)
     pages.put(0, cache.layers[0].keys[0], cache.layers[0].values[0])
-    wanted, _ = theirs(x[:, -1:], (cos[:, -1:], sin[:, -1:]), None, past_key_values=cache)
+    wanted, _ = theirs(x[:, -1:], (cos[:, -1:], sin[:, -1:]), None, **cached)
 
     norms = (theirs.q_norm.weight, theirs.k_norm.weight) if family == "qwen3" else (None, None)
     layer = AttendLayer(pages.keys, pages.values, theirs.scaling, None, *norms, config.rms_norm_eps)

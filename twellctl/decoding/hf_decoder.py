@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.fired_counts import FiredCounts
-from twellctl.decoding.paged_cache import PagedCache, cached_shapes
+from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
@@ -41,6 +41,7 @@ class HFDecoder:
         self.context = config.max_position_embeddings
         self._model, self._config = model, config
         self._shapes = cached_shapes(model)
+        self._cache_argument = cache_argument(model)
         self._fired = FiredCounts(model, config.num_hidden_layers)
         self.neurons = self._fired.neurons
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
@@ -69,9 +70,9 @@ class HFDecoder:
                 input_ids=tokens.long(),
                 position_ids=rows.positions,
                 attention_mask=self._masks(rows),
-                past_key_values=rows,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: rows},
             )
         return done.logits[:, -1], self._fired.of_last_tokens(len(tokens), self.device)
 

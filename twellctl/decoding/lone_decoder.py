@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.decoding.fired_counts import FiredCounts
+from twellctl.decoding.paged_cache import cache_argument
 
 
 class LoneDecoder:
@@ -21,7 +22,7 @@ class LoneDecoder:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.context = config.max_position_embeddings
         self.prefill_chunk = self.context  # states that recur are not continued by many tokens
-        self._model = model
+        self._model, self._cache_argument = model, cache_argument(model)
         self._fired = FiredCounts(model, config.num_hidden_layers)
         self.neurons = self._fired.neurons
 
@@ -42,8 +43,8 @@ class LoneDecoder:
         with self._fired.counted(1):
             done = self._model(
                 input_ids=tokens.to(torch.long),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
             )
         return done.logits[:, -1], self._fired.of_last_tokens(1, self.device)

@@ -4,10 +4,11 @@ The token at position p of a row lies in page `table[p // PAGE]`, slot `p % PAGE
 as attention takes them, with their rotary positions.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
@@ -44,8 +45,15 @@ def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """What each layer of `model` caches, seen from one token that goes through it."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=token, past_key_values=cache, use_cache=True)
+    model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    keys_and_values = [(layer.keys, layer.values) for layer in cache.layers]
     return [
-        LayerShape(layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1], layer.dtype)
-        for layer in cache.layers
+        LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
+        for keys, values in keys_and_values
     ]
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What `module.forward` calls the cache; transformers 5.24 has a new name for it."""
+    names = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
