@@ -31,7 +31,8 @@ from twellctl.bench.results import DENSE_FP8
 from twellctl.bench.settings import DecodeSettings, FfnSettings, ModelSettings
 from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bench.twell_side import shared_copy
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, fp8_ffn
+from twellctl.bundle.twell_fp8 import E4M3, fp8_ffn
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.export import export

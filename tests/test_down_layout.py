@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.twell_side import TwellNumbers, as_loaded, twell_twin
 from twellctl.bundle import twell_model
-from twellctl.bundle.twell_model import gated_ffns, lay_down_by_rows, twell_class
+from twellctl.bundle.twell_model import gated_ffns, lay_weights, twell_class
 from twellctl.convert import convert
 from twellctl.export import export
 
@@ -68,7 +68,7 @@ def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, as_if_on_a_gpu, mo
     model = load()
     assert layouts(model) == {"by neurons"}
     pointers = [weight.data_ptr() for weight in model.parameters()]
-    lay_down_by_rows(model)
+    lay_weights(model)
     assert [weight.data_ptr() for weight in model.parameters()] == pointers, "laid twice"
     monkeypatch.undo()
     plain = load()
@@ -130,7 +130,7 @@ def test_what_kernels_do_not_read_stays(load, as_if_on_a_gpu, monkeypatch):
         pass
 
     second.__class__ = Other
-    lay_down_by_rows(model)
+    lay_weights(model)
     assert layouts(model) == {"by columns"}
 
 
@@ -143,7 +143,7 @@ def test_what_lies_elsewhere_stays(load, monkeypatch):
     wanted = logits(model)
     cpu_offload(model, torch.device("cpu"))
     monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
-    lay_down_by_rows(model)
+    lay_weights(model)
     assert layouts(model) == {"by columns"}
     torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
 

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_bundle import read_bundle
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_linear
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_linear
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.convert import convert
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError

@@ -17,7 +17,8 @@ from twellctl.bundle import (
     twell_route,
     twell_run,
 )
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Linear, Fp8Weight, fp8_ffn
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_ways import (
@@ -134,11 +135,15 @@ def test_dense_routes_are_the_way_dense_and_no_rows_are_torchs(operator, route):
     assert (operator.ran, operator.timed) == ([("dense", False)], [])
 
 
-def test_dense_routes_without_kernels_are_torchs_and_nothing_is_said(operator, monkeypatch):
+@pytest.mark.parametrize("hopper", [False, True])
+def test_dense_routes_without_kernels_are_torchs_as_is_said_on_hopper(
+    operator, monkeypatch, hopper
+):
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no kernels")
+    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda *asked: hopper)
     with reasons_said() as said:
         operator(100, "dense")
-    assert (operator.ran, said) == ([], [])
+    assert (operator.ran, len(said)) == ([], int(hopper))
 
 
 def test_the_route_dense_loads_its_own_kernels_alone():
@@ -185,6 +190,18 @@ def test_no_kernel_reads_beyond_what_does_not_fit_together(operator):
     assert operator.ran == []
 
 
+@pytest.mark.parametrize("wrong", ["scales", "weights"])
+def test_no_kernel_reads_other_dtypes(operator, wrong):
+    gate, *rest = operator.weights
+    other = {"scales": {"scale": gate.scale.bfloat16()}, "weights": {"values": gate.values.float()}}
+    operator.weights = [replace(gate, **other[wrong]), *rest]
+    with reasons_said() as said:
+        operator(100)
+    assert len(said) == 1
+    assert said[0].endswith("the kernels take FP8 weights in e4m3, with scales in float32")
+    assert operator.ran == []
+
+
 def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     """It is measured beside the others under its name, and runs where it is asked for."""
     ran = []
@@ -215,19 +232,31 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     assert ran == [100, 100]
 
 
-# ---- W_down a second time
+# ---- how weights lie
 
 
-def as_if_on_a_gpu(monkeypatch, route: str = "auto", reads=lambda weight: True) -> nn.Module:
-    """An FFN over TwELL of FP8 layers, laid down; `reads` None: by what the CPU is."""
+def bare_ffn() -> nn.Module:
+    """An FFN of FP8 layers."""
     ffn = nn.Module()
-    for name, size in (("gate_proj", (32, 6)), ("up_proj", (32, 6)), ("down_proj", (6, 32))):
-        ffn.add_module(name, Fp8Linear(*size, bias=False))
-    ffn.down_proj.weight.data = spread(32, 6, seed=1).to(E4M3)
+    for i, (name, size) in enumerate(
+        (("gate_proj", (32, 6)), ("up_proj", (32, 6)), ("down_proj", (6, 32)))
+    ):
+        linear = Fp8Linear(*size, bias=False)
+        weight = weight_of(*size[::-1], seed=i)
+        linear.weight.data, linear.weight_scale.data = weight.values, weight.scale
+        ffn.add_module(name, linear)
+    return ffn
+
+
+def as_if_on_a_gpu(
+    monkeypatch, route: str = "auto", reads=lambda weight: True, ffn: nn.Module | None = None
+) -> nn.Module:
+    """`ffn`, else `bare_ffn`, over TwELL, its weights laid; `reads` None: by what the CPU is."""
+    ffn = bare_ffn() if ffn is None else ffn
     ffn.twell_sources, ffn.twell_route = "a", route
     if reads is not None:
         monkeypatch.setattr(twell_model, "_kernels_read_e4m3", reads)
-    twell_model.lay_down_by_rows(nn.ModuleList([ffn]))
+    twell_model.lay_weights(nn.ModuleList([ffn]))
     return ffn
 
 
@@ -238,6 +267,33 @@ def test_an_fp8_layer_keeps_both_layouts_and_stores_one(monkeypatch):
     assert torch.equal(down.turned.t().float(), down.weight.float())
     assert set(down.state_dict()) == {"weight", "weight_scale"}
     assert copy.deepcopy(down).turned.shape == (6, 32)
+
+
+def test_gate_and_up_lie_behind_one_another(monkeypatch):
+    ffn = as_if_on_a_gpu(monkeypatch)
+    gate, up = ffn.gate_proj, ffn.up_proj
+    both = joined(gate.fp8_weight, up.fp8_weight)
+    assert both.values.shape == (12, 32)
+    assert set(ffn.state_dict()) == set(bare_ffn().state_dict())
+    up.load_state_dict({name: torch.ones_like(t) for name, t in up.state_dict().items()})
+    assert torch.equal(both.values[6:].float(), torch.ones(6, 32))
+    assert joined(gate.fp8_weight, up.fp8_weight) is not None
+
+
+def test_gate_and_up_keep_their_values(monkeypatch):
+    ffn = bare_ffn()
+    was = {name: t.clone() for name, t in ffn.state_dict().items()}
+    as_if_on_a_gpu(monkeypatch, ffn=ffn)
+    now = ffn.state_dict()
+    assert now.keys() == was.keys()
+    assert all(torch.equal(now[name].float(), was[name].float()) for name in was)
+
+
+def test_unlike_layers_are_not_laid_together(monkeypatch):
+    ffn = bare_ffn()
+    ffn.up_proj = nn.Linear(32, 6, bias=False)
+    as_if_on_a_gpu(monkeypatch, ffn=ffn)
+    assert ffn.up_proj.weight.untyped_storage().nbytes() == 4 * 6 * 32
 
 
 def test_a_layer_that_moves_drops_the_second_layout(monkeypatch):

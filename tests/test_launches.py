@@ -120,11 +120,17 @@ def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
 # ---- over e4m3 weights
 
 
-def launches_e4m3(M: int, K: int, N: int, *, biases: bool = True, dense=False) -> list[tuple]:
+def launches_e4m3(
+    M: int, K: int, N: int, *, biases: bool = True, dense=False, together=False
+) -> list[tuple]:
     x, ffn = problem(M, K, N, biases)
     values = [w.to(torch.float8_e4m3fn) for w in (ffn.w_gate, ffn.w_up, ffn.w_down)]
-    scales = [torch.ones(n) for n in (N, N, K)]
-    ffn = FFN(*values, ffn.b_gate, ffn.b_up, ffn.b_down, *scales)
+    scales, of_up = [torch.ones(n) for n in (N, N, K)], [ffn.b_gate, ffn.b_up]
+    if together:
+        values[:2] = torch.cat(values[:2]).chunk(2)
+        scales[:2] = torch.cat(scales[:2]).chunk(2)
+        of_up = torch.cat(of_up).chunk(2) if biases else of_up
+    ffn = FFN(*values, *of_up, ffn.b_down, *scales)
     kernels = Launches()
     given = kernels, H200, x, ffn
     y = dense_e4m3_ffn(*given) if dense else lists_e4m3_ffn(*given, 64)
@@ -198,15 +204,20 @@ def test_all_threads_of_a_row_have_as_many_eights(columns, threads):
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-def test_the_dense_way_over_e4m3(biases):
+@pytest.mark.parametrize("together", [False, True], ids=["two products", "one product"])
+def test_the_dense_way_over_e4m3(biases, together):
     M, K, N = 9, 256, 5632
-    inputs, hidden = launches_e4m3(M, K, N, biases=biases, dense=True)
+    inputs, hidden = launches_e4m3(M, K, N, biases=biases, dense=True, together=together)
     for name, grid, block, args, smem_bytes in (inputs, hidden):
         assert_taken(name, args)
         assert (grid, smem_bytes) == ((M,), 0)
-        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
         assert block == quantise_block(K if name == "quantise_inputs" else N)
     assert [made[0] for made in (inputs, hidden)] == ["quantise_inputs", "quantise_hidden"]
-    gate, up, _, values, scales = hidden[3]
+    assert all(t.is_contiguous() for t in inputs[3] if isinstance(t, Tensor))
+    gate, up, _, pitch, values, scales = hidden[3]
+    assert pitch == (2 * N if together else N)
+    assert gate.stride() == up.stride() == (pitch, 1)
+    assert (up.data_ptr() - gate.data_ptr() == 2 * N) == together
+    assert values.is_contiguous()
     assert (gate.shape, up.shape, values.shape, scales.shape) == (*[(M, N)] * 3, (M, 1))
     assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)

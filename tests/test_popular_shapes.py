@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle import (
     twell_dense_e4m3,
-    twell_fp8,
+    twell_ffn,
     twell_launch,
     twell_reasons,
     twell_run,
@@ -244,7 +244,7 @@ def test_steps_of_one_row_over_fp8_weights(judge, shape, monkeypatch):
     assert kernel_fit.why_not_one_kernel(model) == known
     # tensors without numbers have no FP8 products
     monkeypatch.setattr(
-        twell_fp8, "fp8_linear", lambda x, w: x.new_empty(*x.shape[:-1], len(w.scale))
+        twell_ffn, "fp8_linear", lambda x, w: x.new_empty(*x.shape[:-1], len(w.scale))
     )
     for is_sparse in (False, True):
         decoder = KernelDecoder(model, sparse=is_sparse)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from twellctl.bundle.twell_model import lay_down_by_rows, put_over_twell, use_kernels
+from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import UsageError
 from twellctl.evaluation import choices, harness
 from twellctl.evaluation.questions import Task, is_local, read_tasks
@@ -131,7 +131,7 @@ class _Subject:
         if self.model.device.type == "cuda" and not self.checkpoint.is_silu:
             put_over_twell(self.model, self.checkpoint.twell)
             use_kernels(self.model, own_kernels())
-            lay_down_by_rows(self.model)
+            lay_weights(self.model)
 
 
 def _listed(given: Paths) -> list[str]:

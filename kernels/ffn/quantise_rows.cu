@@ -25,9 +25,9 @@
 // may start early (ptx/pdl.cuh).
 //
 // quantise_hidden: the same of h = relu(gate) * up, rounded to bf16, for torch's product of h and
-// W_down. gate and up are bf16 [M, N], values e4m3 [M, N], scales float32 [M]; N a multiple of 8.
-// Launch: a block a row, as there. h of up to 2048 columns for each 64 threads stays in registers;
-// what is behind those is formed twice.
+// W_down. gate and up are bf16 [M, N] with `pitch` numbers from row to row, values e4m3 [M, N],
+// scales float32 [M]; N and pitch multiples of 8. Launch: a block a row, as there. h of up to 2048
+// columns for each 64 threads stays in registers; what is behind those is formed twice.
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
@@ -246,11 +246,11 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)
 }
 
 extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
-    quantise_hidden(const unsigned short* gate, const unsigned short* up, int N,
+    quantise_hidden(const unsigned short* gate, const unsigned short* up, int N, int pitch,
                     unsigned char* values, float* scales) {
-    const long long first = static_cast<long long>(blockIdx.x) * N;
+    const long long row = blockIdx.x, first = row * pitch;
     const Share<4, HiddenRow> own({gate + first, up + first}, N, threadIdx.x, blockDim.x);
     const float scale = scale_of(greatest_of_block(bf16_value(own.largest_bits())));
-    own.round(scale, values + first);
+    own.round(scale, values + row * N);
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
 }

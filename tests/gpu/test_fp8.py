@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from twellctl.bundle.twell_ffn import register_sources, rounded_linear
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, round_rows, round_weight
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.convert import convert
 from twellctl.export import export
+from twellctl.here.resources import kernel_files
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
@@ -54,6 +56,23 @@ def test_fp8_products_err_as_bf16_rounds(shape, bias):
     # accumulators of tensor cores hold some 14 bits
     assert error.max() < 2**-7 * wanted.abs().max()
     assert error.mean() < 2**-9 * max(1, K / 4096) * wanted.abs().mean()
+
+
+@pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (0, 64, 64)])
+def test_inputs_rounded_by_a_kernel_have_the_bits_of_torchs(shape, bias):
+    """And so have what it does not take: views that lie askew, float32, odd sizes."""
+    M, K, N = shape
+    sources = register_sources(kernel_files())
+    weight, x = on_gpu(weight_of(N, K, seed=4, bias=bias)), drawn(M, K, seed=3).bfloat16().cuda()
+    askew = torch.cat((x.flatten(), x.new_zeros(1)))[1:].view(M, K)
+    odd = on_gpu(weight_of(N, K - 8, seed=5))
+    pairs = [(x, weight), (askew, weight), (x.float(), weight), (x[:, 8:], odd), (x[None], weight)]
+    for given, of in pairs:
+        found, wanted = rounded_linear(given, of, sources), fp8_linear(given, of)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

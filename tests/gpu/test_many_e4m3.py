@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_rows, round_weight
+from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, joined, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn
 from twellctl.bundle.twell_log import reasons_said
@@ -346,6 +346,25 @@ def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
     problem.x[M // 2] = 0
     found = by_dense(kernels, problem)
     assert torch.equal(found.view(torch.int16), problem.dense().view(torch.int16))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (65, 2048, 5632), (300, 640, 1024)])
+def test_the_way_dense_takes_gate_and_up_at_once(kernels, M, K, N, bias):
+    """Where one lies behind the other, as loaded models have them."""
+    torch.manual_seed(14)
+    problem = random_problem(M, K, N, mean=-1.0, bias=bias, decades=4.0)
+    wanted, ffn = by_dense(kernels, problem), problem.ffn
+    (gate, up), (s_gate, s_up) = (
+        torch.cat(two).chunk(2) for two in ((ffn.w_gate, ffn.w_up), (ffn.s_gate, ffn.s_up))
+    )
+    b_gate, b_up = torch.cat((ffn.b_gate, ffn.b_up)).chunk(2) if bias else (None, None)
+    of_gate, of_up = (
+        Fp8Weight(*one) for one in ((gate, s_gate[:, None], b_gate), (up, s_up[:, None], b_up))
+    )
+    assert joined(of_gate, of_up) is not None
+    problem.ffn = FFN(gate, up, ffn.w_down, b_gate, b_up, ffn.b_down, s_gate, s_up, ffn.s_down)
+    assert relative_errors(by_dense(kernels, problem), wanted.double()).max() < 0.02
 
 
 # ---- the operator

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bench.twell_side import shared_copy
-from twellctl.bundle.twell_fp8 import Fp8Linear
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.models.quantised import expand_model, round_model
 
 DTYPE = torch.bfloat16

@@ -15,11 +15,12 @@ from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_fp8 import Fp8Linear, round_weight
+from twellctl.bundle.twell_fp8 import round_weight
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_model import (
     by_rows_of_neurons,
     gated_ffns,
-    lay_down_by_rows,
+    lay_weights,
     put_over_twell,
     use_kernels,
 )
@@ -121,7 +122,7 @@ def with_route(module: nn.Module, route: str) -> nn.Module:
     """The same FFN over the kernels of this installation."""
     taken = shared_copy(module)
     use_kernels(taken, own_kernels(), route)
-    lay_down_by_rows(taken)
+    lay_weights(taken)
     return taken
 
 
@@ -155,5 +156,5 @@ def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module
     use_kernels(twin, own_kernels(), route)
     for ffn in gated_ffns(twin):  # the same numbers, but a layout of its own
         ffn.down_proj.weight = nn.Parameter(ffn.down_proj.weight.detach(), requires_grad=False)
-    lay_down_by_rows(twin)
+    lay_weights(twin)
     return twin

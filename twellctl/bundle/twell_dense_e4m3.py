@@ -2,6 +2,8 @@
 
     quantise_inputs -> torch's products for gate and up -> quantise_hidden -> torch's for down
 
+Gate and up are one product where one lies behind the other, as `lay_together` lays them.
+
 The equation and its bits are those of `fp8_ffn` (twell_fp8.py). torch.compile does not see into the
 operator, so plain torch would round x and h there in a dozen kernels; these two do it instead.
 """
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .twell_fp8 import Fp8Weight, rounded_product
+from .twell_fp8 import Fp8Weight, joined, rounded_product
 from .twell_launch import KernelSet, Limits
 from .twell_quantise import quantise_hidden, quantise_inputs
 from .twell_weights import FFN
@@ -34,5 +36,16 @@ def dense_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> T
     """
     gate, up, down = fp8_weights(ffn)
     rows = quantise_inputs(kernels, x)
-    products = (rounded_product(rows.values, rows.scales, weight, x.dtype) for weight in (gate, up))
+
+    def product(weight: Fp8Weight) -> Tensor:
+        return rounded_product(rows.values, rows.scales, weight, x.dtype)
+
+    both = joined(gate, up)
+    products = map(product, (gate, up)) if both is None else product(both).chunk(2, 1)
     return rounded_product(*quantise_hidden(kernels, *products), down, x.dtype)
+
+
+def dense_e4m3_linear(kernels: KernelSet, x: Tensor, weight: Fp8Weight) -> Tensor:
+    """`fp8_linear` of `[M, K]` bf16, M >= 1, contiguous; K a multiple of 16."""
+    rows = quantise_inputs(kernels, x)
+    return rounded_product(rows.values, rows.scales, weight, x.dtype)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE
+from .twell_dense_e4m3 import dense_e4m3_linear
 from .twell_format import gated_ffn
-from .twell_fp8 import Fp8Weight, fp8_ffn
-from .twell_launch import register_sources
+from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, why_no_products
+from .twell_launch import kernels_for, register_sources
 from .twell_log import reasons_said, say_once
 from .twell_reasons import (
     check_numbers,
@@ -134,6 +135,16 @@ def fp8_ffn_beside(
     scales = (w.scale.reshape(-1) for w in (gate, up, down))
     numbers = tile, slots, density, sources, "auto"
     return _fp8_ffn(x, *weights, *biases, *scales, turned, *numbers, dense)
+
+
+def rounded_linear(x: Tensor, weight: Fp8Weight, sources: str = "") -> Tensor:
+    """`fp8_linear`, with inputs rounded by a kernel on Hopper; `sources` as in `sparse_ffn`.
+
+    torch.compile fuses what torch does for that, so there nothing is launched.
+    """
+    if torch.compiler.is_compiling() or not (sources and x.is_cuda):
+        return fp8_linear(x, weight)
+    return _fp8_linear_op(x, weight.values, weight.scale, weight.bias, sources)
 
 
 def train_ffn(
@@ -321,7 +332,7 @@ def _fp8_ffn(
     read = ffn if turned is None else replace(ffn, w_down=turned)
     said = why_not_e4m3_ffn(rows, read, tile)
     said = said or why_no_e4m3_kernels(sources, index, hopper, route)
-    if said and route != "dense":
+    if said and (hopper or route != "dense"):
         say_once(said)
     if rows.numel() and not said:
         y = run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
@@ -330,6 +341,17 @@ def _fp8_ffn(
     else:
         y = dense_products(rows, ffn)
     return y.view(x.shape)
+
+
+def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, sources: str) -> Tensor:
+    """The operator `fp8_linear`."""
+    weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
+    hopper = takes_hopper_kernels(index)
+    taken = hopper and rows.numel() and not why_no_products(index, *w.shape, str(x.dtype))
+    if not taken or why_no_e4m3_kernels(sources, index, hopper, "dense"):
+        return fp8_linear(x, weight)
+    y = dense_e4m3_linear(kernels_for(sources, index), aligned(rows), weight)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 # ---- operators ----
@@ -357,19 +379,27 @@ def _fake_fp8_ffn(x: Tensor, *rest) -> Tensor:
     return x.new_empty(x.shape)
 
 
+_LINEAR_SCHEMA = "(Tensor x, Tensor w, Tensor scale, Tensor? bias, str sources) -> Tensor"
+
+
+def _fake_fp8_linear(x: Tensor, w: Tensor, *rest) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
 def _own_digest() -> str:
     files = sorted(Path(__file__).parent.glob("twell_*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:8]
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operators `twell::gated_ffn_<digest>` and `twell::fp8_ffn_<digest>`, and training's."""
+    """The operators `twell::gated_ffn_<digest>`, `fp8_ffn_` and `fp8_linear_`, and training's."""
     library = torch.library.Library("twell", "FRAGMENT")
     define_operators(
         library,
         digest,
         ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
         ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_fp8_ffn),
+        ("fp8_linear", _LINEAR_SCHEMA, _fp8_linear, _fake_fp8_linear),
     )
     define_training(library, digest)
     return library
@@ -381,10 +411,12 @@ if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
     _fp8_ffn_op = getattr(torch.ops.twell, f"fp8_ffn_{_DIGEST}").default
+    _fp8_linear_op = getattr(torch.ops.twell, f"fp8_linear_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
     sparse_fp8_ffn, fp8_ffn_beside = _owner.sparse_fp8_ffn, _owner.fp8_ffn_beside
+    rounded_linear = _owner.rounded_linear
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .twell_format import keep_fired
 from .twell_launch import device_limits
 from .twell_log import say_once
+from .twell_weights import in_one
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -45,6 +46,19 @@ class Fp8Weight:
         biases = [None] * count if self.bias is None else self.bias.chunk(count)
         parts = zip(self.values.chunk(count), self.scale.chunk(count), biases, strict=True)
         return [Fp8Weight(*part) for part in parts]
+
+
+def joined(first: Fp8Weight, second: Fp8Weight) -> Fp8Weight | None:
+    """What `chunk(2)` has in two, as a view; None where they do not lie so, or are unlike."""
+    if first.values.shape != second.values.shape:
+        return None
+    values = in_one(first.values, second.values)
+    scale = in_one(first.scale, second.scale)
+    bias = in_one(first.bias, second.bias)
+    biased = first.bias is not None or second.bias is not None
+    if values is None or scale is None or (biased and bias is None):
+        return None
+    return Fp8Weight(values, scale, bias)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +114,7 @@ def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: tor
             after = weight.bias is not None and _adds_biases_after(values.device.index)
             y = torch._scaled_mm(
                 values.contiguous(),
-                weight.values.t(),
+                weight.values.contiguous().t(),
                 scale_a=scale,
                 scale_b=weight.scale.t(),
                 bias=None if after else weight.bias,
@@ -152,69 +166,3 @@ def why_no_products(index: int | None, N: int, K: int, dtype: str) -> str | None
     if N % 16 or K % 16:
         return f"FP8 products take sizes that are multiples of 16, not {K} and {N}"
     return None
-
-
-class Fp8Linear(nn.Linear):
-    """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`.
-
-    `turned`: the weight a second time, `[K, N]`, contiguous, where `turn` made it. It goes when the
-    layer moves, and follows values that it loads; no state_dict has it.
-    """
-
-    turned: Tensor | None = None
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **where):
-        """Without values yet; `where`: device, and the dtype of the bias."""
-        super().__init__(in_features, out_features, bias, **where)
-        device = self.weight.device
-        values = torch.empty(out_features, in_features, dtype=E4M3, device=device)
-        scale = torch.empty(out_features, 1, dtype=torch.float32, device=device)
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-
-    @property
-    def fp8_weight(self) -> Fp8Weight:
-        """What `fp8_linear` takes."""
-        return Fp8Weight(self.weight, self.weight_scale, self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        refuse_gradients(x)
-        return fp8_linear(x, self.fp8_weight)
-
-    def turn(self) -> None:
-        """Make `turned`."""
-        self.turned = self.weight.t().contiguous()
-
-    def _load_from_state_dict(self, *given):
-        was_there, self.turned = self.turned is not None, None
-        super()._load_from_state_dict(*given)
-        if was_there:
-            self.turn()
-
-    def _apply(self, fn, recurse=True):
-        self.turned = None
-
-        def placed(tensor: Tensor) -> Tensor:
-            """Where `fn` puts it; of to(dtype) too, e4m3 and its scales keep their dtypes."""
-            moved = fn(tensor)
-            own = tensor is self.weight or tensor is self.weight_scale
-            return tensor.to(moved.device) if own and moved.dtype != tensor.dtype else moved
-
-        return super()._apply(placed, recurse)
-
-
-def refuse_gradients(x: Tensor) -> None:
-    """`RuntimeError` where a gradient of `x` would be lost without a word."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "FP8 layers have no gradients: train the model that this one was exported from"
-        )
-
-
-def put_in_fp8(model: nn.Module, ignore: list[str]) -> None:
-    """Change each plain nn.Linear of `model` whose name is not in `ignore` for an `Fp8Linear`."""
-    linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and n not in ignore]
-    for name, linear in linears:
-        K, N, weight = linear.in_features, linear.out_features, linear.weight
-        where = {"device": weight.device, "dtype": weight.dtype}
-        model.set_submodule(name, Fp8Linear(K, N, linear.bias is not None, **where))

@@ -28,14 +28,14 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from .twell_config import check_twell
 from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
-from .twell_fp8 import Fp8Linear, refuse_gradients
 from .twell_fp8_config import is_fp8
+from .twell_fp8_linear import Fp8Linear, refuse_gradients
 from .twell_launch import device_limits
 from .twell_log import say_once
 from .twell_quantizer import with_own_layers
 from .twell_route import check_route, requested
 from .twell_train import FfnMeter
-from .twell_weights import E4M3_STEP
+from .twell_weights import E4M3_STEP, lay_together
 
 _PREFIX, _SUFFIXES = "Twell", ("ForCausalLM", "Model")
 _KERNELS = "twell_kernels/"
@@ -177,9 +177,15 @@ def _new_over_twell(stock: type) -> nn.Module:
 
 
 def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
-    """Give FFNs that `put_over_twell` made their kernels and route, as `sparse_ffn` has them."""
+    """Give FFNs that `put_over_twell` made their kernels and route, as `sparse_ffn` has them.
+
+    FP8 layers round their inputs by these kernels, too.
+    """
     for ffn in gated_ffns(model):
         ffn.twell_sources, ffn.twell_route = sources, route
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.twell_sources = sources
 
 
 def by_rows_of_neurons(w_down: Tensor, *, trained: bool = False) -> Tensor:
@@ -196,24 +202,20 @@ def _kernels_read(weight: Tensor, trained: bool = False) -> bool:
     return weight.is_cuda and weight.dtype in dtypes and not is_sharded
 
 
-def _goes_over_e4m3(ffn: nn.Module) -> bool:
-    dense = requested(ffn.twell_route) in ("dense", "fused")
-    return not dense and _kernels_read_e4m3(ffn.down_proj.weight)
-
-
 def _kernels_read_e4m3(weight: Tensor) -> bool:
     if not weight.is_cuda or torch.version.cuda is None or any(n % E4M3_STEP for n in weight.shape):
         return False
     return device_limits(weight.device.index).capability >= (8, 9)
 
 
-def lay_down_by_rows(model: nn.Module, *, trained: bool = False) -> None:
-    """Lay the weight of each down projection by rows of neurons, where `use_kernels` gave kernels.
+def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
+    """Lay the weights of gated FFNs as the kernels read them, where `use_kernels` gave kernels.
 
-    Its name, shape and values stay, and so does what is saved. Without this each call of the
-    kernels would make a copy. An FP8 layer keeps both layouts: dense FP8 products want the other
-    one. What is not a plain layer, or lies elsewhere, stays as it is, and so does what is sharded.
-    `trained` as in `by_rows_of_neurons`.
+    That of each down projection lies by rows of neurons: without this each call would make a copy.
+    An FP8 layer keeps both layouts, since dense FP8 products want the other one; FP8 gate and up
+    lie behind one another. Names, shapes and values stay, and so does what is saved. What is not a
+    plain layer, or lies elsewhere, stays as it is, and so does what is sharded. `trained` as in
+    `by_rows_of_neurons`.
     """
     for ffn in gated_ffns(model):
         down = ffn.down_proj
@@ -221,8 +223,12 @@ def lay_down_by_rows(model: nn.Module, *, trained: bool = False) -> None:
             continue
         if is_plain(down, nn.Linear):
             down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
-        elif is_plain(down, Fp8Linear) and _goes_over_e4m3(ffn):
-            down.turn()
+        elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
+            if requested(ffn.twell_route) not in ("dense", "fused"):
+                down.turn()
+            beside = [getattr(ffn, name, None) for name in ("gate_proj", "up_proj")]
+            if all(is_plain(layer, Fp8Linear) for layer in beside):
+                lay_together(*beside)
 
 
 class TwellModel:
@@ -257,12 +263,12 @@ class TwellModel:
         model._twell_bundle = bundle
         put_over_twell(model, model.config.twell)
         use_kernels(model, kernel_sources(bundle), route)
-        lay_down_by_rows(model)
+        lay_weights(model)
         return loaded
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)  # of to(), cuda(), bfloat16()
-        lay_down_by_rows(self)
+        lay_weights(self)
         return self
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

@@ -66,12 +66,14 @@ def quantise_inputs(kernels: KernelSet, x: Tensor) -> RoundedRows:
 def quantise_hidden(kernels: KernelSet, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """`round_rows` of h = relu(gate) * up: e4m3 `[M, N]`, float32 scales `[M, 1]`.
 
-    `gate` and `up` are bf16 `[M, N]`, M >= 1, contiguous; N a multiple of 8.
+    `gate` and `up` are bf16 `[M, N]`, M >= 1, with one stride from row to row; it and N are
+    multiples of 8.
     """
-    M, N = gate.shape
-    values = torch.empty_like(gate, dtype=E4M3)
+    (M, N), pitch = gate.shape, gate.stride(0)
+    values = gate.new_empty((M, N), dtype=E4M3)
     scales = gate.new_empty((M, 1), dtype=torch.float32)
-    kernels.launch("quantise_hidden", (M,), quantise_block(N), (gate, up, N, values, scales))
+    args = gate, up, N, pitch, values, scales
+    kernels.launch("quantise_hidden", (M,), quantise_block(N), args)
     return values, scales
 
 

@@ -13,8 +13,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .twell_fp8 import put_in_fp8
 from .twell_fp8_config import is_fp8, quantization_config
+from .twell_fp8_linear import put_in_fp8
 
 METHOD = f"fp8 of {__name__}"  # each copy of this code makes layers of its own
 

@@ -26,7 +26,7 @@ from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS
 from .twell_walk import WALK_KERNELS
 from .twell_walk_e4m3 import WALK_E4M3_KERNELS
-from .twell_weights import E4M3_STEP, FFN
+from .twell_weights import E4M3_STEP, FFN, end_of
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(
@@ -134,6 +134,10 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
 def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     """The same of e4m3 weights with scales; `ffn.w_down` may lie as it wants."""
     N, K, where = ffn.N, ffn.K, rows.device
+    weights, scales = (ffn.w_gate, ffn.w_up, ffn.w_down), (ffn.s_gate, ffn.s_up, ffn.s_down)
+    in_e4m3 = all(end_of(weight) for weight in weights)
+    if not in_e4m3 or any(scale.dtype != torch.float32 for scale in scales):
+        return "the kernels take FP8 weights in e4m3, with scales in float32"
     biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
     shapes = [*3 * [(N, K)], *((n,) for n in (*biases, N, N, K))]
     if rows.shape[1] != K or [tuple(t.shape) for t in ffn.tensors] != shapes:

@@ -1,10 +1,10 @@
-"""The weights of a gated FFN, as the kernels read them."""
+"""The weights of a gated FFN, as the kernels read them; weights that one product takes."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .twell_spec import E4M3_END
 
@@ -14,6 +14,36 @@ E4M3_STEP = 128  # of e4m3 weights the kernels take sizes that are multiples of 
 def end_of(weight: Tensor) -> str:
     """What ends the names of the entries that take `weight`."""
     return E4M3_END if weight.dtype == torch.float8_e4m3fn else ""
+
+
+def in_one(*tensors: Tensor | None) -> Tensor | None:
+    """One view of `tensors` `[n, ...]` that lie behind one another; None where they do not."""
+    if any(tensor is None or not tensor.is_contiguous() for tensor in tensors):
+        return None
+    first, *others = tensors
+    end = first.storage_offset() + first.numel()
+    for tensor in others:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or tensor.shape[1:] != first.shape[1:] or tensor.storage_offset() != end:
+            return None
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def lay_together(*layers: nn.Linear) -> None:
+    """Make weights, biases and scales of `layers` parts of one tensor each: one product takes all.
+
+    Names, shapes and values stay, and so does what is saved. What not all have stays as it is.
+    """
+    for name in ("weight", "bias", "weight_scale"):
+        parts = [getattr(layer, name, None) for layer in layers]
+        if any(part is None for part in parts) or in_one(*parts) is not None:
+            continue
+        with torch.inference_mode(parts[0].is_inference()):  # a tensor of their own kind
+            whole = torch.cat([part.data for part in parts])
+        for part, own in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = own
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bundle.twell_few import few_gated, few_linear
+from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
+from twellctl.bundle.twell_ffn import rounded_linear
+from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_fp8 import Fp8Weight
 from twellctl.bundle.twell_launch import KernelSet, Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
+from twellctl.here.own_kernels import own_kernels
 
 
 def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, list[Way]]:
@@ -23,6 +28,27 @@ def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, l
     return {name: ruled} | {way.name: [way] * len(densities) for way in ways}
 
 
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """PyTorch's, `[M, K]` and `[N, K]` to `[M, N]`; a weight with a `scale` `[N]` is e4m3."""
+    if scale is None:
+        return F.linear(x, weight, bias)
+    return rounded_linear(x, Fp8Weight(weight, scale[:, None], bias), own_kernels())
+
+
+def _hidden(
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, counts: Tensor | None, overlap: bool
+) -> Tensor:
+    """The dense hidden state `[M, N]`."""
+    if len(x) <= LINEAR_TOKENS:
+        return few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
+    gate = product(x, ffn.w_gate, ffn.b_gate, ffn.s_gate)
+    if counts is not None:
+        counts += fires(gate).sum(1)
+    return keep_fired(gate) * product(x, ffn.w_up, ffn.b_up, ffn.s_up)
+
+
 def _by_columns(
     kernels: KernelSet,
     limits: Limits,
@@ -33,9 +59,9 @@ def _by_columns(
     counts: Tensor | None,
     overlap: bool,
 ) -> Tensor:
-    hidden = few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
-    if ffn.N % 64:  # more than few_linear takes
-        return residual + F.linear(hidden, ffn.w_down, ffn.b_down)
+    hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
+    if len(x) > LINEAR_TOKENS or ffn.N % 64:  # which few_linear does not take
+        return residual + product(hidden, ffn.w_down, ffn.b_down, ffn.s_down)
     how = {"residual": residual, "overlap": overlap}
     return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, scale=ffn.s_down, **how)
 
@@ -50,7 +76,7 @@ def _in_place(
     counts: Tensor | None,
     overlap: bool,
 ) -> Tensor:
-    hidden = few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
+    hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
     return torch.addmm(
         residual if ffn.b_down is None else residual + ffn.b_down, hidden, ffn.w_down
     )

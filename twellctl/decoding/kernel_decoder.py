@@ -1,5 +1,5 @@
 """A decoder over our own kernels, for Llama and its kin on an NVIDIA GPU: in bf16, or with linear
-layers in FP8, whose weights are e4m3 and whose inputs stay bf16.
+layers in FP8, whose weights are e4m3.
 
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
@@ -7,11 +7,14 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. The FFN goes by pairs,
-by the union of what fires or densely (few_ways.py, down_copies.py); and a step of one row, or of
-up to 16, may be one launch in the place of all that, if the model is such that it can be
-(whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
-(step_forms.py).
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. With more than
+LINEAR_TOKENS rows PyTorch's products are faster: they take the place of few_linear, but for the
+head, and of dense FFNs. In FP8 they round their inputs, which stay bf16 with fewer rows.
+
+The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
+step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
+that it can be (whole_step.py). Which of these forms is the fastest is measured in the first step
+of so many rows (step_forms.py).
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons. In FP8
@@ -27,10 +30,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_few import (
-    few_linear,
-)
-from twellctl.bundle.twell_fp8 import Fp8Linear
+from twellctl.bundle.twell_few import few_linear
+from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     by_rows_of_neurons,
@@ -41,7 +43,7 @@ from twellctl.bundle.twell_model import (
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding.attention import (
     AttendLayer,
     AttendPlan,
@@ -53,7 +55,7 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
-from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways
+from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, product
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
     entry_end,
@@ -246,6 +248,9 @@ class KernelDecoder:
     def _linear(
         self, x: Tensor, linear: Linear, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
+        if len(x) > LINEAR_TOKENS:
+            y = product(x, linear.weight, linear.bias, linear.scale)
+            return y if residual is None else residual + y
         how = {"scale": linear.scale, "residual": residual, "ahead": ahead, "overlap": True}
         return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
 
@@ -302,7 +307,14 @@ def _linear(module: nn.Linear) -> Linear:
 def _qkv(attention: nn.Module) -> Linear:
     if hasattr(attention, "qkv_proj"):
         return _linear(attention.qkv_proj)
-    return _put_together([attention.q_proj, attention.k_proj, attention.v_proj])
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    lay_together(*layers)
+    q_k_v = [_linear(layer) for layer in layers]
+    return Linear(
+        in_one(*(linear.weight for linear in q_k_v)),
+        in_one(*(linear.bias for linear in q_k_v)),
+        in_one(*(linear.scale for linear in q_k_v)),
+    )
 
 
 def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
@@ -315,17 +327,6 @@ def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
 
 def _halves(tensor: Tensor | None) -> tuple[Tensor | None, ...]:
     return (None, None) if tensor is None else tensor.chunk(2)
-
-
-def _put_together(linears: list[nn.Linear]) -> Linear:
-    """The weights of several layers in one, of which they become parts."""
-    parts = [linear.out_features for linear in linears]
-    whole = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(linears, whole.split(parts), strict=True):
-        linear.weight.data = part
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    scales = [_linear(linear).scale for linear in linears]
-    return Linear(whole, bias, None if scales[0] is None else torch.cat(scales))
 
 
 def _put_over_twell(model: PreTrainedModel) -> None:

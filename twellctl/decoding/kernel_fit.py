@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
-from twellctl.bundle.twell_fp8 import Fp8Linear
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_name, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing

@@ -18,7 +18,7 @@ from twellctl.bundle.twell_config import new_twell
 from twellctl.bundle.twell_model import (
     TwellFFN,
     gated_ffns,
-    lay_down_by_rows,
+    lay_weights,
     put_over_twell,
     use_kernels,
 )
@@ -54,7 +54,7 @@ class FfnPenalty:
         self._stock = [type(ffn) for ffn in self.ffns]
         put_over_twell(model, new_twell(len(self.ffns), "", ""))
         use_kernels(model, own_kernels())
-        lay_down_by_rows(model, trained=True)
+        lay_weights(model, trained=True)
         self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
             ffn.twell_meter = meter
