@@ -1,4 +1,7 @@
-"""`few_walk` (kernels/ffn/few_walk.cuh) on a CPU, by emulated_kernels.py, and a judge."""
+"""`few_walk` (kernels/ffn/few_walk.cuh) on a CPU, by emulated_kernels.py, and a judge.
+
+Weights are bf16, or e4m3 with powers of two for scales.
+"""
 
 from dataclasses import dataclass
 
@@ -21,6 +24,8 @@ class Problem:
     b_up: Tensor | None
     b_down: Tensor | None
     residual: Tensor | None
+    s_up: Tensor | None = None
+    s_down: Tensor | None = None
 
     @property
     def fired(self) -> Tensor:
@@ -29,34 +34,41 @@ class Problem:
     @property
     def y(self) -> Tensor:
         """In float64, rounded where the kernel rounds."""
-        up = _product(self.x, self.w_up, self.b_up).double()
+        up = _product(self.x, self.w_up, self.s_up, self.b_up).double()
         hidden = (self.gate.double() * up).bfloat16().double()
-        y = _product(torch.where(self.fired, hidden, 0), self.w_down.t(), self.b_down)
+        hidden = torch.where(self.fired, hidden, 0)
+        y = _product(hidden, self.w_down.t(), self.s_down, self.b_down)
         return y if self.residual is None else (y.double() + self.residual.double()).bfloat16()
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     y = x.double() @ weight.double().t()
+    y = y if scale is None else y * scale.double()
     return (y if bias is None else y + bias.double()).bfloat16()
 
 
-def random_problem(M: int, K: int, N: int, level: float, seed: int) -> Problem:
-    """`level`: of the gate's mean, in its standard deviations."""
+def random_problem(M: int, K: int, N: int, level: float, seed: int, end: str = "") -> Problem:
+    """`level`: of the gate's mean, in its standard deviations; `end` E4M3_END: e4m3 weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def whole(*shape: int, most: int) -> Tensor:
         return torch.randint(-most, most + 1, shape, generator=generator).bfloat16()
 
-    full = bool(seed % 2)
+    def powers(num: int) -> Tensor | None:
+        return 2.0 ** torch.randint(-1, 2, (num,), generator=generator) if end else None
+
+    full, dtype = bool(seed % 2), torch.float8_e4m3fn if end else torch.bfloat16
     gate = ((torch.randn(M, N, generator=generator) + level) * 8).round().bfloat16()
     return Problem(
         whole(M, K, most=1),
         gate,
-        whole(N, K, most=1),
-        whole(N, K, most=2),
+        whole(N, K, most=1).to(dtype),
+        whole(N, K, most=2).to(dtype),
         whole(N, most=3) if full else None,
         whole(K, most=3) if full else None,
         whole(M, K, most=50) if full else None,
+        powers(N),
+        powers(K),
     )
 
 
@@ -64,6 +76,7 @@ def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed:
     """(y, counts that began as 0, 1, ..) of one launch by `plan`, behind the gate's product."""
     (M, K), N = problem.x.shape, problem.gate.shape[1]
     counts, y = torch.arange(M, dtype=torch.int32), torch.full_like(problem.x, 7)
+    scales = () if problem.s_up is None else (problem.s_up, problem.s_down)
     inputs = problem.x, problem.w_up, problem.w_down, problem.b_up, problem.b_down
     kernels.launch(
         plan.name,
@@ -71,7 +84,7 @@ def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed:
         plan.threads,
         (
             *(*inputs, problem.gate, problem.residual, plan.columns, N, K),
-            *(plan.cap, plan.ways, plan.warps, counts, y),
+            *(plan.cap, plan.ways, plan.warps, counts, y, *scales),
         ),
         plan.smem_bytes,
         cluster=plan.size,

@@ -207,7 +207,8 @@ def test_the_ways_of_an_ffn(gpus):
     of_bf16, of_fp8 = found.what.split(". In FP8: ")
     assert of_bf16.endswith("; 4097 and more tokens: lists, fused, dense")
     assert of_fp8.split("; ") == [
-        "1 to 64 tokens: union, dense",
+        "1 to 3 tokens: union, dense",
+        "4 to 64 tokens: pairs, union, dense",
         "65 to 4096 tokens: walk_gate, walk, lists, dense",
         "4097 and more tokens: lists, dense",
     ]

@@ -33,6 +33,21 @@ def test_rows_of_any_size(kernels, M):
     of_e4m3.test_rows_of_any_size(kernels, M)
 
 
+@pytest.mark.parametrize(("M", "N"), [(4, 128), (17, 264)])
+def test_no_pairs_and_all_pairs(kernels, M, N):
+    of_e4m3.test_no_pairs_and_all_pairs(kernels, M, N)
+
+
+@pytest.mark.parametrize("num", [1, 17, 129])
+def test_any_number_of_pairs(kernels, num):
+    of_e4m3.test_any_number_of_pairs(kernels, 4, num)
+
+
+def test_pairs_of_rows_of_any_size(kernels):
+    of_e4m3.test_pairs_of_rows_of_any_size(kernels, 4)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_rows_that_are_not_finite(kernels, bad):
     of_e4m3.test_rows_that_are_not_finite(kernels, 9, bad)
+    of_e4m3.test_pairs_of_rows_that_are_not_finite(kernels, 4, bad)

@@ -19,6 +19,7 @@ from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
 from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.resources import kernel_files
 
 pytestmark = needs_emulator
@@ -29,6 +30,17 @@ def walk(kernels: EmulatedKernels) -> None:
     problem = emulated_walk.random_problem(2, 576, 264, 0.0, 1)
     limits = Limits(132, 232448, 60 << 20, (9, 0))
     plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2)
+    y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
+    assert torch.equal(y, problem.y)
+
+
+def pairs_e4m3(kernels: EmulatedKernels) -> None:
+    """The same over e4m3 weights: x differs within a quad, h grows from batch to batch."""
+    problem = emulated_walk.random_problem(2, 640, 264, 0.0, 1, E4M3_END)
+    problem.x.view(2, 10, 2, 32)[:, :, 1] *= 4
+    problem.gate[:, 200:] *= 256
+    limits = Limits(132, 232448, 60 << 20, (9, 0))
+    plan = plan_few_walk(2, 264, 640, limits, lambda *asked: 0, E4M3_END)  # two blocks
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)
 
@@ -101,6 +113,7 @@ class Mutation:
 
 
 FEW, FEW_DOWN = "tile/few_product.cuh", "ffn/few_down.cu"
+NUMBERS = "few_walk_numbers.cuh"
 WALK, LISTS, SUMS = "ffn/few_walk.cuh", "train/grad_lists.cu", "train/grad_sums.cu"
 STEP, PRODUCTS, FFN = (f"decode/step{part}.cuh" for part in ("", "_products", "_ffn"))
 ROWS_PRODUCTS, ROWS_FFN = (f"decode/step_rows{part}.cuh" for part in ("_products", "_ffn"))
@@ -145,8 +158,8 @@ MUTATIONS = {
     "a token too far": Mutation(
         walk,
         WALK,
-        "load_written(x + row + column)",
-        "load_written(x + row + K + column)",
+        "Numbers::load(x + row + column)",
+        "Numbers::load(x + row + K + column)",
         "no such memory",
     ),
     "no wait for the ring": Mutation(
@@ -248,6 +261,20 @@ MUTATIONS |= {
         ),
     )
 }
+MUTATIONS |= {
+    f"pairs over e4m3: {name}": Mutation(pairs_e4m3, f"ffn/{file}", original, mutated, None)
+    for name, file, original, mutated in (
+        ("no scale of up", "few_walk.cuh", "up *= scale;", "up *= 1.f;"),
+        ("the batch before's scale", "few_walk.cuh", "load_scale(base + step)", "load_scale(base)"),
+        ("another column's scale", "few_walk.cuh", "column_scales(n)", "column_scales(own)"),
+        ("sums over the power before", NUMBERS, "y_[i][j] *= change;", "y_[i][j] *= 1.f;"),
+        ("the other pair's h", NUMBERS, "g % 2 ? 0x3244 : 0x4432", "g % 2 ? 0x1044 : 0x4410"),
+        ("columns exchanged", NUMBERS, "(next, a.z, a.w, b.z, b.w,", "(next, a.w, a.z, b.w, b.z,"),
+        ("x not taken back", NUMBERS, "x.back * (is_odd ? both[3]", "(is_odd ? both[3]"),
+        ("a power for two lanes", NUMBERS, "most = max(most, __shfl_xor_sync(~0u, most, 2));", ""),
+        ("half of x", NUMBERS, "load_written(from + 8)", "load_written(from)"),
+    )
+}
 MORE = {
     "no arrive": Mutation(
         step,
@@ -318,7 +345,9 @@ MORE = {
 ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
 
 
-@pytest.mark.parametrize("run", [walk, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3])
+@pytest.mark.parametrize(
+    "run", [walk, pairs_e4m3, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3]
+)
 def test_without_a_mistake(run):
     run(EmulatedKernels())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
+    FEW_E4M3_KERNELS,
     FEW_KERNELS,
     FEW_TOKENS,
     FewPlan,
@@ -149,19 +150,16 @@ def test_every_entry_is_planned_and_has_its_source():
         for launch in launches_of(plan_few(M, N, K, limits, end))
     }
     files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
-    files |= {f"{file.removesuffix('.cu')}{E4M3_END}.cu" for file in files} - {
-        "ffn/few_linear_e4m3.cu"
-    }
-    files |= {"decode/few_linear_e4m3.cu"}
+    files |= {f"{file.removesuffix('.cu')}{E4M3_END}.cu" for file in files}
     assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
     tokens = range(1, FEW_TOKENS + 1)
     ffn = {name for M in tokens for end in ENDS for name in few_kernels(M, A100, end)}
     gated = {name for M in tokens for end in ENDS for name in few_gated_kernels(M, end)}
     assert (planned, ffn & gated) == (ffn | gated, set())
-    exported = {name for name in ffn if not name.endswith(E4M3_END)}
-    assert {*FEW_KERNELS} == exported | set(few_walk_kernels(17, H200))
-    own = set(few_walk_kernels(17, H200))
-    assert {*few_kernels(17, H200)} - planned == own
+    for end, exported in (("", FEW_KERNELS), (E4M3_END, FEW_E4M3_KERNELS)):
+        own = set(few_walk_kernels(17, H200, end))
+        assert {*exported} == own | {name for name in ffn if name.endswith(E4M3_END) == bool(end)}
+        assert {*few_kernels(17, H200, end)} - planned == own
 
 
 @pytest.mark.parametrize("end", ENDS)

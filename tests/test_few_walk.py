@@ -11,7 +11,12 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Launches, assert_taken
 
 from twellctl.bundle import twell_few_walk
-from twellctl.bundle.twell_few import few_ffn_kernels, few_kernels, few_pairs
+from twellctl.bundle.twell_few import (
+    few_e4m3_kernels,
+    few_ffn_kernels,
+    few_kernels,
+    few_pairs,
+)
 from twellctl.bundle.twell_few_walk import (
     LINEAR_TOKENS,
     WALK_SIZES,
@@ -22,27 +27,32 @@ from twellctl.bundle.twell_few_walk import (
     takes_few_walk,
 )
 from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_spec import ENTRY_FILES
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, 60 << 20, (9, 0))
 OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]
 AT_ONCE = {8: 15, 6: 17, 4: 30, 3: 39, 2: 66}  # of 512 threads each, on an H200
 SHAPES = [(64, 8), (128, 520), (896, 4864), (2048, 5632), (2048, 32768), (4096, 14336)]
+E4M3_SHAPES = [(128, 128), (896, 4864), (1536, 8960), (2048, 32768), (3584, 18944), (4096, 14336)]
+ENDS = ["", E4M3_END]
+OF_ALL = [("", *shape) for shape in SHAPES] + [(E4M3_END, *shape) for shape in E4M3_SHAPES]
 
 
 def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
     return AT_ONCE[size]
 
 
-def launched(M: int, K: int, N: int, *, full: bool = False, **how):
+def launched(M: int, K: int, N: int, *, full: bool = False, end: str = "", **how):
     """What few_pairs launches; `full`: with biases, a residual, counts."""
-    x, *weights = (torch.zeros(n, K, dtype=torch.bfloat16) for n in (M, N, N, N))
+    x, dtype = torch.zeros(M, K).bfloat16(), torch.float8_e4m3fn if end else torch.bfloat16
+    weights = [torch.zeros(N, K, dtype=dtype) for _ in range(3)]
+    scales = [torch.zeros(n) if end else None for n in (N, N, K)]
     biases = [torch.zeros(n, dtype=torch.bfloat16) if full else None for n in (N, N, K)]
     residual = torch.zeros_like(x) if full else None
     counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    ffn = FFN(*weights, *biases)
+    ffn = FFN(*weights, *biases, *scales)
     y = few_pairs(kernels, H200, x, ffn, residual=residual, counts=counts, **how)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
@@ -53,12 +63,15 @@ def launched(M: int, K: int, N: int, *, full: bool = False, **how):
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("M", [WALK_TOKENS[0], LINEAR_TOKENS, LINEAR_TOKENS + 1, 64])
-@pytest.mark.parametrize(("K", "N"), SHAPES)
-def test_arguments_are_the_parameters_of_the_kernel(K, N, M, full):
-    *gate, (name, grid, block, args, smem_bytes) = launched(M, K, N, full=full).made
-    assert [made[0].split("_")[1] for made in gate] == ["linear"] * (M <= LINEAR_TOKENS)
-    assert_taken(name, args)
-    plan = plan_few_walk(M, N, K, H200, lambda *asked: 30)
+@pytest.mark.parametrize(("end", "K", "N"), OF_ALL)
+def test_arguments_are_the_parameters_of_the_kernel(end, K, N, M, full):
+    *gate, (name, grid, block, args, smem_bytes) = launched(M, K, N, full=full, end=end).made
+    by_linear = M <= LINEAR_TOKENS or bool(end)
+    assert [made[0].split("_")[1] for made in gate] == ["linear"] * by_linear
+    for entry, given in ((name, args), *((made[0], made[3]) for made in gate)):
+        assert entry.endswith(E4M3_END) == bool(end)
+        assert_taken(entry, given)
+    plan = plan_few_walk(M, N, K, H200, lambda *asked: 30, end)
     assert (name, grid, block) == (plan.name, (M * plan.size,), plan.threads)
     assert smem_bytes == plan.smem_bytes <= H200.smem_bytes
     if gate:  # it reads what the product wrote
@@ -71,6 +84,7 @@ def test_the_walk_starts_early_and_its_gate_only_if_it_may():
     assert launched(16, 64, 96).overlaps == [False, True]
     assert launched(16, 64, 96, overlap=True).overlaps == [True, True]
     assert launched(LINEAR_TOKENS + 1, 64, 96).overlaps == [False]  # behind torch's product
+    assert launched(LINEAR_TOKENS + 1, 128, 128, end=E4M3_END).overlaps == [False, True]
 
 
 def test_clusters_are_as_large_as_all_run_at_the_same_time():
@@ -79,17 +93,19 @@ def test_clusters_are_as_large_as_all_run_at_the_same_time():
     assert plan_few_walk(64, 5632, 2048, H200, lambda *asked: 0).size == 2
 
 
-@pytest.mark.parametrize(("K", "N"), SHAPES)
-def test_all_columns_have_a_thread_and_all_lists_room(K, N):
+@pytest.mark.parametrize(("end", "K", "N"), OF_ALL)
+def test_all_columns_have_a_thread_and_all_lists_room(end, K, N):
+    own = 16 if end else 8
     for M in (8, 64):
-        plan = plan_few_walk(M, N, K, H200, at_once)
+        plan = plan_few_walk(M, N, K, H200, at_once, end)
         assert plan.threads <= 512
+        assert plan.ways in ((1, 2, 4) if end else (1, 2))  # batches go by turns: powers of two
         assert plan.warps % 2 == 0  # sums of two warps are added up at a time
-        assert 8 * 32 * plan.warps >= K
+        assert own * 32 * plan.warps >= K
         assert plan.size * plan.columns >= K
-        assert plan.columns % 8 == 0
+        assert plan.columns % own == 0
         assert 4 * plan.threads >= plan.columns  # a thread adds up four
-        if plan.name.endswith("_all"):
+        if "_all" in plan.name:
             assert plan.size * plan.cap >= N
         else:
             assert plan.cap >= max(
@@ -107,27 +123,37 @@ def test_it_is_taken_where_few_fire_on_hopper():
         assert suits_few_walk(M, N, K, most)
         assert not suits_few_walk(M, N, K, most + 0.001)
     assert not takes_few_walk(16, N, 4160, H200)  # more columns than threads
-    assert not any(takes_few_walk(16, N, K, limits) for limits in OTHERS)
+    assert not any(takes_few_walk(16, N, K, limits, end) for limits in OTHERS for end in ENDS)
     assert not takes_few_walk(16, 65536, K, replace(H200, smem_bytes=99 << 10))
+    of_e4m3 = [M for M in range(1, 70) if takes_few_walk(M, N, K, H200, E4M3_END)]
+    assert of_e4m3 == list(WALK_TOKENS)
+    assert not takes_few_walk(16, N, 5120, H200, E4M3_END)
+    assert suits_few_walk(
+        16, N, K, 2 * 0.086, E4M3_END
+    )  # of pairs with half the bytes twice as many
+    assert not suits_few_walk(16, N, K, 2 * 0.087, E4M3_END)
 
 
 def test_it_is_loaded_where_it_may_be_launched():
-    for limits in (H200, *OTHERS):
-        for M in range(1, 65):
-            entries = few_walk_kernels(M, limits)
-            assert set(entries) <= set(few_kernels(M, limits))
-            assert bool(entries) == takes_few_walk(M, 8, 64, limits)
-    wanted = {entry for entry, file in ENTRY_FILES.items() if file == "ffn/few_walk.cu"}
-    assert wanted == set(few_walk_kernels(64, H200))
-    linear = {f"few_linear_{octets}" for octets in (1, 2, 4)}
-    assert wanted | linear <= set(few_ffn_kernels(H200))
+    for end, here in (("", few_ffn_kernels), (E4M3_END, few_e4m3_kernels)):
+        for limits in (H200, *OTHERS):
+            for M in range(1, 65):
+                entries = few_walk_kernels(M, limits, end)
+                assert set(entries) <= set(few_kernels(M, limits, end))
+                assert bool(entries) == takes_few_walk(M, 128, 128, limits, end)
+        wanted = {entry for entry, file in ENTRY_FILES.items() if file == f"ffn/few_walk{end}.cu"}
+        assert wanted == set(few_walk_kernels(64, H200, end))
+        octets = (1, 2, 4, 8) if end else (1, 2, 4)
+        linear = {f"few_linear_{num}{end}" for num in octets}
+        assert wanted | linear <= set(here(H200))
+        assert not wanted & {name for limits in OTHERS for name in here(limits)}
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():
-    claims = []
-    for K, N in SHAPES:
+    claims = ["few_walk::kWays<few_walk::Bf16> == 2 && few_walk::kWays<few_walk::E4m3> == 4"]
+    for end, K, N in OF_ALL:
         for size in WALK_SIZES:
-            plan = twell_few_walk._plan(N, K, size)
+            plan = twell_few_walk._plan(N, K, size, end)
             sizes = f"{{{N}, {K}, {plan.cap}, {plan.ways}, {plan.warps}, {plan.columns}}}"
             claims.append(f"few_walk::Sizes{sizes}.bytes({size}) == {plan.smem_bytes}")
     compile_claims("ffn/few_walk.cuh", claims, "sm_90a")
@@ -138,10 +164,11 @@ def test_shared_memory_is_what_the_kernel_asks_for():
 
 def check(problem, size, ways=None, seeds=(1,)):
     (M, K), N = problem.x.shape, problem.gate.shape[1]
-    plan = twell_few_walk._plan(N, K, size)
+    plan = twell_few_walk._plan(N, K, size, E4M3_END if problem.s_up is not None else "")
     if ways is not None and ways < plan.ways:
-        slots = 4 * plan.size * plan.columns
-        plan = replace(plan, ways=1, smem_bytes=plan.smem_bytes - plan.warps * 512 - slots)
+        of_way = plan.warps * 512 + 4 * plan.size * plan.columns
+        fewer = plan.smem_bytes - (plan.ways - ways) * of_way
+        plan = replace(plan, ways=ways, smem_bytes=fewer)
     wanted = problem.y
     for seed in seeds:
         y, counts = emulated.emulate(EmulatedKernels(), plan, problem, seed)
@@ -153,27 +180,39 @@ def check(problem, size, ways=None, seeds=(1,)):
 
 @needs_emulator
 @pytest.mark.parametrize("size", WALK_SIZES)
-@pytest.mark.parametrize(("M", "K", "N", "level"), [(2, 576, 520, -1.5), (1, 1088, 264, 0.0)])
-def test_it_is_exact_on_whole_numbers(M, K, N, level, size):
+@pytest.mark.parametrize(
+    ("end", "M", "K", "N", "level"),
+    [
+        ("", 2, 576, 520, -1.5),
+        ("", 1, 1088, 264, 0.0),
+        (E4M3_END, 2, 640, 520, -1.5),
+        (E4M3_END, 1, 1152, 264, 0.0),
+    ],
+)
+def test_it_is_exact_on_whole_numbers(end, M, K, N, level, size):
     for seed in (1, 2):
-        check(emulated.random_problem(M, K, N, level, seed), size)
-    check(emulated.random_problem(M, K, N, level, 3), size, ways=1)
+        check(emulated.random_problem(M, K, N, level, seed, end), size)
+    check(emulated.random_problem(M, K, N, level, 3, end), size, ways=2 if end else 1)
 
 
 @needs_emulator
-@pytest.mark.parametrize(("K", "N"), [(64, 8), (128, 16), (192, 2104)])
-def test_nothing_fires_and_everything_fires(K, N):
+@pytest.mark.parametrize(
+    ("end", "K", "N"),
+    [("", 64, 8), ("", 128, 16), ("", 192, 2104), (E4M3_END, 128, 128), (E4M3_END, 256, 1544)],
+)
+def test_nothing_fires_and_everything_fires(end, K, N):
     for level, seed in ((-9.0, 1), (9.0, 2)):
-        problem = emulated.random_problem(2, K, N, level, seed)
+        problem = emulated.random_problem(2, K, N, level, seed, end)
         assert problem.fired.float().mean().item() == (level > 0)
         check(problem, 8)
         check(problem, 3)
 
 
 @needs_emulator
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("num", [1, 7, 8, 9, 16, 17, 63, 65])
-def test_lists_end_anywhere(num):
-    problem = emulated.random_problem(2, 128, 136, -9.0, num)
+def test_lists_end_anywhere(num, end):
+    problem = emulated.random_problem(2, 128, 136, -9.0, num, end)
     problem.gate[0, torch.randperm(136)[:num]] = 3
     problem.gate[1, :num] = 3
     check(problem, 2, seeds=(1, 2))
@@ -181,8 +220,9 @@ def test_lists_end_anywhere(num):
 
 
 @needs_emulator
-def test_gates_at_0_and_not_finite():
-    problem = emulated.random_problem(2, 64, 24, -9.0, 1)
+@pytest.mark.parametrize("end", ENDS)
+def test_gates_at_0_and_not_finite(end):
+    problem = emulated.random_problem(2, 128, 24, -9.0, 1, end)
     odd = [-0.5, 0.5, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0**-126]
     problem.gate[0, 8:16] = torch.tensor(odd)
     problem.gate[1, 3:5] = torch.tensor([0.0, 0.5])
@@ -190,3 +230,28 @@ def test_gates_at_0_and_not_finite():
     check(problem, 4)
     problem.x[1, 5] = torch.inf
     check(problem, 4)
+
+
+@needs_emulator
+def test_numbers_of_any_size_beside_e4m3():
+    """x and h become f16 times powers of two: tokens, quads of lanes and pairs differ by much."""
+    problem = emulated.random_problem(3, 256, 264, -1.0, 1, E4M3_END)
+    generator = torch.Generator().manual_seed(1)
+    size = 10.0 ** torch.tensor([-15.0, 0.0, 15.0])[:, None]
+    x = torch.randn(problem.x.shape, generator=generator) * size
+    x[:, :64] *= 1e-6
+    pairs = 10.0 ** torch.randint(-4, 5, problem.gate.shape, generator=generator)
+    problem = replace(
+        problem,
+        x=x.bfloat16(),
+        gate=(problem.gate.float() * pairs).bfloat16(),
+        b_up=None,
+        b_down=None,
+        residual=None,
+    )
+    y, _ = emulated.emulate(
+        EmulatedKernels(), twell_few_walk._plan(264, 256, 3, E4M3_END), problem, 1
+    )
+    wanted = problem.y.double()
+    errors = (y.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert errors.max() < 2**-8, errors

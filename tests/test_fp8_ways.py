@@ -43,7 +43,8 @@ K, N = 128, 256
             H200,
             True,
             [
-                "1 to 64 tokens: union, dense",
+                "1 to 3 tokens: union, dense",
+                "4 to 64 tokens: pairs, union, dense",
                 "65 to 4096 tokens: walk_gate, walk, lists, dense",
                 "4097 and more tokens: lists, dense",
             ],
@@ -114,7 +115,7 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
     operator(100)
     operator(100)
     many = ["walk_gate", "walk", "lists", "dense"]
-    assert operator.timed == [["union", "dense"], many]
+    assert operator.timed == [["pairs", "union", "dense"], many]
     kinds = twell_route.known_choices()
     assert all("_e4m3" in kind.kernels for kind in kinds)
     assert {kind.density for kind in kinds} == {None}
@@ -124,7 +125,7 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
 def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator, turned):
     for M, route in ((16, "twell"), (100, "twell"), (5000, "twell"), (100, "auto")):
         operator(M, route, turned=turned)
-    own = [(name, True) for name in ("union", "walk_gate", "lists")]
+    own = [(name, True) for name in ("pairs", "walk_gate", "lists")]
     assert operator.ran == [*own, ("dense", False)]
 
 
@@ -217,10 +218,10 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
         x = spread(M, K, seed=9, decades=0.2).bfloat16()
         y = twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
         assert torch.equal(y, fp8_ffn(x, *operator.weights))
-    ways = [["union", "engine"], ["walk_gate", "walk", "lists", "engine"]]
+    ways = [["pairs", "union", "engine"], ["walk_gate", "walk", "lists", "engine"]]
     assert operator.timed == ways
     assert [list(kind.ways) for kind in twell_route.known_choices()] == ways
-    assert operator.ran == [("union", True), ("walk_gate", True)]
+    assert operator.ran == [("pairs", True), ("walk_gate", True)]
     assert ran == []
     monkeypatch.setenv("TWELL_ROUTE", "dense")
     twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)

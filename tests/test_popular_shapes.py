@@ -190,6 +190,8 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
         assert {"quantise_inputs", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
         assert "quantise_hidden" in judge.launched
+        by_pairs = {name for name in judge.launched if name.startswith("few_walk")}
+        assert bool(by_pairs) == (K <= 4096)
     entries = twell_reasons._e4m3_entries(judge.limits, hopper, "auto")
     assert judge.launched <= set(entries)
 

@@ -12,8 +12,9 @@
             const unsigned short* gate, const unsigned short* residual, int columns, int N,    \
             int K, int cap, int ways, int warps, int* counts, unsigned short* y) {             \
         extern __shared__ uint4 memory[];                                                      \
-        few_walk::walk_token<all, size>(x, w_up, w_down, b_up, b_down, gate, residual,         \
-                                        {N, K, cap, ways, warps, columns}, counts, y, memory); \
+        few_walk::walk_token<all, size>(few_walk::Bf16{}, x, w_up, w_down, b_up, b_down, gate, \
+                                        residual, {N, K, cap, ways, warps, columns}, counts,   \
+                                        y, memory);                                            \
     }
 
 TWELL_ENTRIES(TWELL_FEW_WALK)

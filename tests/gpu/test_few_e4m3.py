@@ -4,15 +4,19 @@ Problems of whole numbers, with powers of two for scales, have the bits of the s
 float64, rounded to bf16 where the kernels round.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle.twell_few import few_gated, few_linear, few_union
+from twellctl.bundle.twell_few import few_gated, few_linear, few_pairs, few_union
+from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_fp8 import round_weight
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.own_kernels import own_kernels
 
@@ -96,25 +100,30 @@ def of_any_numbers(M: int, K: int, N: int) -> Problem:
     return Problem(x, FFN(gate, up, down, *biases, *scales), torch.randn_like(x))
 
 
+def forms_for(M: int, N: int, K: int) -> dict:
+    """The forms of the FFN that take so many tokens here, by name."""
+    pairs = {"few_pairs": few_pairs} if takes_few_walk(M, N, K, limits(), E4M3_END) else {}
+    return {"few_union": few_union} | pairs
+
+
 def computed(kernels: KernelSet, problem: Problem) -> dict[str, tuple[Tensor, Tensor]]:
     """What each kernel gives, and what is wanted; counts too."""
     x, ffn = problem.x, problem.ffn
     here, first = (kernels, limits(), x), torch.arange(len(x), device=DEVICE).int()
-    counts, dense_counts = first.clone(), first.clone()
+    dense_counts, fired = first.clone(), first + problem.fired.sum(-1).int()
     gate = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate)
     wide = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, wide=True)
     ahead = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, ahead=True)
-    fired = first + problem.fired.sum(-1).int()
-    return {
+    made = {}
+    for name, form in forms_for(len(x), ffn.N, ffn.K).items():
+        counts = first.clone()
+        made[name] = form(*here, ffn, residual=problem.residual, counts=counts), problem.y
+        made[f"counts of {name}"] = counts, fired
+    return made | {
         "few_linear": (gate, problem.gate),
         "few_linear, wide": (wide.bfloat16(), gate),
         "few_linear, ahead": (ahead, gate),
         "few_gated": (few_gated(*here, ffn, counts=dense_counts), problem.hidden),
-        "few_union": (
-            few_union(*here, ffn, residual=problem.residual, counts=counts),
-            problem.y,
-        ),
-        "counts": (counts, fired),
         "counts of few_gated": (dense_counts, fired),
     }
 
@@ -165,7 +174,112 @@ def test_rows_that_are_not_finite(kernels, M, bad):
     assert found[1:].isfinite().all()
 
 
-def test_the_same_bits_each_time(kernels):
-    problem = of_any_numbers(5, 2176, 1400)
+@pytest.mark.parametrize("M", [5, 40])
+def test_the_same_bits_each_time(kernels, M):
+    problem = of_any_numbers(M, 2176, 1400)
     first, again = computed(kernels, problem), computed(kernels, problem)
     assert all(torch.equal(first[what][0], again[what][0]) for what in first)
+
+
+# ---- pairs: as tests/gpu/test_few.py asks of bf16
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    """The same numbers; where one is NaN, so is the other."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(0), wanted.nan_to_num(0))
+
+
+def by_pairs(kernels: KernelSet, problem: Problem, **how) -> Tensor:
+    M, K = problem.x.shape
+    if not takes_few_walk(M, problem.ffn.N, K, limits(), E4M3_END):
+        pytest.skip("pairs are Hopper's")
+    return few_pairs(kernels, limits(), problem.x, problem.ffn, residual=problem.residual, **how)
+
+
+def patterned(fired: Tensor, K: int = 128) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
+    M, N = fired.shape
+    x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K, most=4).abs()
+    values = torch.randint(1, 9, (N, M), device=DEVICE).bfloat16()
+    w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
+    weights = [
+        w.to(torch.float8_e4m3fn) for w in (w_gate, whole(N, K, most=4), whole(N, K, most=4))
+    ]
+    return Problem(x, FFN(*weights, *[None] * 3, powers(N), powers(N), powers(K)), None)
+
+
+@pytest.mark.parametrize("M", [4, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize(("K", "N"), [(2048, 5632), (4096, 14336), (3584, 18944), (896, 4864)])
+def test_pairs_of_real_sizes(kernels, K, N, M):
+    torch.manual_seed(M)
+    problem = of_whole_numbers(M, K, N, -2.5, full=True)
+    same(by_pairs(kernels, problem), problem.y)
+
+
+@pytest.mark.parametrize("M", [4, 17, 64])
+@pytest.mark.parametrize("N", [8, 128, 3000])
+def test_no_pairs_and_all_pairs(kernels, M, N):
+    torch.manual_seed(0)
+    for fired in (torch.zeros, torch.ones):
+        problem = patterned(fired(M, N, device=DEVICE).bool())
+        assert problem.fired.float().mean() == (fired is torch.ones)
+        same(by_pairs(kernels, problem), problem.y)
+
+
+@pytest.mark.parametrize("M", [4, 40])
+@pytest.mark.parametrize("num", [1, 2, 15, 16, 17, 127, 129, 513, 2049, 4097])
+def test_any_number_of_pairs(kernels, M, num):
+    torch.manual_seed(num)
+    fired = torch.zeros(M, 4504, device=DEVICE, dtype=torch.bool)
+    fired[torch.randint(M, (num,), device=DEVICE), torch.randperm(4504, device=DEVICE)[:num]] = True
+    problem = patterned(fired)
+    same(by_pairs(kernels, problem), problem.y)
+
+
+@pytest.mark.parametrize("M", [4, 40])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_pairs_of_rows_that_are_not_finite(kernels, M, bad):
+    """They are as in float64, and the others as they were."""
+    torch.manual_seed(0)
+    problem = of_whole_numbers(M, 256, 520, -1.0, full=False)
+    for row in {0, M // 2, M - 1}:
+        problem.x[row, row % 256 + 1] = bad
+    problem = Problem(problem.x, problem.ffn, None)
+    same(by_pairs(kernels, problem), problem.y)
+
+
+@pytest.mark.parametrize("M", [4, 16])
+def test_pairs_of_rows_of_any_size(kernels, M):
+    """x and h become f16, times powers of two."""
+    torch.manual_seed(M)
+    drawn = of_any_numbers(M, 1024, 136)
+    x = drawn.x * 10.0 ** torch.randint(-15, 16, (M, 1), device=DEVICE)
+    problem = Problem(x.bfloat16(), replace(drawn.ffn, b_gate=None, b_up=None, b_down=None), None)
+    found, wanted = by_pairs(kernels, problem).double(), problem.y.double()
+    assert ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 2**-8
+
+
+@pytest.mark.parametrize("M", [4, 16, 33, 64])
+def test_pairs_that_overlap_in_a_cuda_graph(kernels, M):
+    """A chain: each kernel needs what the one just before wrote."""
+    torch.manual_seed(M)
+    problems = [of_any_numbers(M, 512, 1408) for _ in range(6)]
+
+    def chain(overlap: bool) -> Tensor:
+        x = problems[0].x
+        for problem in problems:
+            given = Problem.__new__(Problem)
+            given.x, given.ffn, given.residual = x, problem.ffn, x
+            y = by_pairs(kernels, given, overlap=overlap)
+            x = (y / y.float().norm(dim=-1, keepdim=True) * 20).bfloat16()
+        return x
+
+    wanted = chain(False)
+    graph = torch.cuda.CUDAGraph()
+    chain(True)
+    with torch.cuda.graph(graph):
+        found = chain(True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(found, wanted)

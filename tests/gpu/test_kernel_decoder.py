@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
+from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.kernel_fit import why_not_one_kernel
@@ -154,6 +155,7 @@ def test_steps_over_fp8_weights(family):
             for name, form in decoder.forms(B).items()
         }
         assert {"False dense", "True union", "True dense"} <= found.keys()
+        assert ("True pairs" in found) == (B >= 4 and takes_hopper_kernels(0))
         for name, (logits, _) in found.items():
             error = (logits - wanted).norm() / wanted.norm()
             assert error < (0.02 if B <= LINEAR_TOKENS else 0.1), (name, B)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_few_walk import (
-    FEW_WALK_KERNELS,
     LINEAR_TOKENS,
+    few_walk_entries,
     few_walk_kernels,
     launch_few_walk,
 )
@@ -134,8 +134,7 @@ def product_bytes(sizes: FewSizes, M: int, K: int) -> int:
 def few_kernels(M: int, limits: Limits, end: str = "") -> tuple[str, ...]:
     """All entries of the FFN for `M` tokens here: products, of inputs of any length, and down."""
     few_down = (f"few_down{end}",) if M <= 2 else ()
-    few_walk = () if end else few_walk_kernels(M, limits)
-    return (*_entries(_octets(M), end), *few_down, *few_walk)
+    return (*_entries(_octets(M), end), *few_down, *few_walk_kernels(M, limits, end))
 
 
 def _entries(octets: int, end: str) -> tuple[str, ...]:
@@ -153,15 +152,14 @@ def _union_kernels(octets: int) -> tuple[str, ...]:
     return (*_builds("few_hidden", octets, E4M3_END), f"few_down_wide_{octets}{E4M3_END}")
 
 
-# all entries of `few_union` over e4m3 weights, and of the FFN for few tokens, on any device
-UNION_E4M3_KERNELS = (
-    *(entry for octets in FEW_OCTETS for entry in _union_kernels(octets)),
-    f"few_down{E4M3_END}",
-)
-FEW_KERNELS = (
-    *(entry for octets in FEW_OCTETS for entry in _entries(octets, "")),
-    "few_down",
-    *FEW_WALK_KERNELS,
+# all entries of the FFN for few tokens on any device, over bf16 and over e4m3 weights
+FEW_KERNELS, FEW_E4M3_KERNELS = (
+    (
+        *(entry for octets in FEW_OCTETS for entry in _entries(octets, end)),
+        f"few_down{end}",
+        *few_walk_entries(end),
+    )
+    for end in ("", E4M3_END)
 )
 
 
@@ -176,11 +174,14 @@ def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
 
 
-def union_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries of `few_union` over e4m3 weights on this device."""
-    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3_END))
+def few_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
+    """All entries of the FFN for few tokens over e4m3 weights on this device."""
+    taken = [M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3_END)]
     found = [name for M in taken for name in _union_kernels(_octets(M))]
-    return (*found, f"few_down{E4M3_END}") if found else ()
+    if any(few_walk_kernels(M, limits, E4M3_END) for M in taken):
+        found += [name for M in taken for name in _builds("few_linear", _octets(M), E4M3_END)]
+        found += few_walk_entries(E4M3_END)
+    return (*dict.fromkeys(found), f"few_down{E4M3_END}") if found else ()
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:
@@ -260,9 +261,13 @@ def few_pairs(
     counts: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """The same for what `takes_few_walk`: each token over what fires for it."""
-    if by_linear := x.shape[0] <= LINEAR_TOKENS:
-        gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, overlap=overlap)
+    """The same for what `takes_few_walk`: each token over what fires for it.
+
+    Over e4m3 weights torch has no product of inputs that are not rounded.
+    """
+    if by_linear := x.shape[0] <= LINEAR_TOKENS or ffn.s_gate is not None:
+        product = ffn.w_gate, ffn.b_gate
+        gate = few_linear(kernels, limits, x, *product, scale=ffn.s_gate, overlap=overlap)
     else:
         gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     how = {"residual": residual, "counts": counts, "overlap": by_linear}

@@ -1,10 +1,10 @@
 """up, h and down for few tokens on Hopper where few neurons fire: by token, not by their union.
 
-    the gate product (few_linear; beyond 32 tokens torch's) -> few_walk
+    the gate product (few_linear; in bf16 beyond 32 tokens torch's) -> few_walk
 
 Its time goes by pairs (token, neuron that fired), where that of few_hidden and few_down goes by the
-union of what fires; any density is exact, few_walk has no limits to run into. What it does stands
-in kernels/ffn/few_walk.cuh.
+union of what fires; any density is exact, few_walk has no limits to run into. Weights are bf16, or
+e4m3 with a scale a row; inputs are bf16. What it does stands in kernels/ffn/few_walk.cuh.
 """
 
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from .twell_spec import (
     FEW_WALK_BATCH,
     FEW_WALK_BLOCK,
     FEW_WALK_CHUNKS,
-    FEW_WALK_EIGHTS,
     FEW_WALK_HEAD,
+    FEW_WALK_QUADS,
+    FEW_WALK_WAYS,
     WALK_SIZES,
 )
-from .twell_weights import FFN
+from .twell_weights import FFN, end_of
 
-FEW_WALK_KERNELS = tuple(f"few_walk_{size}{form}" for size in WALK_SIZES for form in ("", "_all"))
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
 # faster a little beyond, with random neurons on an H200, but real tokens share more of theirs
 WALK_BYTES, WALK_GROWS = 250_000, 16
-LINEAR_TOKENS = 32  # up to here the gate product is few_linear's
+LINEAR_TOKENS = 32  # up to here the gate product over bf16 is few_linear's
+_MOST_K = 8 * FEW_WALK_BLOCK
 _HOPPER = (9, 0)
-_MOST_WAYS = 2
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
 
@@ -55,48 +55,62 @@ class FewWalkPlan:
         return 32 * self.warps * self.ways
 
 
-def few_walk_kernels(M: int, limits: Limits) -> tuple[str, ...]:
+def few_walk_entries(end: str = "") -> tuple[str, ...]:
+    """All entries, for e4m3 weights with `end` E4M3_END."""
+    return tuple(f"few_walk_{size}{form}{end}" for size in WALK_SIZES for form in ("", "_all"))
+
+
+def few_walk_kernels(M: int, limits: Limits, end: str = "") -> tuple[str, ...]:
     """The entries that `M` tokens may take on this device."""
     if limits.capability != _HOPPER or M not in WALK_TOKENS:
         return ()
-    return FEW_WALK_KERNELS
+    return few_walk_entries(end)
 
 
-def takes_few_walk(M: int, N: int, K: int, limits: Limits) -> bool:
+def takes_few_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
     """Whether few_walk takes `M` tokens on this device."""
-    if not few_walk_kernels(M, limits) or K > 8 * FEW_WALK_BLOCK:
+    if not few_walk_kernels(M, limits, end) or K > _MOST_K:
         return False
-    return _plan(N, K, WALK_SIZES[-1]).smem_bytes <= limits.smem_bytes
+    return _plan(N, K, WALK_SIZES[-1], end).smem_bytes <= limits.smem_bytes
 
 
-def suits_few_walk(M: int, N: int, K: int, density: float | None) -> bool:
+def suits_few_walk(M: int, N: int, K: int, density: float | None, end: str = "") -> bool:
     """Whether few_walk is the faster by the rule; `density` None: it is not known."""
-    return density is not None and 4 * K * N * density <= WALK_BYTES * min(M, WALK_GROWS)
+    of_pair = 32 // _columns(end) * K
+    return density is not None and of_pair * N * density <= WALK_BYTES * min(M, WALK_GROWS)
+
+
+def _columns(end: str) -> int:
+    """Of K, that a thread has: 16 bytes of a row."""
+    return 16 if end else 8
 
 
 @lru_cache(maxsize=4096)
-def _plan(N: int, K: int, size: int) -> FewWalkPlan:
-    warps = 2 * ceil_div(K, 8 * 64)
-    ways = min(_MOST_WAYS, FEW_WALK_BLOCK // (32 * warps))
+def _plan(N: int, K: int, size: int, end: str = "") -> FewWalkPlan:
+    own = _columns(end)
+    warps = 2 * ceil_div(K, 64 * own)
+    ways = min(FEW_WALK_WAYS * own // 8, FEW_WALK_BLOCK // (32 * warps))
     all_ = FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
-    columns = 8 * ceil_div(K // 8, size)
-    parts, slots = 2 * warps * FEW_WALK_EIGHTS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
+    columns = own * ceil_div(K // own, size)
+    parts, slots = 2 * warps * FEW_WALK_QUADS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
     smem_bytes = FEW_WALK_HEAD + 8 * cap + ways * parts + slots
-    name = f"few_walk_{size}" + "_all" * all_
+    name = f"few_walk_{size}{'_all' if all_ else ''}{end}"
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
 
 
-def plan_few_walk(M: int, N: int, K: int, limits: Limits, at_once: AtOnce) -> FewWalkPlan:
+def plan_few_walk(
+    M: int, N: int, K: int, limits: Limits, at_once: AtOnce, end: str = ""
+) -> FewWalkPlan:
     """The largest clusters of which all run at the same time, for what `takes_few_walk`."""
     for size in WALK_SIZES:
-        plan = _plan(N, K, size)
+        plan = _plan(N, K, size, end)
         if (
             plan.smem_bytes <= limits.smem_bytes
             and at_once(plan.name, size, plan.threads, plan.smem_bytes) >= M
         ):
             return plan
-    return _plan(N, K, WALK_SIZES[-1])
+    return _plan(N, K, WALK_SIZES[-1], end)
 
 
 def launch_few_walk(
@@ -115,8 +129,8 @@ def launch_few_walk(
     With `overlap` it starts before the gate product in front of it ends. That must be few_linear's
     then, which lets nothing start before all that came before itself has been written.
     """
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once)
+    M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_up)
+    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once, end)
     y = torch.empty_like(x)
     kernels.launch(
         plan.name,
@@ -125,7 +139,7 @@ def launch_few_walk(
         (
             *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, residual),
             *(plan.columns, N, K, plan.cap, plan.ways, plan.warps),
-            *(counts, y),
+            *(counts, y, *((ffn.s_up, ffn.s_down) if end else ())),
         ),
         plan.smem_bytes,
         overlap=overlap,

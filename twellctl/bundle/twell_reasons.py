@@ -10,10 +10,10 @@ from torch import Tensor
 from .twell_config import TILE
 from .twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import (
+    FEW_E4M3_KERNELS,
     FEW_KERNELS,
-    UNION_E4M3_KERNELS,
+    few_e4m3_kernels,
     few_ffn_kernels,
-    union_e4m3_kernels,
 )
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
@@ -32,7 +32,7 @@ from .twell_weights import E4M3_STEP, FFN, end_of
 ALL_KERNELS = frozenset(
     (
         *(*HOPPER_KERNELS, *PORTABLE_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
-        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *UNION_E4M3_KERNELS, *GRAD_KERNELS),
+        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *FEW_E4M3_KERNELS, *GRAD_KERNELS),
     )
 )
 
@@ -85,7 +85,7 @@ def _e4m3_entries(limits: Limits, hopper: bool, route: str) -> tuple[str, ...]:
     if route == "dense":
         return dense
     many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if hopper else ()
-    return (*many, *dense, *union_e4m3_kernels(limits))
+    return (*many, *dense, *few_e4m3_kernels(limits))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:

@@ -63,7 +63,8 @@ FEW_ROWS = 16  # of a row block
 FEW_DOWN_STAGES = 4
 _FEW_LISTED = 2048  # neurons that few_down lists at a time
 FEW_WALK_BLOCK = 512
-FEW_WALK_BATCH, FEW_WALK_EIGHTS, FEW_WALK_CHUNKS = 8, 8, 3
+FEW_WALK_BATCH, FEW_WALK_QUADS, FEW_WALK_CHUNKS = 8, 8, 3
+FEW_WALK_WAYS = 2  # at most; over e4m3, where a row takes half the threads, twice as many
 FEW_WALK_HEAD = 144  # bytes in front of its lists
 WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
 
@@ -264,10 +265,16 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,
+    f"ffn/few_linear{E4M3_END}.cu": partial(few_entries, "few_linear", end=E4M3_END),
     f"ffn/few_hidden{E4M3_END}.cu": partial(few_entries, "few_hidden", end=E4M3_END),
     f"ffn/few_down{E4M3_END}.cu": partial(few_down_entries, end=E4M3_END),
-    "ffn/few_walk.cu": {
-        f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
+    **{
+        f"ffn/few_walk{end}.cu": {
+            f"few_walk_{size}{form}{end}": (bool(form), size)
+            for form in ("", "_all")
+            for size in WALK_SIZES
+        }
+        for end in ("", E4M3_END)
     },
     "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
     "train/grad_lists.cu": ("list_neurons", "list_tokens"),
@@ -282,10 +289,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     },
     "decode/choose.cu": ("choose",),
     "decode/few_gated.cu": partial(few_entries, "few_gated"),
-    **{
-        f"decode/{family}{E4M3_END}.cu": partial(few_entries, family, end=E4M3_END)
-        for family in ("few_linear", "few_gated")
-    },
+    f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
     "decode/norm.cu": ("rms_norm", "embed_norm"),
     **dict(_STEPS.values()),
     "decode/step_rows_2048.cu": {f"step_rows_2048_{D}": (D,) for D in STEP_HEAD_DIMS},

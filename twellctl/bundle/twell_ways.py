@@ -95,9 +95,9 @@ def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> 
 WAYS = (
     Way(
         "pairs",
-        lambda p: p.hopper and p.few and not p.end and takes_few_walk(p.M, p.N, p.K, p.limits),
+        lambda p: p.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits, p.end),
         _without_slots(few_pairs),
-        suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density),
+        suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density, p.end),
     ),
     Way("union", lambda p: p.few, _without_slots(few_union)),
     Way(
