@@ -155,9 +155,15 @@ def hook_on_layer(model) -> None:
     model.model.layers[0].register_forward_hook(lambda *given: None)
 
 
+def biases_in_part(model) -> None:
+    q_proj = model.model.layers[1].self_attn.q_proj
+    q_proj.bias = nn.Parameter(q_proj.weight.new_zeros(len(q_proj.weight)))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (biases_in_part, "some of q, k and v of LlamaForCausalLM have a bias, some have none"),
         (hook, "self_attn.o_proj of LlamaForCausalLM has hooks"),
         (hook_on_ffn, "mlp of LlamaForCausalLM has hooks"),
         (hook_on_layer, "a layer of LlamaForCausalLM has hooks"),

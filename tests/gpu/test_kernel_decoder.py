@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
@@ -158,8 +158,9 @@ def test_steps_over_fp8_weights(family):
         assert ("True pairs" in found) == (B >= 4 and takes_hopper_kernels(0))
         for name, (logits, _) in found.items():
             error = (logits - wanted).norm() / wanted.norm()
-            assert error < (0.02 if B <= LINEAR_TOKENS else 0.1), (name, B)
-        assert (found["True union"][1] - found["True dense"][1]).abs().max() <= 8
+            assert error < (0.02 if B <= OWN_PRODUCTS else 0.1), (name, B)
+        flips = (found["True union"][1] - found["True dense"][1]).abs().max()
+        assert flips <= (8 if B <= OWN_PRODUCTS else 60), B
 
 
 def make_for_one_kernel(family: str, neurons: int = 1416):

@@ -1,9 +1,9 @@
 """The gated FFN of few tokens in the forms that bench decode compares, and what each must read.
 
-Dense: PyTorch's three products, and our own kernels for few tokens (twell_few.py), which stream the
-same bytes in two launches, and half of them where the weights are FP8. TwELL: gate, and what fired
-of up and down. As in the decode engine each kernel may start before the one in front of it has
-ended; "no overlap" is TwELL where none does.
+Dense: PyTorch's three products, and what the decode engine has for few tokens (few_ways.py), which
+streams the same bytes in two launches, and half of them where the weights are FP8. TwELL: gate, and
+what fired of up and down. As in the decode engine each kernel may start before the one in front of
+it has ended; "no overlap" is TwELL where none does.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,8 @@ from twellctl.bench.results import DENSE, DENSE_FP8, FEW_DENSE, FEW_DENSE_FP8, T
 from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_few import (
     end_of,
-    few_gated,
     few_gated_kernels,
     few_kernels,
-    few_linear,
     takes_few,
     takes_few_dense,
 )
@@ -33,6 +31,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_ways import Problem, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
+from twellctl.decoding.few_ways import BY_COLUMNS
 from twellctl.here.own_kernels import own_kernels
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -172,10 +171,8 @@ def torch_ffn(x: Tensor, weights: FewWeights) -> Tensor:
 
 
 def _few_dense(kernels: KernelSet, limits: Limits, x: Tensor, weights: FewWeights) -> Tensor:
-    ffn = weights.ffn
-    hidden = few_gated(kernels, limits, x, ffn, overlap=True)
-    how = {"scale": ffn.s_down, "overlap": True}
-    return few_linear(kernels, limits, hidden, weights.down, ffn.b_down, **how)
+    ffn = replace(weights.ffn, w_down=weights.down)
+    return BY_COLUMNS.run(kernels, limits, x, ffn, overlap=True)
 
 
 def _plain_ffn(x: Tensor, weights: FewWeights) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from .twell_format import fires
 from .twell_fp8 import Fp8Weight, joined, rounded_product
 from .twell_launch import KernelSet, Limits
 from .twell_quantise import quantise_hidden, quantise_inputs
@@ -29,20 +30,31 @@ def fp8_weights(ffn: FFN) -> Iterator[Fp8Weight]:
         yield Fp8Weight(w, scale[:, None], bias)
 
 
-def dense_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
+def dense_e4m3_ffn(
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *, counts: Tensor | None = None
+) -> Tensor:
     """`[M, K]` bf16 to `[M, K]`, M >= 1, contiguous; K and N multiples of 16.
 
-    The three weights of `ffn` are e4m3, with their scales; `w_down` has strides (1, N).
+    The three weights of `ffn` are e4m3, with their scales; `w_down` has strides (1, N). How many
+    neurons fire for each token is added to `counts` `[M]`.
     """
     gate, up, down = fp8_weights(ffn)
-    rows = quantise_inputs(kernels, x)
+    return rounded_product(*_hidden(kernels, x, gate, up, counts), down, x.dtype)
+
+
+def _hidden(
+    kernels: KernelSet, x: Tensor, gate: Fp8Weight, up: Fp8Weight, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `quantise_hidden` gives; the products are gone then."""
+    rows, both = quantise_inputs(kernels, x), joined(gate, up)
 
     def product(weight: Fp8Weight) -> Tensor:
         return rounded_product(rows.values, rows.scales, weight, x.dtype)
 
-    both = joined(gate, up)
-    products = map(product, (gate, up)) if both is None else product(both).chunk(2, 1)
-    return rounded_product(*quantise_hidden(kernels, *products), down, x.dtype)
+    of_gate, of_up = (product(gate), product(up)) if both is None else product(both).chunk(2, 1)
+    if counts is not None:
+        counts += fires(of_gate).sum(1)
+    return quantise_hidden(kernels, of_gate, of_up)
 
 
 def dense_e4m3_linear(kernels: KernelSet, x: Tensor, weight: Fp8Weight) -> Tensor:

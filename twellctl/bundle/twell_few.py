@@ -177,11 +177,12 @@ def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
 def few_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
     """All entries of the FFN for few tokens over e4m3 weights on this device."""
     taken = [M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3_END)]
-    found = [name for M in taken for name in _union_kernels(_octets(M))]
     if any(few_walk_kernels(M, limits, E4M3_END) for M in taken):
-        found += [name for M in taken for name in _builds("few_linear", _octets(M), E4M3_END)]
-        found += few_walk_entries(E4M3_END)
-    return (*dict.fromkeys(found), f"few_down{E4M3_END}") if found else ()
+        found = [name for M in taken for name in few_kernels(M, limits, E4M3_END)]
+    else:  # `pairs` alone wants the gate product
+        found = [name for M in taken for name in _union_kernels(_octets(M))]
+        found += [f"few_down{E4M3_END}"] if taken else []
+    return tuple(dict.fromkeys(found))
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:

@@ -347,8 +347,10 @@ def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, source
     """The operator `fp8_linear`."""
     weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
     hopper = takes_hopper_kernels(index)
-    taken = hopper and rows.numel() and not why_no_products(index, *w.shape, str(x.dtype))
-    if not taken or why_no_e4m3_kernels(sources, index, hopper, "dense"):
+    if not (hopper and rows.numel()) or why_no_products(index, *w.shape, str(x.dtype)):
+        return fp8_linear(x, weight)
+    if said := why_no_e4m3_kernels(sources, index, hopper, "dense"):
+        say_once(said)
         return fp8_linear(x, weight)
     y = dense_e4m3_linear(kernels_for(sources, index), aligned(rows), weight)
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -121,7 +121,7 @@ def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: tor
                 out_dtype=torch.float32 if after else dtype,
                 use_fast_accum=True,
             )
-            return (y + weight.bias).to(dtype) if after else y
+            return y.add_(weight.bias).to(dtype) if after else y
     return _judge(values, scale, weight).to(dtype)
 
 

@@ -1,20 +1,22 @@
 """The ways of the layers' FFNs in a step of few rows, one kernel after the other."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
 from twellctl.bundle.twell_few import few_gated, few_linear
-from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
-from twellctl.bundle.twell_ffn import rounded_linear
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight
 from twellctl.bundle.twell_launch import KernelSet, Limits
+from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.own_kernels import own_kernels
+
+OWN_PRODUCTS = 32  # with more rows PyTorch's dense products are faster than our own
 
 
 def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, list[Way]]:
@@ -28,25 +30,48 @@ def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, l
     return {name: ruled} | {way.name: [way] * len(densities) for way in ways}
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+def by_torch(x: Tensor, scale: Tensor | None) -> bool:
+    """Whether PyTorch's product of `x` is faster than few_linear's; a weight in FP8 has a `scale`.
+
+    That of FP8 is where a kernel rounds `x`.
+    """
+    if len(x) <= OWN_PRODUCTS:
+        return False
+    return scale is None or takes_hopper_kernels(x.device.index)
+
+
+def linear(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    **how: bool,
 ) -> Tensor:
-    """PyTorch's, `[M, K]` and `[N, K]` to `[M, N]`; a weight with a `scale` `[N]` is e4m3."""
+    """`few_linear`, or PyTorch's product where that is faster."""
+    if not by_torch(x, scale):
+        how |= {"scale": scale, "residual": residual}
+        return few_linear(kernels, limits, x, weight, bias, **how)
     if scale is None:
-        return F.linear(x, weight, bias)
-    return rounded_linear(x, Fp8Weight(weight, scale[:, None], bias), own_kernels())
+        y = F.linear(x, weight, bias)
+    else:
+        y = dense_e4m3_linear(kernels, x, Fp8Weight(weight, scale[:, None], bias))
+    return y if residual is None else residual + y
 
 
 def _hidden(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, counts: Tensor | None, overlap: bool
 ) -> Tensor:
-    """The dense hidden state `[M, N]`."""
-    if len(x) <= LINEAR_TOKENS:
+    """The dense hidden state `[M, N]`, in bf16 by either, over FP8 weights by `few_gated`."""
+    if ffn.s_gate is not None or not by_torch(x, None):
         return few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
-    gate = product(x, ffn.w_gate, ffn.b_gate, ffn.s_gate)
+    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
     if counts is not None:
         counts += fires(gate).sum(1)
-    return keep_fired(gate) * product(x, ffn.w_up, ffn.b_up, ffn.s_up)
+    return keep_fired(gate) * F.linear(x, ffn.w_up, ffn.b_up)
 
 
 def _by_columns(
@@ -55,15 +80,20 @@ def _by_columns(
     x: Tensor,
     ffn: FFN,
     *,
-    residual: Tensor,
-    counts: Tensor | None,
-    overlap: bool,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
+    if ffn.s_gate is not None and by_torch(x, ffn.s_gate):
+        by_columns = replace(ffn, w_down=ffn.w_down.t())
+        y = dense_e4m3_ffn(kernels, limits, x, by_columns, counts=counts)
+        return y if residual is None else residual + y
     hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
-    if len(x) > LINEAR_TOKENS or ffn.N % 64:  # which few_linear does not take
-        return residual + product(hidden, ffn.w_down, ffn.b_down, ffn.s_down)
-    how = {"residual": residual, "overlap": overlap}
-    return few_linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, scale=ffn.s_down, **how)
+    if ffn.N % 64:  # which few_linear does not take
+        y = F.linear(hidden, ffn.w_down, ffn.b_down)
+        return y if residual is None else residual + y
+    how = {"scale": ffn.s_down, "residual": residual, "overlap": overlap}
+    return linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
 
 
 def _in_place(
@@ -73,8 +103,8 @@ def _in_place(
     ffn: FFN,
     *,
     residual: Tensor,
-    counts: Tensor | None,
-    overlap: bool,
+    counts: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
     return torch.addmm(

@@ -7,9 +7,9 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. With more than
-LINEAR_TOKENS rows PyTorch's products are faster: they take the place of few_linear, but for the
-head, and of dense FFNs. In FP8 they round their inputs, which stay bf16 with fewer rows.
+and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. With more than 32 rows
+PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py). In
+FP8 they round their inputs, which stay bf16 with fewer rows.
 
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
 step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import few_linear
-from twellctl.bundle.twell_few_walk import LINEAR_TOKENS
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
@@ -55,7 +54,7 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
-from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, product
+from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
     entry_end,
@@ -246,13 +245,10 @@ class KernelDecoder:
         return sparse | {"one dense kernel": make(sparse=False)}
 
     def _linear(
-        self, x: Tensor, linear: Linear, residual: Tensor | None = None, *, ahead: bool = False
+        self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
-        if len(x) > LINEAR_TOKENS:
-            y = product(x, linear.weight, linear.bias, linear.scale)
-            return y if residual is None else residual + y
-        how = {"scale": linear.scale, "residual": residual, "ahead": ahead, "overlap": True}
-        return few_linear(self.kernels, self._limits, x, linear.weight, linear.bias, **how)
+        how = {"scale": of.scale, "residual": residual, "ahead": ahead, "overlap": True}
+        return linear(self.kernels, self._limits, x, of.weight, of.bias, **how)
 
     def _plan(self, B: int, width: int) -> AttendPlan:
         if (B, width) not in self._plans:
@@ -311,14 +307,16 @@ def _qkv(attention: nn.Module) -> Linear:
     lay_together(*layers)
     q_k_v = [_linear(layer) for layer in layers]
     return Linear(
-        in_one(*(linear.weight for linear in q_k_v)),
-        in_one(*(linear.bias for linear in q_k_v)),
-        in_one(*(linear.scale for linear in q_k_v)),
+        in_one(*(one.weight for one in q_k_v)),
+        in_one(*(one.bias for one in q_k_v)),
+        in_one(*(one.scale for one in q_k_v)),
     )
 
 
 def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
     if not hasattr(mlp, "gate_up_proj"):
+        if isinstance(mlp.gate_proj, Fp8Linear):
+            lay_together(mlp.gate_proj, mlp.up_proj)  # of which dense FP8 makes one product
         return _linear(mlp.gate_proj), _linear(mlp.up_proj)
     fused = _linear(mlp.gate_up_proj)
     gate, up = zip(*(_halves(t) for t in (fused.weight, fused.bias, fused.scale)), strict=True)

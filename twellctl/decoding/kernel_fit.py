@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
@@ -122,6 +123,8 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     if end:  # of the LM head
         names = {name for M in tokens for name in few_kernels(M, limits)}
         few |= {name for name in names if name.startswith("few_linear")}
+        if takes_hopper_kernels(index):
+            few.update(DENSE_E4M3_KERNELS)
     others = ["embed_norm", "rms_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
@@ -146,6 +149,9 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
             return f"the layers of {name} have other parts than the decode kernels know"
         if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
             return f"the FFNs of {name} are not ReLU"
+        q_k_v = (getattr(layer.self_attn, f"{of}_proj", None) for of in "qkv")
+        if len({linear.bias is None for linear in q_k_v if linear is not None}) > 1:
+            return f"some of q, k and v of {name} have a bias, some have none"
         for part, linear in layer.named_modules():
             if linear._forward_hooks or linear._forward_pre_hooks:
                 return f"{part or 'a layer'} of {name} has hooks, which no step would call"
