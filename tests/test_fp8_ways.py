@@ -290,6 +290,18 @@ def test_gate_and_up_keep_their_values(monkeypatch):
     assert all(torch.equal(now[name].float(), was[name].float()) for name in was)
 
 
+def test_fused_layers_lie_so_already(monkeypatch):
+    ffn = bare_ffn()
+    fused = Fp8Linear(32, 12, bias=False)
+    fused.weight.data = torch.cat([ffn.gate_proj.weight, ffn.up_proj.weight])
+    ffn.gate_up_proj = fused
+    del ffn.gate_proj, ffn.up_proj
+    pointer = as_if_on_a_gpu(monkeypatch, ffn=ffn).gate_up_proj.weight.data_ptr()
+    assert pointer == fused.weight.data_ptr()
+    assert joined(*fused.fp8_weight.chunk(2)).values.data_ptr() == pointer
+    assert ffn.down_proj.turned is not None
+
+
 def test_unlike_layers_are_not_laid_together(monkeypatch):
     ffn = bare_ffn()
     ffn.up_proj = nn.Linear(32, 6, bias=False)

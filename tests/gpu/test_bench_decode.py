@@ -8,6 +8,8 @@ from shapes import FAMILIES, write_config
 
 from twellctl.bench.timing import GRAPHS
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_reasons import takes_hopper_kernels
+from twellctl.decoding.few_ways import OWN_PRODUCTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,8 +56,9 @@ def test_one_ffn_in_all_forms(cli, quantize):
         assert point["weight_copies"] >= 12
         for name, candidate in point["candidates"].items():
             assert 0.001 < candidate["ms"] < 1, name
-            # TwELL and our own dense form leave inputs as they are
-            rounds = name in FP8[1:] or (name == FP8[0] and not quantize)
+            # TwELL leaves inputs as they are, and so does our own dense form for few rows
+            many = point["tokens"] > OWN_PRODUCTS and takes_hopper_kernels(0)
+            rounds = name in FP8[1:] or (name == FP8[0] and (many or not quantize))
             assert candidate["error"] < (0.3 if rounds else 0.01), name
 
 

@@ -226,8 +226,8 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
         elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
             if requested(ffn.twell_route) not in ("dense", "fused"):
                 down.turn()
-            beside = [getattr(ffn, name, None) for name in ("gate_proj", "up_proj")]
-            if all(is_plain(layer, Fp8Linear) for layer in beside):
+            beside = () if hasattr(ffn, "gate_up_proj") else (ffn.gate_proj, ffn.up_proj)
+            if beside and all(is_plain(layer, Fp8Linear) for layer in beside):
                 lay_together(*beside)
 
 
