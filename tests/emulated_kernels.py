@@ -78,7 +78,7 @@ class EmulatedKernels:
             number
             for tensor in (*args, *beside)
             if isinstance(tensor, Tensor)
-            for number in (tensor.data_ptr(), tensor.nbytes, tensor.data_ptr() in previous)
+            for number in (tensor.data_ptr(), _reach(tensor), tensor.data_ptr() in previous)
         ]
         given = (ctypes.c_uint64 * len(memory))(*memory)
         entry = ctypes.cast(library[name], ctypes.c_void_p)
@@ -88,6 +88,14 @@ class EmulatedKernels:
         )
         if wrong:
             raise Wrong(f"{name}: {wrong.decode()}")
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from its first number to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
 
 
 def _word(arg: Tensor | int | np.integer | None) -> int:

@@ -17,7 +17,7 @@ from list_reference import Shape
 from test_emulated_grad import on_cpu, small
 from torch import Tensor
 
-from twellctl.bundle import twell_lists_e4m3, twell_sequence
+from twellctl.bundle import twell_dense_e4m3, twell_lists_e4m3, twell_sequence
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
@@ -57,6 +57,18 @@ def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
 @pytest.mark.parametrize(("M", "N"), [(1, 8), (20, 264), (3, 5632), (2, 16392)])
 def test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N):
     of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "N"), [(20, 264), (2, 16392)])
+def test_hidden_rows_of_bare_sums(kernels, M, N, bias):
+    of_lists.test_hidden_rows_of_bare_sums(kernels, M, N, bias)
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(("M", "N"), [(1, 16), (3, 5632)])
+def test_scaled_sums(kernels, M, N, more):
+    of_lists.test_scaled_sums(kernels, M, N, more)
 
 
 @CASES
@@ -119,8 +131,15 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
-def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
+def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, monkeypatch, M, K, N, bias):
+    monkeypatch.setattr(twell_dense_e4m3, "BARE_TOKENS", 0)
     of_many.test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
+def test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias):
+    of_many.test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias)
 
 
 # ---- the walks

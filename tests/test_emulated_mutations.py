@@ -93,6 +93,7 @@ def hidden_rows(kernels: EmulatedKernels) -> None:
     """h in e4m3, for torch's product: some rows, and rows of more columns than registers hold."""
     for M, N in ((20, 264), (2, 16392)):
         of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
+        of_lists.test_hidden_rows_of_bare_sums(kernels, M, N, True)
 
 
 def walk_e4m3(kernels: EmulatedKernels) -> None:
@@ -199,7 +200,7 @@ MUTATIONS = {
 MUTATIONS |= {
     f"e4m3: {name}": Mutation(e4m3, f"ffn/{file}", original, mutated, None)
     for name, file, original, mutated in (
-        ("rows of zeros", "quantise_rows.cu", "scale < kSmallestScale ?", "scale < 0.f ?"),
+        ("rows of zeros", "quantise.cuh", "scale < kSmallestScale ?", "scale < 0.f ?"),
         ("columns side by side", "down.cuh", "permute_bytes(octet1, 0, 0x3120)", "octet1"),
         (
             "powers of the group before",
@@ -229,11 +230,24 @@ MUTATIONS |= {
     )
 }
 MUTATIONS |= {
-    f"h in e4m3: {name}": Mutation(hidden_rows, "ffn/quantise_rows.cu", original, mutated, None)
-    for name, original, mutated in (
-        ("what does not fire", "gates & fires_pair(gates)", "gates"),
-        ("-0 as 0", "(quotient, scale, -x), -one_over", "(-quotient, scale, x), one_over"),
-        ("columns behind the registers", "load_constant(up + at)", "load_constant(up)"),
+    f"h in e4m3: {name}": Mutation(hidden_rows, f"ffn/{file}", original, mutated, None)
+    for name, file, original, mutated in (
+        ("what does not fire", "quantise_hidden.cu", "gates & fires_pair(gates)", "gates"),
+        (
+            "-0 as 0",
+            "quantise.cuh",
+            "(quotient, scale, -x), -one_over",
+            "(-quotient, scale, x), one_over",
+        ),
+        (
+            "columns behind the registers",
+            "quantise_hidden.cu",
+            "load_constant(up + at)",
+            "load_constant(up)",
+        ),
+        ("fired in one half", "quantise_hidden.cu", "& 0x10001", "& 1"),
+        ("scales of the first columns", "quantise_hidden.cu", "scales + at, bias", "scales, bias"),
+        ("no bias", "quantise_hidden.cu", "if (bias) add(", "if (false) add("),
     )
 }
 MUTATIONS |= {

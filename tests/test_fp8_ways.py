@@ -17,6 +17,7 @@ from twellctl.bundle import (
     twell_route,
     twell_run,
 )
+from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import Limits
@@ -148,7 +149,7 @@ def test_dense_routes_without_kernels_are_torchs_as_is_said_on_hopper(
 
 
 def test_the_route_dense_loads_its_own_kernels_alone():
-    dense = {"quantise_inputs", "quantise_hidden"}
+    dense = set(DENSE_E4M3_KERNELS)
     entries = twell_reasons._e4m3_entries
     assert set(entries(H200, True, "dense")) == dense < set(entries(H200, True, "auto"))
     assert entries(H200, False, "dense") == ()

@@ -8,6 +8,7 @@ from compiled import SOURCES, compiled, most_threads, nvrtc
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
+from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
@@ -30,7 +31,7 @@ HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 HOPPER_ONLY |= {"decode/step_rows_2048.cu", f"ffn/few_walk{E4M3_END}.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}
-HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in WALK_E4M3_KERNELS}
+HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
 # the text of the steps of 4096, with other numbers

@@ -8,7 +8,7 @@ from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_lists_e4m3, twell_sequence
-from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
+from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
 from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
@@ -205,16 +205,21 @@ def test_all_threads_of_a_row_have_as_many_eights(columns, threads):
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("together", [False, True], ids=["two products", "one product"])
-def test_the_dense_way_over_e4m3(biases, together):
-    M, K, N = 9, 256, 5632
-    inputs, hidden = launches_e4m3(M, K, N, biases=biases, dense=True, together=together)
-    for name, grid, block, args, smem_bytes in (inputs, hidden):
+@pytest.mark.parametrize("M", [9, BARE_TOKENS, BARE_TOKENS + 1])
+def test_the_dense_way_over_e4m3(M, biases, together):
+    K, N = 256, 1280
+    made = launches_e4m3(M, K, N, biases=biases, dense=True, together=together)
+    bare = M <= BARE_TOKENS
+    names = ["quantise_inputs", "quantise_bare_hidden" if bare else "quantise_hidden"]
+    assert [name for name, *_ in made] == names + ["scale_sums"] * bare
+    for name, grid, block, args, smem_bytes in made:
         assert_taken(name, args)
         assert (grid, smem_bytes) == ((M,), 0)
-        assert block == quantise_block(K if name == "quantise_inputs" else N)
-    assert [made[0] for made in (inputs, hidden)] == ["quantise_inputs", "quantise_hidden"]
+        assert block == quantise_block(N if "hidden" in name else K)
+    inputs, hidden, *_ = made
     assert all(t.is_contiguous() for t in inputs[3] if isinstance(t, Tensor))
-    gate, up, _, pitch, values, scales = hidden[3]
+    gate, up, _, pitch, *lacks, counts, values, scales = hidden[3]
+    assert (len(lacks), counts) == (5 * bare, None)
     assert pitch == (2 * N if together else N)
     assert gate.stride() == up.stride() == (pitch, 1)
     assert (up.data_ptr() - gate.data_ptr() == 2 * N) == together

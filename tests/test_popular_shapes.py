@@ -172,6 +172,11 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     monkeypatch.setattr(twell_run, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
+    monkeypatch.setattr(
+        twell_dense_e4m3,
+        "bare_product",
+        lambda x, w, one: x.new_empty(len(x), len(w), dtype=torch.bfloat16),
+    )
     for module in (twell_walk_e4m3, twell_dense_e4m3):
         monkeypatch.setattr(
             module,
@@ -189,7 +194,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     if hopper:
         assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
         assert {"quantise_inputs", "walk_e4m3", "walk_gate_e4m3"} <= judge.launched
-        assert "quantise_hidden" in judge.launched
+        assert {"quantise_hidden", "quantise_bare_hidden", "scale_sums"} <= judge.launched
         by_pairs = {name for name in judge.launched if name.startswith("few_walk")}
         assert bool(by_pairs) == (K <= 4096)
     entries = twell_reasons._e4m3_entries(judge.limits, hopper, "auto")

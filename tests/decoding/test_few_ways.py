@@ -26,12 +26,12 @@ def taken(monkeypatch) -> Taken:
     def noted(name: str, run):
         return lambda *given, **how: (made.append(name), run(*given, **how))[1]
 
-    def dense_e4m3_linear(kernels, x: Tensor, weight) -> Tensor:
+    def dense_e4m3_linear(kernels, x: Tensor, weight, residual: Tensor | None) -> Tensor:
         y = x @ (weight.values.float() * weight.scale).t()
-        return y if weight.bias is None else y + weight.bias
+        return onto(residual, y if weight.bias is None else y + weight.bias)
 
-    def dense_e4m3_ffn(kernels, limits, x: Tensor, ffn: FFN, *, counts: Tensor | None) -> Tensor:
-        return own_ffn(x, bf16_of(ffn), counts)
+    def dense_e4m3_ffn(kernels, limits, x: Tensor, ffn: FFN, *, residual, counts) -> Tensor:
+        return onto(residual, own_ffn(x, bf16_of(ffn), counts))
 
     def e4m3_gated(kernels, limits, x: Tensor, ffn: FFN, **how) -> Tensor:
         if ffn.s_gate is not None:  # whose W_down lies by columns here, and is not read
@@ -60,6 +60,10 @@ def own_ffn(x: Tensor, ffn: FFN, counts: Tensor | None) -> Tensor:
     hidden = gated(None, None, x, ffn, overlap=True, counts=counts)
     y = hidden @ ffn.w_down
     return y if ffn.b_down is None else y + ffn.b_down
+
+
+def onto(residual: Tensor | None, y: Tensor) -> Tensor:
+    return y if residual is None else residual + y
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -97,7 +101,7 @@ def test_the_ffn_by_columns(taken, monkeypatch, fp8, hopper, rows, ran, bias, re
     found = BY_COLUMNS.run(None, H200, x, by_columns, residual=before, counts=counts)
     assert taken == ran
     assert torch.equal(counts, of_gate)
-    close(found, wanted if before is None else before + wanted)
+    close(found, onto(before, wanted))
 
 
 @pytest.mark.parametrize("rows", [M, M + 1])

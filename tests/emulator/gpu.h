@@ -119,6 +119,9 @@ inline bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, val
 inline int __reduce_max_sync(unsigned, int value) {
     return emulator::over_lanes(value, [](int a, int b) { return std::max(a, b); });
 }
+inline int __reduce_add_sync(unsigned, int value) {
+    return emulator::over_lanes(value, [](int a, int b) { return a + b; });
+}
 inline int __reduce_min_sync(unsigned, int value) {
     return emulator::over_lanes(value, [](int a, int b) { return std::min(a, b); });
 }

@@ -1,11 +1,21 @@
 """FP8 products on a GPU against the judge, which the CPU computes; an export of such weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS
 from twellctl.bundle.twell_ffn import register_sources, rounded_linear
-from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, round_rows, round_weight
+from twellctl.bundle.twell_fp8 import (
+    E4M3,
+    Fp8Weight,
+    fp8_ffn,
+    fp8_linear,
+    round_rows,
+    round_weight,
+)
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.convert import convert
 from twellctl.export import export
@@ -60,9 +70,11 @@ def test_fp8_products_err_as_bf16_rounds(shape, bias):
 
 @pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (0, 64, 64)])
-def test_inputs_rounded_by_a_kernel_have_the_bits_of_torchs(shape, bias):
-    """And so have what it does not take: views that lie askew, float32, odd sizes."""
+@pytest.mark.parametrize(
+    "shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (257, 512, 640), (0, 64, 64)]
+)
+def test_inputs_rounded_by_a_kernel_give_torchs_products(shape, bias):
+    """And so does what it does not take: views that lie askew, float32, odd sizes."""
     M, K, N = shape
     sources = register_sources(kernel_files())
     weight, x = on_gpu(weight_of(N, K, seed=4, bias=bias)), drawn(M, K, seed=3).bfloat16().cuda()
@@ -72,7 +84,11 @@ def test_inputs_rounded_by_a_kernel_have_the_bits_of_torchs(shape, bias):
     for given, of in pairs:
         found, wanted = rounded_linear(given, of, sources), fp8_linear(given, of)
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        assert torch.equal(found, wanted)
+        if M > BARE_TOKENS:
+            assert torch.equal(found, wanted)
+        else:  # sums are rounded to bf16, too, before the scales
+            size = fp8_linear(given.abs(), replace(of, values=of.values.float().abs().to(E4M3)))
+            assert ((found - wanted).abs() <= 2**-6 * (size.abs() + wanted.abs())).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -337,7 +337,7 @@ def test_a_cuda_graph_holds_it(kernels, way):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("M", "K", "N"), [(1, 128, 256), (65, 2048, 5632), (300, 640, 1024), (2000, 4096, 14336)]
+    ("M", "K", "N"), [(257, 128, 256), (300, 640, 1024), (300, 2048, 5632), (2000, 4096, 14336)]
 )
 def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
     """Its products are the same calls, and both round x and h to the same bits."""
@@ -346,6 +346,22 @@ def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias):
     problem.x[M // 2] = 0
     found = by_dense(kernels, problem)
     assert torch.equal(found.view(torch.int16), problem.dense().view(torch.int16))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 128, 256), (65, 2048, 5632), (256, 640, 1024), (128, 4096, 14336)]
+)
+def test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias):
+    """Its products have their scales behind them; sums are rounded once more, to bf16."""
+    torch.manual_seed(13)
+    problem = random_problem(M, K, N, mean=-1.0, bias=bias, decades=4.0)
+    problem.x[M // 2] = 0
+    exact = problem.exact()
+    ours, torchs = (
+        relative_errors(y, exact).mean() for y in (by_dense(kernels, problem), problem.dense())
+    )
+    assert ours <= 1.05 * torchs + 1e-3
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -4,21 +4,27 @@
 
 Gate and up are one product where one lies behind the other, as `lay_together` lays them.
 
-The equation and its bits are those of `fp8_ffn` (twell_fp8.py). torch.compile does not see into the
-operator, so plain torch would round x and h there in a dozen kernels; these two do it instead.
+The equation is that of `fp8_ffn` (twell_fp8.py), and beyond BARE_TOKENS its bits. torch.compile
+does not see into the operator, so plain torch would round x and h there in a dozen kernels; these
+two do it instead.
+
+Up to BARE_TOKENS torch's products with a scale for each row are slower than those with one scale.
+So both factors go without any there, and our kernels multiply by the scales: that of the hidden
+state, and scale_sums behind down. Sums are rounded to bf16 once more, before that.
 """
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-from .twell_format import fires
-from .twell_fp8 import Fp8Weight, joined, rounded_product
+from .twell_fp8 import Fp8Weight, bare_product, joined, rounded_product
 from .twell_launch import KernelSet, Limits
-from .twell_quantise import quantise_hidden, quantise_inputs
+from .twell_quantise import RoundedRows, quantise_hidden, quantise_inputs, scale_sums
 from .twell_weights import FFN
 
-DENSE_E4M3_KERNELS = ("quantise_inputs", "quantise_hidden")
+DENSE_E4M3_KERNELS = ("quantise_inputs", "quantise_hidden", "quantise_bare_hidden", "scale_sums")
+BARE_TOKENS = 256  # as found on an H200
 
 
 def fp8_weights(ffn: FFN) -> Iterator[Fp8Weight]:
@@ -31,33 +37,63 @@ def fp8_weights(ffn: FFN) -> Iterator[Fp8Weight]:
 
 
 def dense_e4m3_ffn(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *, counts: Tensor | None = None
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    residual: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """`[M, K]` bf16 to `[M, K]`, M >= 1, contiguous; K and N multiples of 16.
 
-    The three weights of `ffn` are e4m3, with their scales; `w_down` has strides (1, N). How many
-    neurons fire for each token is added to `counts` `[M]`.
+    The three weights of `ffn` are e4m3, with their scales; `w_down` has strides (1, N). y comes on
+    top of `residual`, if that is given. How many neurons fire is added to `counts` int32 `[M]`.
     """
     gate, up, down = fp8_weights(ffn)
-    return rounded_product(*_hidden(kernels, x, gate, up, counts), down, x.dtype)
+    rows = quantise_inputs(kernels, x)
+    values, scales = _hidden(kernels, rows, gate, up, counts)
+    return _product(kernels, values, scales, rows.one, down, residual)
+
+
+def dense_e4m3_linear(
+    kernels: KernelSet, x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
+) -> Tensor:
+    """`fp8_linear` of `[M, K]` bf16, M >= 1, contiguous; K and N multiples of 16.
+
+    y comes on top of `residual`, if that is given.
+    """
+    rows = quantise_inputs(kernels, x)
+    return _product(kernels, rows.values, rows.scales, rows.one, weight, residual)
 
 
 def _hidden(
-    kernels: KernelSet, x: Tensor, gate: Fp8Weight, up: Fp8Weight, counts: Tensor | None
+    kernels: KernelSet, rows: RoundedRows, gate: Fp8Weight, up: Fp8Weight, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What `quantise_hidden` gives; the products are gone then."""
-    rows, both = quantise_inputs(kernels, x), joined(gate, up)
+    is_bare = len(rows.values) <= BARE_TOKENS
 
     def product(weight: Fp8Weight) -> Tensor:
-        return rounded_product(rows.values, rows.scales, weight, x.dtype)
+        if is_bare:
+            return bare_product(rows.values, weight.values, rows.one)
+        return rounded_product(rows.values, rows.scales, weight, torch.bfloat16)
 
-    of_gate, of_up = (product(gate), product(up)) if both is None else product(both).chunk(2, 1)
-    if counts is not None:
-        counts += fires(of_gate).sum(1)
-    return quantise_hidden(kernels, of_gate, of_up)
+    both = joined(gate, up)
+    products = (product(gate), product(up)) if both is None else product(both).chunk(2, 1)
+    lacks = (rows.scales, gate, up) if is_bare else None
+    return quantise_hidden(kernels, *products, lacks, counts)
 
 
-def dense_e4m3_linear(kernels: KernelSet, x: Tensor, weight: Fp8Weight) -> Tensor:
-    """`fp8_linear` of `[M, K]` bf16, M >= 1, contiguous; K a multiple of 16."""
-    rows = quantise_inputs(kernels, x)
-    return rounded_product(rows.values, rows.scales, weight, x.dtype)
+def _product(
+    kernels: KernelSet,
+    values: Tensor,
+    scales: Tensor,
+    one: Tensor,
+    weight: Fp8Weight,
+    residual: Tensor | None,
+) -> Tensor:
+    if len(values) <= BARE_TOKENS:
+        sums = bare_product(values, weight.values, one)
+        return scale_sums(kernels, sums, scales, weight, residual)
+    y = rounded_product(values, scales, weight, torch.bfloat16)
+    return y if residual is None else residual + y

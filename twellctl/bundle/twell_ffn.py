@@ -26,6 +26,7 @@ from .twell_launch import kernels_for, register_sources
 from .twell_log import reasons_said, say_once
 from .twell_reasons import (
     check_numbers,
+    lies_well,
     most_trained_tokens,
     route_of_training,
     takes_hopper_kernels,
@@ -347,7 +348,10 @@ def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, source
     """The operator `fp8_linear`."""
     weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
     hopper = takes_hopper_kernels(index)
-    if not (hopper and rows.numel()) or why_no_products(index, *w.shape, str(x.dtype)):
+    lie_well = all(lies_well(t) for t in (w, scale, bias) if t is not None)
+    taken = lie_well and (bias is None or bias.dtype == x.dtype)
+    taken = taken and not why_no_products(index, *w.shape, str(x.dtype))
+    if not (taken and hopper and rows.numel()):
         return fp8_linear(x, weight)
     if said := why_no_e4m3_kernels(sources, index, hopper, "dense"):
         say_once(said)

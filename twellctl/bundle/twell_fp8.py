@@ -125,6 +125,17 @@ def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: tor
     return _judge(values, scale, weight).to(dtype)
 
 
+def bare_product(values: Tensor, weight: Tensor, one: Tensor) -> Tensor:
+    """`[M, K]` times `[N, K]`, e4m3 numbers without their scales: bf16 `[M, N]`.
+
+    For sizes that `why_no_products` lets pass; `one`: a 1 in float32, where they lie.
+    """
+    if not values.is_cuda:
+        return F.linear(values.float(), weight.float()).bfloat16()
+    how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(values, weight.contiguous().t(), scale_a=one, scale_b=one, **how)
+
+
 def _judge(values: Tensor, scale: Tensor | None, weight: Fp8Weight) -> Tensor:
     """float32 `[M, N]` by the head of this module, on any device; `scale` None: no rounded x."""
     with torch.autocast(values.device.type, enabled=False):

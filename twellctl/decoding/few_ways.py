@@ -55,10 +55,9 @@ def linear(
     if not by_torch(x, scale):
         how |= {"scale": scale, "residual": residual}
         return few_linear(kernels, limits, x, weight, bias, **how)
-    if scale is None:
-        y = F.linear(x, weight, bias)
-    else:
-        y = dense_e4m3_linear(kernels, x, Fp8Weight(weight, scale[:, None], bias))
+    if scale is not None:
+        return dense_e4m3_linear(kernels, x, Fp8Weight(weight, scale[:, None], bias), residual)
+    y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 
 
@@ -86,8 +85,7 @@ def _by_columns(
 ) -> Tensor:
     if ffn.s_gate is not None and by_torch(x, ffn.s_gate):
         by_columns = replace(ffn, w_down=ffn.w_down.t())
-        y = dense_e4m3_ffn(kernels, limits, x, by_columns, counts=counts)
-        return y if residual is None else residual + y
+        return dense_e4m3_ffn(kernels, limits, x, by_columns, residual=residual, counts=counts)
     hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
     if ffn.N % 64:  # which few_linear does not take
         y = F.linear(hidden, ffn.w_down, ffn.b_down)
