@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn
+from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, joined, round_rows, round_weight
@@ -361,7 +361,7 @@ def test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias):
     ours, torchs = (
         relative_errors(y, exact).mean() for y in (by_dense(kernels, problem), problem.dense())
     )
-    assert ours <= 1.05 * torchs + 1e-3
+    assert ours <= 1.1 * torchs + 2e-3
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -404,8 +404,10 @@ def test_the_operator(kernels, M, route, tmp_path, monkeypatch):
                 problem.x.view(1, M, 256), gate, up, down, turned, sources=sources, route=route
             )
         assert (said, found.shape) == ([], (1, M, 256))
-        if route == "dense":
+        if route == "dense" and M > BARE_TOKENS:
             assert torch.equal(found[0], problem.dense())
+        elif route == "dense":  # sums are rounded to bf16 before their scales, too
+            assert relative_errors(found[0], problem.dense().double()).mean() < 0.02
         # up to 64 tokens the inputs are not rounded, but for the dense way
         assert relative_errors(found[0], problem.exact()).mean() < (0.2 if M <= 64 else 0.04)
 
