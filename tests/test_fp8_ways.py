@@ -204,6 +204,26 @@ def test_no_kernel_reads_other_dtypes(operator, wrong):
     assert operator.ran == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"values": torch.ones(16, 32)}, "e4m3, with scales in float32"),
+        ({"scale": torch.ones(16, 1).bfloat16()}, "e4m3, with scales in float32"),
+        ({"scale": torch.ones(1)}, "e4m3, with scales in float32"),
+        ({"bias": torch.ones(16)}, "biases of the dtype of their inputs"),
+        ({"scale": torch.ones(16, 2)[:, :1]}, "contiguous weights"),
+    ],
+)
+def test_a_linear_layer_that_no_kernel_reads(change, said):
+    weight = replace(weight_of(16, 32, seed=1, bias=True), **change)
+    if "bias" not in change:
+        weight = replace(weight, bias=weight.bias.bfloat16())
+    asked = weight.values, weight.scale, weight.bias, torch.bfloat16
+    found = twell_reasons.why_not_e4m3_linear(*asked)
+    assert found is None if said is None else said in found
+
+
 def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     """It is measured beside the others under its name, and runs where it is asked for."""
     ran = []

@@ -16,13 +16,14 @@
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
-#include "ptx/pdl.cuh"
 #include "ffn/quantise.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
 
 namespace {
+
+constexpr int kKept = 4;  // eights of h that a thread has in registers
 
 // torch rounds the product to float32 first. The bits are the same: no product of two bf16 numbers
 // has a float32 that lies half-way between two bf16 numbers when it does not itself.
@@ -130,10 +131,10 @@ __device__ __forceinline__ void count_fired(const Row& row, int N, int* count) {
     if (threadIdx.x % 32 == 0 && fired) atomicAdd(count, fired);
 }
 
-template <int KEPT, class Row>
+template <class Row>
 __device__ __forceinline__ void quantise(const Row& row, int N, int* counts, unsigned char* values,
                                          float* scales) {
-    const Share<KEPT, Row> own(row, N, threadIdx.x, blockDim.x);
+    const Share<kKept, Row> own(row, N, threadIdx.x, blockDim.x);
     const float scale = scale_of(greatest_of_block(bf16_value(own.largest_bits())));
     own.round(scale, values + static_cast<long long>(blockIdx.x) * N);
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
     quantise_hidden(const unsigned short* gate, const unsigned short* up, int N, int pitch,
                     int* counts, unsigned char* values, float* scales) {
     const long long first = static_cast<long long>(blockIdx.x) * pitch;
-    quantise<4>(HiddenRow{gate + first, up + first}, N, counts, values, scales);
+    quantise(HiddenRow{gate + first, up + first}, N, counts, values, scales);
 }
 
 extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK, 2)
     const long long first = static_cast<long long>(blockIdx.x) * pitch;
     const BareHiddenRow row{
         {gate + first, s_gate, b_gate}, {up + first, s_up, b_up}, __ldg(s_x + blockIdx.x)};
-    quantise<4>(row, N, counts, values, scales);
+    quantise(row, N, counts, values, scales);
 }
 
 extern "C" __global__ void __launch_bounds__(spec::QUANTISE_BLOCK)

@@ -178,6 +178,14 @@ def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     assert said in KernelDecoder.why_not(model)
 
 
+def test_scales_of_another_dtype_are_refused(tiny, as_on_a_gpu):
+    model = tiny(hidden_size=128, intermediate_size=128, head_dim=64).bfloat16()
+    round_model(model)
+    scale = model.model.layers[1].mlp.down_proj.weight_scale
+    scale.data = scale.data.bfloat16()
+    assert "scales in float32" in KernelDecoder.why_not(model)
+
+
 def test_fused_weights_are_not_copied(tiny):
     model = tiny("phi3", hidden_size=256)
     decoder = KernelDecoder(model)

@@ -1,9 +1,9 @@
 """The gated FFN of few tokens in the forms that bench decode compares, and what each must read.
 
 Dense: PyTorch's three products, and what the decode engine has for few tokens (few_ways.py), which
-streams the same bytes in two launches, and half of them where the weights are FP8. TwELL: gate, and
-what fired of up and down. As in the decode engine each kernel may start before the one in front of
-it has ended; "no overlap" is TwELL where none does.
+streams the same bytes, and half of them where the weights are FP8. TwELL: gate, and what fired of
+up and down. As in the decode engine each of our kernels may start before the one in front of it has
+ended; "no overlap" is TwELL where none does.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from twellctl.bench.contest import MUST_RUN
 from twellctl.bench.dense_fp8 import why_no_dense_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, FEW_DENSE, FEW_DENSE_FP8, TWELL
 from twellctl.bench.timing import Timer
+from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import (
     end_of,
     few_gated_kernels,
@@ -84,12 +85,15 @@ def few_weights(
 
 
 def rounded_weights(weights: FewWeights) -> FewWeights:
-    """The same FFN in FP8, rounded as an export is."""
+    """The same FFN in FP8, rounded as an export is; gate and up are parts of one tensor."""
     ffn = weights.ffn
-    rounded = [round_weight(weight) for weight in (ffn.w_gate, ffn.w_up, weights.down)]
-    values, scales = zip(*rounded, strict=True)
+    gate_up, of_gate_up = round_weight(torch.cat((ffn.w_gate, ffn.w_up)))
+    down, of_down = round_weight(weights.down)
+    scales = *of_gate_up.chunk(2), of_down
     biases = ffn.b_gate, ffn.b_up, ffn.b_down
-    return few_weights(*values, *biases, *scales, density=weights.density)
+    if ffn.b_gate is not None and ffn.b_up is not None:
+        biases = *torch.cat((ffn.b_gate, ffn.b_up)).chunk(2), ffn.b_down
+    return few_weights(*gate_up.chunk(2), down, *biases, *scales, density=weights.density)
 
 
 def weights_of(module: nn.Module) -> FewWeights:
@@ -128,6 +132,8 @@ def why_no_few(M: int, weights: FewWeights, device: torch.device) -> str | None:
     if not (takes_few(M, N, limits, end) and takes_few_dense(M, limits, end)):
         return f"the kernels for {M} tokens need more shared memory than this GPU has"
     entries = (*few_kernels(M, limits, end), *few_gated_kernels(M, end))
+    if end and takes_hopper_kernels(device.index):
+        entries += DENSE_E4M3_KERNELS
     return why_not_loaded(own_kernels(), device.index, entries)
 
 

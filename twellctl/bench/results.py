@@ -6,7 +6,7 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 DENSE, DENSE_FP8, TWELL = "dense", "dense FP8", "twell"
-FEW_DENSE, FEW_DENSE_FP8 = "dense few", "dense FP8 few"  # over our own kernels for few tokens
+FEW_DENSE, FEW_DENSE_FP8 = "dense few", "dense FP8 few"  # as the decode engine computes few tokens
 FP8_SCHEMES = ROW_WISE, TENSOR_WISE = "row-wise", "tensor-wise"  # of scales
 ROUNDING = 2  # times the error of dense eager are rounding
 ROUNDING_OF = {"worst_row_error": 4}

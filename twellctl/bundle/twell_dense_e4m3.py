@@ -59,7 +59,7 @@ def dense_e4m3_ffn(
 def dense_e4m3_linear(
     kernels: KernelSet, x: Tensor, weight: Fp8Weight, residual: Tensor | None = None
 ) -> Tensor:
-    """`fp8_linear` of `[M, K]` bf16, M >= 1, contiguous; K and N multiples of 16.
+    """`fp8_linear` of `[M, K]` bf16, M >= 1, contiguous; K and N multiples of 16; bits as above.
 
     y comes on top of `residual`, if that is given.
     """

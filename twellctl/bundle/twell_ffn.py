@@ -26,13 +26,13 @@ from .twell_launch import kernels_for, register_sources
 from .twell_log import reasons_said, say_once
 from .twell_reasons import (
     check_numbers,
-    lies_well,
     most_trained_tokens,
     route_of_training,
     takes_hopper_kernels,
     why_no_e4m3_kernels,
     why_no_kernels,
     why_not_e4m3_ffn,
+    why_not_e4m3_linear,
     why_not_ffn,
     why_not_here,
     why_not_route,
@@ -141,7 +141,8 @@ def fp8_ffn_beside(
 def rounded_linear(x: Tensor, weight: Fp8Weight, sources: str = "") -> Tensor:
     """`fp8_linear`, with inputs rounded by a kernel on Hopper; `sources` as in `sparse_ffn`.
 
-    torch.compile fuses what torch does for that, so there nothing is launched.
+    Up to 256 tokens sums are rounded to bf16 there before their scales, too. torch.compile fuses
+    what torch does for that, so there nothing is launched.
     """
     if torch.compiler.is_compiling() or not (sources and x.is_cuda):
         return fp8_linear(x, weight)
@@ -347,11 +348,9 @@ def _fp8_ffn(
 def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, sources: str) -> Tensor:
     """The operator `fp8_linear`."""
     weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
-    hopper = takes_hopper_kernels(index)
-    lie_well = all(lies_well(t) for t in (w, scale, bias) if t is not None)
-    taken = lie_well and (bias is None or bias.dtype == x.dtype)
-    taken = taken and not why_no_products(index, *w.shape, str(x.dtype))
-    if not (taken and hopper and rows.numel()):
+    hopper = takes_hopper_kernels(index, requested("auto"))
+    taken = hopper and rows.numel() and not why_no_products(index, *w.shape, str(x.dtype))
+    if not taken or why_not_e4m3_linear(w, scale, bias, x.dtype):
         return fp8_linear(x, weight)
     if said := why_no_e4m3_kernels(sources, index, hopper, "dense"):
         say_once(said)

@@ -16,7 +16,7 @@ _QUANTISE_BLOCKS = 2  # of a multiprocessor
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """x in e4m3, for a walk or a dense product, which reads `values` and `scales` alone.
+    """x in e4m3, for a walk or a dense product, which reads `values`, `scales` and `one` alone.
 
     `values` `[M, K]` e4m3; `token_scales` float32 `[M, 2]`: scales, and ones; `scales` `[M, 1]`:
     the same scales; `one` float32 `[1]`: 1; `heavy_count` int32 `[1]`: 0.

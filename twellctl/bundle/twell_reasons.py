@@ -156,6 +156,17 @@ def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     return why_they_do_not_lie_well(t for t in ffn.tensors if t is not ffn.w_down)
 
 
+def why_not_e4m3_linear(
+    weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> str | None:
+    """The same of one layer `[N, K]`, whose scales are `[N, 1]`; `dtype` of its inputs."""
+    if not end_of(weight) or (scale.dtype, scale.shape) != (torch.float32, (len(weight), 1)):
+        return "the kernels take FP8 weights in e4m3, with scales in float32"
+    if bias is not None and (bias.dtype, bias.shape) != (dtype, (len(weight),)):
+        return "the kernels take biases of the dtype of their inputs"
+    return why_they_do_not_lie_well(t for t in (weight, scale, bias) if t is not None)
+
+
 def _why_not(
     rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
 ) -> str | None:

@@ -51,8 +51,8 @@ def linear(
     residual: Tensor | None = None,
     **how: bool,
 ) -> Tensor:
-    """`few_linear`, or PyTorch's product where that is faster."""
-    if not by_torch(x, scale):
+    """`few_linear`, or PyTorch's product where that is faster, or K no multiple of 64."""
+    if not by_torch(x, scale) and weight.shape[1] % 64 == 0:
         how |= {"scale": scale, "residual": residual}
         return few_linear(kernels, limits, x, weight, bias, **how)
     if scale is not None:
@@ -87,9 +87,6 @@ def _by_columns(
         by_columns = replace(ffn, w_down=ffn.w_down.t())
         return dense_e4m3_ffn(kernels, limits, x, by_columns, residual=residual, counts=counts)
     hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
-    if ffn.N % 64:  # which few_linear does not take
-        y = F.linear(hidden, ffn.w_down, ffn.b_down)
-        return y if residual is None else residual + y
     how = {"scale": ffn.s_down, "residual": residual, "overlap": overlap}
     return linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
 

@@ -8,8 +8,8 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
 and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. With more than 32 rows
-PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py). In
-FP8 they round their inputs, which stay bf16 with fewer rows.
+PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py), in
+FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer rows.
 
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
 step of one row, or of up to 16, may be one launch in the place of all that, if the model is such

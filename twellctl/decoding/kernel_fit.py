@@ -32,8 +32,11 @@ def why_not(model: PreTrainedModel) -> str | None:
         return said
     if model.device.type != "cuda" or torch.version.cuda is None:
         return "the decode kernels need an NVIDIA GPU"
-    scales = {id(m.weight_scale) for m in model.modules() if isinstance(m, Fp8Linear)}
-    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in scales}
+    scales = [m.weight_scale for m in model.modules() if isinstance(m, Fp8Linear)]
+    if any(scale.dtype != torch.float32 for scale in scales):
+        return "the decode kernels take FP8 weights with scales in float32"
+    known = {id(scale) for scale in scales}
+    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
     if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
     if config.model_type not in _FAMILIES:
