@@ -5,12 +5,12 @@
 Gate and up are one product where one lies behind the other, as `lay_together` lays them.
 
 The equation is that of `fp8_ffn` (twell_fp8.py), and beyond BARE_TOKENS its bits. torch.compile
-does not see into the operator, so plain torch would round x and h there in a dozen kernels; these
-two do it instead.
+does not see into the operator, so plain torch would round x and h there in a dozen kernels; ours do
+it instead.
 
 Up to BARE_TOKENS torch's products with a scale for each row are slower than those with one scale.
-So both factors go without any there, and our kernels multiply by the scales: that of the hidden
-state, and scale_sums behind down. Sums are rounded to bf16 once more, before that.
+So both factors go without any there, and our kernels multiply by the scales: quantise_bare_hidden,
+and scale_sums behind down. Sums are rounded to bf16 once more, before that.
 """
 
 from collections.abc import Iterator

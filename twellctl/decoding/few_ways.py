@@ -51,8 +51,9 @@ def linear(
     residual: Tensor | None = None,
     **how: bool,
 ) -> Tensor:
-    """`few_linear`, or PyTorch's product where that is faster, or K no multiple of 64."""
-    if not by_torch(x, scale) and weight.shape[1] % 64 == 0:
+    """`few_linear`, or PyTorch's product where that is faster, or over bf16 K no multiple of 64."""
+    taken = scale is not None or weight.shape[1] % 64 == 0
+    if taken and not by_torch(x, scale):
         how |= {"scale": scale, "residual": residual}
         return few_linear(kernels, limits, x, weight, bias, **how)
     if scale is not None:
