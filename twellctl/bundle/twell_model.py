@@ -213,9 +213,9 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
 
     That of each down projection lies by rows of neurons: without this each call would make a copy.
     An FP8 layer keeps both layouts, since dense FP8 products want the other one; FP8 gate and up
-    lie behind one another. Names, shapes and values stay, and so does what is saved. What is not a
-    plain layer, or lies elsewhere, stays as it is, and so does what is sharded. `trained` as in
-    `by_rows_of_neurons`.
+    lie behind one another. Names, shapes and values stay, and so does what `save_pretrained`
+    writes. What is not a plain layer, or lies elsewhere, stays as it is, and so does what is
+    sharded. `trained` as in `by_rows_of_neurons`.
     """
     for ffn in gated_ffns(model):
         down = ffn.down_proj

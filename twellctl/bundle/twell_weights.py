@@ -34,7 +34,8 @@ def in_one(*tensors: Tensor | None) -> Tensor | None:
 def lay_together(*layers: nn.Linear) -> None:
     """Make weights, biases and scales of `layers` parts of one tensor each: one product takes all.
 
-    Names, shapes and values stay, and so does what is saved. What not all have stays as it is.
+    Names, shapes and values stay, and so does what `save_pretrained` writes; `torch.save` of one
+    layer writes the storage of all. What not all have stays as it is.
     """
     for name in ("weight", "bias", "weight_scale"):
         parts = [getattr(layer, name, None) for layer in layers]
