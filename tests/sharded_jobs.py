@@ -39,7 +39,7 @@ from twellctl.errors import TwellError
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.training import optimizer, sharded_weights
+from twellctl.training import optimizer, processes, replicas, sharded_weights
 from twellctl.training.from_scratch import open_config
 from twellctl.training.optimizer import make_optimizer
 from twellctl.training.processes import check_same, from_all
@@ -81,12 +81,13 @@ def _matrices() -> nn.Module:
 def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
     """(coefficient, density) that `finetune --shard always` ends with in this process.
 
-    `how`: `file_bytes` of what is written; the steps at which the first process is interrupted
+    `how`: `file_bytes` of what is written; which gradients are `small`, in elements; the steps at which the first process is interrupted
     (`interrupt_at`), and the others are killed (`kill_at`) or can write no more (`full_at`); after
     how many checkpoints the first can write no more (`first_full_after`); whether they are killed
     at the first save (`kill_in_save`), whether to `resume`.
     """
     sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
+    processes.SMALL = replicas.SMALL = how.get("small", processes.SMALL)
     recipe = small(**{"batch_size": 6, "micro_batch_size": 1, "shard": "always"} | changes)
     done = finetune(model, out, recipe, resume=how.get("resume", False), progress=_progress(how))
     return [done.l1, done.density]

@@ -18,7 +18,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import without_values
 from twellctl.training import memory
 from twellctl.training.launcher import as_launched
-from twellctl.training.memory import least_bytes, replica_bytes
+from twellctl.training.memory import least_bytes
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, run_folder
 from twellctl.training.runs import last_checkpoint
@@ -98,6 +98,17 @@ def test_a_sharded_run_is_that_of_one_process(
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored(out).items())
     assert not run_folder(out).exists()
+
+
+@pytest.mark.parametrize(("count", "small"), [(2, 500), (3, 10**6)])
+def test_replicas_are_one_process(processes, sources, alone, text_file, tmp_path, count, small):
+    """Whether gradients are sent in the backward pass, or together at its end."""
+    out, wanted = tmp_path / "out", alone[True]
+    changes = settings(text_file, shard="never")
+    ends = processes("run", count, str(sources[True]), str(out), changes, {"small": small})
+    assert all(end == ends[0] for end in ends), "the controllers of the processes disagree"
+    assert ends[0] == pytest.approx([wanted.l1, wanted.density], rel=1e-5)
+    assert_near(out, wanted.out)
 
 
 def test_resumed_on_other_numbers_of_processes(processes, sources, alone, text_file, tmp_path):
@@ -264,15 +275,13 @@ def test_more_processes_than_gpus(monkeypatch):
 
 def test_what_several_gpus_would_hold(sources, monkeypatch):
     checkpoint = open_checkpoint(sources[False])
-    num_weights = sum(t.numel() for t in stored(sources[False]).values())
-    least, replica = least_bytes(checkpoint, Recipe()), replica_bytes(checkpoint, Recipe())
-    assert replica == least + 4 * num_weights  # replicas send gradients from a copy
+    least = least_bytes(checkpoint, Recipe())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "total_bytes", lambda: replica / 0.9 + 1)
-    assert _on_several(checkpoint, Recipe()) == (OnSeveral(2, replica, False),)
+    monkeypatch.setattr(memory, "total_bytes", lambda: least / 0.9 + 1)
+    assert _on_several(checkpoint, Recipe()) == (OnSeveral(2, least, False),)
     forced = _on_several(checkpoint, Recipe(shard="always"))
     assert forced == tuple(OnSeveral(n, least // n, True) for n in (2, 4, 8))
-    monkeypatch.setattr(memory, "total_bytes", lambda: replica / 0.9 - 1)
+    monkeypatch.setattr(memory, "total_bytes", lambda: least / 0.9 - 1)
     assert _on_several(checkpoint, Recipe()) == forced
     assert not _on_several(checkpoint, Recipe(shard="never"))[0].is_sharded
     assert not _on_several(checkpoint, Recipe(lora_rank=2))[0].is_sharded

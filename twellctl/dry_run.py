@@ -48,7 +48,6 @@ from twellctl.training.expected_loss import LossOutlook, loss_outlook, why_no_ou
 from twellctl.training.launcher import as_launched
 from twellctl.training.memory import (
     least_bytes,
-    replica_bytes,
     shards_on_several,
     total_bytes,
 )
@@ -284,10 +283,9 @@ def _measure_together(
 def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]:
     if not torch.cuda.is_available():
         return ()
-    sharded = shards_on_several(checkpoint, recipe)
-    if not sharded:
-        return (OnSeveral(2, replica_bytes(checkpoint, recipe), False),)
     least = least_bytes(checkpoint, recipe)
+    if not shards_on_several(checkpoint, recipe):
+        return (OnSeveral(2, least, False),)
     return tuple(OnSeveral(count, least // count, True) for count in (2, 4, 8))
 
 

@@ -12,18 +12,17 @@ from twellctl.training.recipe import Recipe
 
 
 def micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:
-    """(blocks a process holds at once, how many times it does so in a step)."""
+    """(blocks a process holds at once, how many times it does so in a step).
+
+    As many at once as divide its share of a step, at most `micro_batch_size`.
+    """
     per_process = recipe.batch_size // num_processes
     if recipe.batch_size % num_processes:
         raise UsageError(
             f"batch-size must be a multiple of {num_processes} processes, got {recipe.batch_size}"
         )
-    micro = min(recipe.micro_batch_size, per_process)
-    if per_process % micro:
-        raise UsageError(
-            f"each of {num_processes} processes takes {per_process} blocks a step, which is no "
-            f"multiple of micro-batch-size {micro}"
-        )
+    most = min(recipe.micro_batch_size, per_process)
+    micro = max(n for n in range(1, most + 1) if per_process % n == 0)
     return micro, per_process // micro
 
 
@@ -66,7 +65,6 @@ def trainer_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         average_tokens_across_devices=False,
-        ddp_find_unused_parameters=False,
     )
     # else the Trainer cuts each batch over all GPUs that a lone process sees (DataParallel)
     arguments._n_gpu = min(arguments.n_gpu, 1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from twellctl.training.optimizer import make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
-from twellctl.training.sharded_trainer import ShardedTrainer, share_directions
+from twellctl.training.sharded_trainer import ShardedTrainer
 from twellctl.training.sharded_weights import load_sharded
 from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher, is_fresh
@@ -46,26 +45,24 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     longest = checkpoint.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
-    sharded = is_to_be_sharded(checkpoint, recipe)
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
     return dataclasses.replace(
         recipe,
-        compile=_compiles(recipe, sharded) if recipe.compile is None else recipe.compile,
+        compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
         penalty=penalty,
         seq_len=recipe.seq_len or min(1024, longest),
         learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
     )
 
 
-def _compiles(recipe: Recipe, sharded: bool) -> bool:
-    one_process = os.environ.get("WORLD_SIZE", "1") == "1"
-    return torch.cuda.is_available() and (one_process or sharded) and not recipe.lora_rank
+def _compiles(recipe: Recipe) -> bool:
+    return torch.cuda.is_available() and not recipe.lora_rank
 
 
 def _captures(recipe: Recipe) -> bool:
     """Whether steps are replayed as CUDA graphs: what they do may not change from step to step."""
     fixed = recipe.penalty == "count" and not recipe.gradient_checkpointing
-    return recipe.compile and fixed and _compiles(recipe, sharded=False)
+    return recipe.compile and fixed and _compiles(recipe)
 
 
 def build_trainer(
@@ -84,8 +81,6 @@ def build_trainer(
     soften = recipe.soften if fresh and recipe.penalty == "count" else 0.0
     progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, soften)
-    if sharded:
-        share_directions(penalty.gates)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)

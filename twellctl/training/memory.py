@@ -32,13 +32,6 @@ def least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
     return total + sum(2 * math.prod(tensor.shape) for tensor in taught_by)  # bfloat16
 
 
-def replica_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
-    """As `least_bytes`, for one of several replicas: they send gradients from a copy of them."""
-    size = getattr(torch, recipe.param_dtype).itemsize
-    trained = sum(num for num, copies in _copies(checkpoint, recipe) if copies > 1)
-    return least_bytes(checkpoint, recipe) + size * trained
-
-
 def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     """Whether this run shards its models over its processes; the same in all of them."""
     if not is_one_of_several():
@@ -57,7 +50,7 @@ def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
 
 def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     """Whether a replica for each process leaves some of its memory for activations."""
-    return replica_bytes(checkpoint, recipe) <= (1 - FOR_ACTIVATIONS) * total_bytes()
+    return least_bytes(checkpoint, recipe) <= (1 - FOR_ACTIVATIONS) * total_bytes()
 
 
 def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:

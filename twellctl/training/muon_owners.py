@@ -1,8 +1,8 @@
-"""Muon's step of sharded matrices: each process orthogonalises some of them, whole.
+"""Muon's step in several processes: each orthogonalises some of the matrices of one shape.
 
-Every process holds some rows of each matrix. Of matrices that have one shape, the process r of W
-owns each W-th from the r-th on. One all-to-all brings their rows to the owners, and one brings the
-rows of what the owners made of them back.
+Where every process holds all of them, it takes its share, and one all-gather brings all together.
+Where each holds some rows of every matrix, the process r of W owns each W-th from the r-th on: one
+all-to-all brings their rows to the owners, and one brings the rows of what they made of them back.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twellctl.training.sharding import rows
+
+
+def by_replicas(matrices: Sequence[Tensor], run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`[B, M, N]`: `run` on the B `matrices`, which all processes have; `run` keeps the shape."""
+    rank, count = dist.get_rank(), len(matrices)
+    share = rows(count, 0, dist.get_world_size()).stop
+    mine = matrices[rows(count, rank, dist.get_world_size())]
+    made = run(torch.stack(mine)) if mine else None
+    like = matrices[0]
+    sent = like.new_zeros(share, *like.shape, dtype=torch.bfloat16 if like.is_cuda else None)
+    if mine:
+        sent[: len(mine)] = made
+    received = sent.new_empty(share * dist.get_world_size(), *like.shape)
+    dist.all_gather(list(received.split(share)), sent)
+    return received[:count]
 
 
 def by_owners(

@@ -2,19 +2,21 @@
 
 Muon takes the momentum of a matrix, makes all its singular values about 1 and scales it to the size
 of an AdamW step: so rates are of the same order for both. It keeps one number a weight where AdamW
-keeps two. The shifts of gates have a rate of their own. Where weights are sharded so is all state
-(`muon_owners`).
+keeps two. The shifts of gates have a rate of their own. Several processes share Muon's work
+(`muon_owners`); where weights are sharded so is all state.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from twellctl.training.muon_owners import by_owners
+from twellctl.training.muon_owners import by_owners, by_replicas
+from twellctl.training.processes import is_one_of_several
 from twellctl.training.sharding import local
 
 SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
@@ -45,7 +47,7 @@ class Muon(torch.optim.AdamW):
         weights = [p for p in group["params"] if p.grad is not None]
         for shape in sorted(set(map(_shape, weights))):
             same, size = [p for p in weights if _shape(p) == shape], AT_ONCE // math.prod(shape)
-            size = max(1, size) * num_owners(same[0])
+            size = max(1, size) * (dist.get_world_size() if is_one_of_several() else 1)
             for start in range(0, len(same), size):
                 self._step_some(same[start : start + size], group)
 
@@ -55,12 +57,13 @@ class Muon(torch.optim.AdamW):
         momenta = [local(self._momentum(p)) for p in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-        if num_owners(weights[0]) > 1:
+        if isinstance(weights[0], DTensor):
             steps = by_owners(ahead, len(weights[0]), orthogonal)
         else:
             steps = _each_orthogonal(ahead)
         size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
-        torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(held, steps, alpha=-group["lr"] * size)
 
     def _momentum(self, weight: Tensor) -> Tensor:
@@ -83,16 +86,15 @@ class Muon(torch.optim.AdamW):
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
 
 
-def num_owners(weight: Tensor) -> int:
-    """Over how many processes a matrix is sharded."""
-    return weight.device_mesh.size() if isinstance(weight, DTensor) else 1
-
-
 def _each_orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Each of the matrices made `orthogonal`, in their dtype, laid out as they are."""
     turned = not matrices[0].is_contiguous()  # W_down, where kernels read it in training
-    together = torch.stack([m.mT for m in matrices] if turned else list(matrices))
-    found = orthogonal(together).to(together.dtype)
+    given = [m.mT for m in matrices] if turned else list(matrices)
+    if is_one_of_several():
+        found = by_replicas(given, orthogonal)
+    else:
+        found = orthogonal(torch.stack(given))
+    found = found.to(matrices[0].dtype)
     return list(found.mT if turned else found)
 
 

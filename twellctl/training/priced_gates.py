@@ -24,9 +24,11 @@ every kind of gradient checkpointing, where a sum collected on the side would be
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass, once the forward is a ReLU
 RIDGE = 1e-2  # of the mean square of an input, added to each when a direction is fitted
@@ -113,6 +115,8 @@ class PricedGates:
                 break
         for gate, seen in zip(self.gates, moments, strict=True):
             gate.direction.copy_(seen.direction())
+            if is_one_of_several():  # to the last bit the same in all processes
+                dist.broadcast(gate.direction, 0)
 
     @property
     def state(self) -> list[dict[str, list[float]]]:

@@ -1,14 +1,18 @@
 """What the processes of a run do together, so that all of them go on or all of them end."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from twellctl.errors import TwellError
+
+SMALL = 1 << 20  # elements of a tensor that is sent together with others
 
 
 def in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
@@ -63,6 +67,33 @@ def check_same(what: dict[str, Any], remedy: str) -> None:
         others = [key for key in theirs | told[0] if theirs.get(key) != told[0].get(key)]
         if others:
             raise TwellError(f"process {rank} has another {others[0]} than the first: {remedy}")
+
+
+def average(tensors: Sequence[Tensor]) -> None:
+    """Make each of the `tensors` its mean over all processes, the same bits in all of them."""
+    small = [t for t in tensors if t.numel() < SMALL]
+    sent = [t for t in tensors if t.numel() >= SMALL]
+    if small:
+        sent.append(torch._utils._flatten_dense_tensors(small))
+    for end in [begin_average(t) for t in sent]:
+        end()
+    if small:
+        means = torch._utils._unflatten_dense_tensors(sent[-1], small)
+        torch._foreach_copy_(small, list(means))
+
+
+def begin_average(tensor: Tensor) -> Callable[[], None]:
+    """Begin to make `tensor` its mean over all processes; what is returned ends it."""
+    dense = tensor if tensor.is_contiguous() else tensor.mT
+    how = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM  # gloo has no mean
+    sent = dist.all_reduce(dense, how, async_op=True)
+
+    def end() -> None:
+        sent.wait()
+        if not tensor.is_cuda:
+            dense.div_(dist.get_world_size())
+
+    return end
 
 
 def is_lost_process(error: BaseException) -> bool:

@@ -100,7 +100,9 @@ class Recipe:
     max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
     batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
     micro_batch_size: int = setting(
-        4, "Blocks one process holds at once; the rest is gradient accumulation.", at_least=1
+        4,
+        "Blocks one process holds at once, at most; the rest is gradient accumulation.",
+        at_least=1,
     )
     optimizer: str = setting(
         "muon",

@@ -1,12 +1,10 @@
 """The Trainer of a run whose weights are sharded over its processes.
 
-What it does in a step beside `SparseTrainer`: gradients are summed up over processes as FSDP2 goes
+What it does in a step beside `SparseTrainer`: gradients are averaged over processes as FSDP2 goes
 through the backward pass, those of the gates' shifts, of which each process has all, at its end.
 One small reduction then tells every process the norm of each gradient.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from twellctl.errors import TwellError
-from twellctl.training.priced_gates import PricedGate
-from twellctl.training.processes import in_all
+from twellctl.training.processes import average, in_all
 from twellctl.training.sharded_checkpoints import CheckpointWriter, is_sharded_checkpoint
 from twellctl.training.sharding import local
 from twellctl.training.trainer import SCHEDULER_FILE, SparseTrainer, full_disk_told
@@ -30,37 +27,23 @@ class ShardedTrainer(SparseTrainer):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        # it is sharded already: nothing is to be wrapped around it
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
         self._writer = CheckpointWriter()
         self._unfinished: tuple[Path, dict[str, Any]] | None = None
-        self._norm: Tensor | None = None
         self._counted: Tensor | None = None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is there."""
 
-    def _check_gradients(self) -> tuple[list[str], Tensor]:
-        """As `SparseTrainer`'s, by their norms, which `_clip_grad_norm` uses too."""
-        named = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        _average([g for g in named.values() if not isinstance(g, DTensor)])
-        norms = torch._foreach_norm([local(g) for g in named.values()], 2, torch.float32)
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
+        """Of whole gradients; those that all processes have are averaged before."""
+        average([g for g in gradients if not isinstance(g, DTensor)])
+        squares = super()._squares([local(g) for g in gradients])
         if self._counted is None:  # what all processes have is counted once
-            counted = [isinstance(g, DTensor) or dist.get_rank() == 0 for g in named.values()]
-            self._counted = torch.tensor(counted, device=norms[0].device)
-        squares = torch.stack(norms).square().where(self._counted, 0)
+            counted = [isinstance(g, DTensor) or dist.get_rank() == 0 for g in gradients]
+            self._counted = torch.tensor(counted, device=squares.device)
+        squares = squares.where(self._counted, 0)
         dist.all_reduce(squares)
-        self._norm = squares.sum().sqrt()
-        bad = ~squares.isfinite()
-        numbers = torch.arange(len(bad), dtype=torch.float32, device=bad.device)
-        return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-        factor = (self.args.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
-        return self._norm
+        return squares
 
     def _my_held_out(self):
         """As many blocks in all processes, which gather weights together: some twice, at the end.
@@ -117,18 +100,3 @@ class ShardedTrainer(SparseTrainer):
                 f"{checkpoint} is of a run that was not sharded: --resume it with --shard never"
             )
         super()._load_from_checkpoint(checkpoint, model)
-
-
-def share_directions(gates: Sequence[PricedGate]) -> None:
-    """Give all processes the directions that the first one has found."""
-    for gate in gates:
-        dist.broadcast(gate.direction, 0)
-
-
-def _average(gradients: list[Tensor]) -> None:
-    """Over all processes, in one reduction."""
-    if gradients:
-        flat = torch._utils._flatten_dense_tensors(gradients)
-        dist.all_reduce(flat)
-        means = torch._utils._unflatten_dense_tensors(flat / dist.get_world_size(), gradients)
-        torch._foreach_copy_(gradients, list(means))

@@ -2,7 +2,8 @@
 
 Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
 the tokens of the step, plus what `PricedGates` (or `FfnPenalty`) and `LayerStates` add in the
-backward pass.
+backward pass. Of several processes each has a replica of the model, and its share of the step's
+tokens; their gradients are averaged at the end of the step.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import SLOPE, PricedGates
+from twellctl.training.replicas import Replicas
 from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.sharded_checkpoints import is_sharded_checkpoint, read_training_state
+from twellctl.training.sharding import local
 from twellctl.training.sparsity import FfnPenalty
 
 SCHEDULER_FILE = "scheduler.pt"  # in a checkpoint, as transformers calls it
@@ -89,6 +93,9 @@ class SparseTrainer(Trainer):
         `captures`: replay the parts of a step as a CUDA graph; `note` is told where that fails.
         """
         super().__init__(data_collator=_as_it_is, **kwargs)
+        # nothing is to be wrapped around the model
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
         self.model_accepts_loss_kwargs = (
             False  # our loss is a mean: Trainer divides by accumulation
         )
@@ -106,7 +113,10 @@ class SparseTrainer(Trainer):
         self._captures, self._captured, self._parts_run = captures, None, 0
         self.report: StepReport | None = None
         self.held_out_by_layer: list[float] | None = None
+        several = self.args.world_size > 1 and not self.is_sharded
+        self.replicas = Replicas(self.model) if several else None
         self._sums: list[Tensor] = []
+        self._norm: Tensor | None = None
         self._checked: tuple[list[str], Tensor] | None = None
 
     def compute_loss(
@@ -124,22 +134,50 @@ class SparseTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any) -> Tensor:
         ids, num_parts = inputs["input_ids"], self.current_gradient_accumulation_steps
-        if self._captured is not None and self._captured.takes(ids, num_parts):
+        is_last = self.accelerator.sync_gradients
+        recorded = self._captured is not None and self._captured.takes(ids, num_parts)
+        if recorded:
             self._set_penalty(ids)
             loss, measured = self._captured(ids)
             self._sums.append(measured)
         else:
-            loss = super().training_step(model, inputs, *args)
+            with self._sending(is_last):
+                loss = super().training_step(model, inputs, *args)
             self._parts_run += 1
             if self._captures and self._parts_run == PARTS_BEFORE_CAPTURE:
                 self._capture(model, ids)
-        if self.accelerator.sync_gradients:  # clipping would spread what is not finite
-            self._checked = self._check_gradients()
+        if is_last:
+            if self.replicas is not None:
+                self.replicas.average_rest(large_sent=not recorded or num_parts == 1)
+            self._checked = self._check_gradients()  # clipping would spread what is not finite
         return loss
 
+    def _sending(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a part of a step: its backward pass may send gradients, if it is the last."""
+        return contextlib.nullcontext() if self.replicas is None else self.replicas.sending(is_last)
+
     def _check_gradients(self) -> tuple[list[str], Tensor]:
-        """As `last_not_finite`, when all of a step's gradients are there."""
-        return last_not_finite(self.model)
+        """(names of parameters with gradients, `[1]`: number of the last not finite one, or -1).
+
+        Gradients go from the last layer to the first, so it is there that they went wrong.
+        """
+        named = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        squares = self._squares(list(named.values()))
+        self._norm = squares.sum().sqrt()
+        bad = ~squares.isfinite()
+        numbers = torch.arange(len(bad), dtype=torch.float32, device=bad.device)
+        return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
+
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
+        """`[gradients]`: the squared norm of each."""
+        return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """By the norm that `_check_gradients` has found."""
+        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        factor = (self.args.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)
+        return self._norm
 
     def _capture(self, model: nn.Module, ids: Tensor) -> None:
         num_parts = self.current_gradient_accumulation_steps
@@ -148,7 +186,8 @@ class SparseTrainer(Trainer):
             with self.compute_loss_context_manager():
                 loss, measured = self._losses(model, ids)
             loss = loss / num_parts
-            self.accelerator.backward(loss)
+            with self._sending(num_parts == 1):
+                self.accelerator.backward(loss)
             return loss.detach(), measured
 
         try:
@@ -382,19 +421,6 @@ def _check_held_out(loss: float, remedy: str) -> None:
 def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What `Blocks` gives is a batch already."""
     return batch
-
-
-def last_not_finite(model: nn.Module) -> tuple[list[str], Tensor]:
-    """(names of parameters with gradients, `[1]`: the number of the last that is not finite or -1).
-
-    Gradients go from the last layer to the first, so it is there that they went wrong.
-    """
-    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norms = torch._foreach_norm(list(named.values()), 2, torch.float32)
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    bad = ~torch.stack(whole).isfinite()
-    numbers = torch.arange(len(bad), dtype=torch.float32, device=bad.device)
-    return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
 
 
 class NoStepLeft(Exception):
