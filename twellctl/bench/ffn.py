@@ -149,7 +149,7 @@ def _point(
         "slots": inputs.slots,
         "weight_copies": len(rotated),
         "without_kernels": without_kernels,
-        "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)]),
+        "auto_took": routes_taken(*sizes, tokens, [(inputs.slots, inputs.density)], in_fp8),
     }
     explained = {} if in_fp8 else None  # in FP8 its own error has judged it
     return Point(tokens, about, "float64", (over[0].name,), outcome, explained)

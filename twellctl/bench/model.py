@@ -202,7 +202,7 @@ def _point(
     K, N = (subject.described[size] for size in ("hidden_size", "intermediate_size"))
     told = list(zip(numbers.slots, numbers.densities or [None] * len(numbers.slots), strict=True))
     biases = any(ffn.down_proj.bias is not None for ffn in gated_ffns(subject.body))
-    taken = routes_taken(K, N, biases, tokens, told)
+    taken = routes_taken(K, N, biases, tokens, told, subject.in_fp8)
     about = shape | about | {"auto_took": taken}
     explained = FP8_ROUNDING if subject.in_fp8 else None
     return Point(tokens, about, "float32", tuple(headline), outcome, explained)

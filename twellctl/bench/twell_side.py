@@ -24,6 +24,7 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 
@@ -63,7 +64,12 @@ def _why_no_kernels(run: Callable[[], Any]) -> str | None:
 
 
 def routes_taken(
-    K: int, N: int, biases: bool, tokens: int, layers: list[tuple[int, float | None]]
+    K: int,
+    N: int,
+    biases: bool,
+    tokens: int,
+    layers: list[tuple[int, float | None]],
+    in_fp8: bool,
 ) -> dict[str, int]:
     """How many of `layers` (slots, density) "auto" sends which way at so many tokens."""
     taken: collections.Counter[str] = collections.Counter()
@@ -72,7 +78,8 @@ def routes_taken(
         for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
             asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, slots)
-            if known == asked and "dense" in kind.ways:  # there are others of the route twell
+            of_these = known == asked and (E4M3_END in kind.kernels) == in_fp8
+            if of_these and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
 
