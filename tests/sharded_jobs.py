@@ -81,10 +81,11 @@ def _matrices() -> nn.Module:
 def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
     """(coefficient, density) that `finetune --shard always` ends with in this process.
 
-    `how`: `file_bytes` of what is written; which gradients are `small`, in elements; the steps at which the first process is interrupted
-    (`interrupt_at`), and the others are killed (`kill_at`) or can write no more (`full_at`); after
-    how many checkpoints the first can write no more (`first_full_after`); whether they are killed
-    at the first save (`kill_in_save`), whether to `resume`.
+    `how`: `file_bytes` of what is written; below how many elements a gradient is `small`; the steps
+    at which the first process is interrupted (`interrupt_at`), and the others are killed
+    (`kill_at`) or can write no more (`full_at`); after how many checkpoints the first can write no
+    more (`first_full_after`); whether they are killed at the first save (`kill_in_save`), whether
+    to `resume`.
     """
     sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
     processes.SMALL = replicas.SMALL = how.get("small", processes.SMALL)

@@ -277,11 +277,11 @@ def test_what_several_gpus_would_hold(sources, monkeypatch):
     checkpoint = open_checkpoint(sources[False])
     least = least_bytes(checkpoint, Recipe())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "total_bytes", lambda: least / 0.9 + 1)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least + 1)
     assert _on_several(checkpoint, Recipe()) == (OnSeveral(2, least, False),)
     forced = _on_several(checkpoint, Recipe(shard="always"))
     assert forced == tuple(OnSeveral(n, least // n, True) for n in (2, 4, 8))
-    monkeypatch.setattr(memory, "total_bytes", lambda: least / 0.9 - 1)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least - 1)
     assert _on_several(checkpoint, Recipe()) == forced
     assert not _on_several(checkpoint, Recipe(shard="never"))[0].is_sharded
     assert not _on_several(checkpoint, Recipe(lora_rank=2))[0].is_sharded

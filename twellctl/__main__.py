@@ -1,5 +1,6 @@
 """Where the command line begins: Ctrl-C is one line, from the first import on."""
 
+import os
 import sys
 
 from twellctl.cli import interrupts
@@ -8,6 +9,7 @@ from twellctl.cli import interrupts
 def main() -> None:
     """`cli.main.main`, imported where Ctrl-C is heeded already."""
     interrupts.heed()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a failure is one line, torch adds none
     try:
         from twellctl.cli.main import main as run
 

@@ -13,7 +13,7 @@ from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 
 FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-FOR_ACTIVATIONS = 0.1  # share of the memory
+REPLICA = 0.5  # share of the memory that one may take; activations need the rest
 
 
 def total_bytes() -> int:
@@ -49,8 +49,8 @@ def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
 
 
 def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:
-    """Whether a replica for each process leaves some of its memory for activations."""
-    return least_bytes(checkpoint, recipe) <= (1 - FOR_ACTIVATIONS) * total_bytes()
+    """Whether a replica for each process leaves enough of its memory for activations."""
+    return least_bytes(checkpoint, recipe) <= REPLICA * total_bytes()
 
 
 def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:
