@@ -141,15 +141,14 @@ class Recipe:
     shard: str = setting(
         "auto",
         "Of several processes, each holds some rows of all weights of student, teacher and "
-        "optimizer. auto: where it does not have the memory for all of them.",
+        "optimizer. auto: where all of them would take more than half of its memory.",
         choices=("auto", "always", "never"),
     )
     compile: bool | None = setting(
         None,
-        "Compile the layers (of --gradient-checkpointing the FFNs), and on a lone GPU replay the "
-        "parts of steps as a CUDA graph: half a minute at the start, then up to three times as "
-        "fast. "
-        "[default: on a GPU, without LoRA, in one process or sharded]",
+        "Compile the layers (of --gradient-checkpointing the FFNs), and unless they are sharded "
+        "replay the parts of steps as a CUDA graph: half a minute at the start, then up to three "
+        "times as fast. [default: on a GPU, without LoRA]",
     )
 
     save_steps: int = setting(
