@@ -39,7 +39,14 @@ from twellctl.errors import TwellError
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.training import optimizer, processes, replicas, sharded_weights
+from twellctl.training import (
+    build,
+    optimizer,
+    processes,
+    replicas,
+    sharded_weights,
+    trainer,
+)
 from twellctl.training.from_scratch import open_config
 from twellctl.training.optimizer import make_optimizer
 from twellctl.training.processes import check_same, from_all
@@ -79,19 +86,64 @@ def _matrices() -> nn.Module:
 
 
 def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
-    """(coefficient, density) that `finetune --shard always` ends with in this process.
+    """(coefficient, density) that `finetune` ends with in this process, sharded unless told.
 
     `how`: `file_bytes` of what is written; below how many elements a gradient is `small`; the steps
     at which the first process is interrupted (`interrupt_at`), and the others are killed
     (`kill_at`) or can write no more (`full_at`); after how many checkpoints the first can write no
     more (`first_full_after`); whether they are killed at the first save (`kill_in_save`), whether
-    to `resume`.
+    to `resume`; which processes record the parts of their steps, for the others cannot
+    (`recorded_by`).
     """
     sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
     processes.SMALL = replicas.SMALL = how.get("small", processes.SMALL)
+    if "recorded_by" in how:
+        build._captures = lambda recipe: True
+        able = int(os.environ["RANK"]) in how["recorded_by"]
+        trainer.CapturedPart = PlayedPart if able else _out_of_memory
     recipe = small(**{"batch_size": 6, "micro_batch_size": 1, "shard": "always"} | changes)
     done = finetune(model, out, recipe, resume=how.get("resume", False), progress=_progress(how))
     return [done.l1, done.density]
+
+
+class PlayedPart:
+    """In the place of a recorded part: the same, run anew."""
+
+    def __init__(self, run, ids, num_parts, parameters):
+        self.run, self.shape, self.num_parts = run, ids.shape, num_parts
+
+    def takes(self, ids, num_parts):
+        return ids.shape == self.shape and num_parts == self.num_parts
+
+    def __call__(self, ids):
+        return self.run(ids)
+
+
+def _out_of_memory(*given):
+    raise RuntimeError("out of memory")
+
+
+def means() -> float:
+    """How far averaged gradients are from the means, of products that each process orders anew."""
+    dist.init_process_group("gloo")
+    rank, world, replicas.SMALL, processes.SMALL = dist.get_rank(), dist.get_world_size(), 9, 9
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(*shape) for shape in [(3, 3)] * 4 + [(3,)])
+    *factors, unused, small_one = model
+    by_order = factors[rank:] + factors[:rank]
+    product = torch.ones(3, 3) * (rank + 1)
+    for factor in by_order:
+        product = factor @ product
+    loss = (product @ small_one).sum()
+    mine = torch.autograd.grad(loss, [*by_order, small_one], retain_graph=True)
+    wanted = dict(zip([*by_order, small_one], mine, strict=True))
+    wanted = {p: sum(from_all(wanted[p])) / world for p in [*factors, small_one]}
+    held = replicas.Replicas(model)
+    with held.sending(True):
+        loss.backward()
+    held.average_rest(large_sent=True)
+    assert unused.grad is None
+    return max((p.grad - mean).abs().max().item() for p, mean in wanted.items())
 
 
 def _progress(how: dict) -> Progress:
@@ -230,7 +282,7 @@ def command(*words: str) -> list:
         return [code, *(file.seek(0) or file.read() for file in (stdout, stderr))]
 
 
-JOBS = (muon, run, draw, load, dry, slow_disk, same, stuck, gradients, command)
+JOBS = (muon, run, means, draw, load, dry, slow_disk, same, stuck, gradients, command)
 JOBS = {job.__name__: job for job in JOBS}
 
 

@@ -34,10 +34,7 @@ class Capture(Progress):
 
         class Hook(TrainerCallback):
             def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-                capture.gradients = {
-                    name.removeprefix("module."): p.grad.clone()
-                    for name, p in model.named_parameters()
-                }
+                capture.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
 
             def on_step_end(self, args, state, control, **kwargs):
                 saved = {"gradients": capture.gradients, "report": vars(trainer.report)}

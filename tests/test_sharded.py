@@ -100,15 +100,27 @@ def test_a_sharded_run_is_that_of_one_process(
     assert not run_folder(out).exists()
 
 
-@pytest.mark.parametrize(("count", "small"), [(2, 500), (3, 10**6)])
-def test_replicas_are_one_process(processes, sources, alone, text_file, tmp_path, count, small):
-    """Whether gradients are sent in the backward pass, or together at its end."""
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [
+        (2, {"small": 500}),
+        (3, {"small": 10**6}),
+        (2, {"small": 500, "recorded_by": [0, 1]}),
+        (2, {"small": 500, "recorded_by": [0]}),
+    ],
+    ids=["sent on the way", "sent at the end", "recorded", "recorded by one"],
+)
+def test_replicas_are_one_process(processes, sources, alone, text_file, tmp_path, count, how):
     out, wanted = tmp_path / "out", alone[True]
     changes = settings(text_file, shard="never")
-    ends = processes("run", count, str(sources[True]), str(out), changes, {"small": small})
+    ends = processes("run", count, str(sources[True]), str(out), changes, how)
     assert all(end == ends[0] for end in ends), "the controllers of the processes disagree"
     assert ends[0] == pytest.approx([wanted.l1, wanted.density], rel=1e-5)
     assert_near(out, wanted.out)
+
+
+def test_gradients_that_are_complete_in_another_order(processes):
+    assert max(processes("means", 2)) < 1e-5
 
 
 def test_resumed_on_other_numbers_of_processes(processes, sources, alone, text_file, tmp_path):

@@ -309,6 +309,7 @@ def _measure(
     probed = min(2, parts)
     taken = blocks[: STEPS * probed * micro * num_processes]
     trainer.take_batches(Blocks(taken), micro, probed)
+    trainer.muon.allocate()  # else recorded parts would have gone before it, and not count again
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     clock = _Clock(trainer, doing)
@@ -325,29 +326,26 @@ def _measure(
 
 
 class _Clock(TrainerCallback):
-    """When steps ended, and their last parts began and ended; it ends steps as a run does."""
+    """When steps ended, and how long their first parts took; it ends steps as a run does."""
 
     def __init__(self, trainer: SparseTrainer, doing: Callable[[str], None]):
         self.trainer, self.doing, self.ends, self.parts = trainer, doing, [], []
-        self._part_began: float | None = None
+        self._began = 0.0
 
     def step_seconds(self) -> float:
         """Of a step with its one or two parts, the first step left out."""
         return statistics.median(b - a for a, b in itertools.pairwise(self.ends))
 
     def part_seconds(self) -> float:
-        """Of the second part, forward and backward; 0 where a step has one part."""
+        """Of a part that is not the last, forward and backward; 0 where a step has one part."""
         return statistics.median(self.parts[1:] or [0.0])
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.doing(f"taking step {len(self.ends) + 1} of {STEPS} to measure")
+        self._began = _now()
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._part_began = _now()
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self._part_began is not None:
-            self.parts.append(_now() - self._part_began)
+        self.parts.append(_now() - self._began)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.finish_step(False)  # reads what the step found, so it waits for the device

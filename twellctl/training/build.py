@@ -136,6 +136,12 @@ def _note_what_is_slow(
             f"on one of {num_gpus} GPUs; on all: torchrun --nproc-per-node {num_gpus} -m twellctl "
             "finetune ..."
         )
+    micro, parts = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    if micro < min(recipe.micro_batch_size, micro * parts):
+        progress.note(
+            f"{micro} blocks at once: no more of micro-batch-size {recipe.micro_batch_size} divide "
+            f"the {micro * parts} that each process takes in a step"
+        )
     if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
         progress.note(said)
 

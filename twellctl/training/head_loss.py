@@ -54,7 +54,7 @@ class HeadLoss:
     ) -> Losses:
         """Of ids `[B, L]`: `(1 - w) * cross_entropy + w * KL(teacher || student)` and its parts.
 
-        `wrapped` is the model as it is called where several processes train it.
+        `wrapped` is the model as it is called: compiled, or with what a trainer puts around it.
         """
         if not teacher_weight:
             teacher = None

@@ -46,8 +46,9 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, group: dict) -> None:
         weights = [p for p in group["params"] if p.grad is not None]
         for shape in sorted(set(map(_shape, weights))):
-            same, size = [p for p in weights if _shape(p) == shape], AT_ONCE // math.prod(shape)
-            size = max(1, size) * (dist.get_world_size() if is_one_of_several() else 1)
+            same = [p for p in weights if _shape(p) == shape]
+            least = dist.get_world_size() if is_one_of_several() else 1  # one for each process
+            size = max(least, AT_ONCE // math.prod(shape))
             for start in range(0, len(same), size):
                 self._step_some(same[start : start + size], group)
 

@@ -288,9 +288,4 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
         wrong.append("l1 must be > 0 to be raised, got 0: give more, or l1-schedule constant")
     if recipe.lora_ffn and not recipe.lora_rank:
         wrong.append("lora-ffn needs a lora-rank above 0")
-    if recipe.batch_size % min(recipe.micro_batch_size, recipe.batch_size):
-        wrong.append(
-            f"batch-size must be a multiple of micro-batch-size, "
-            f"got {recipe.batch_size} and {recipe.micro_batch_size}"
-        )
     return wrong

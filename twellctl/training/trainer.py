@@ -3,7 +3,7 @@
 Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
 the tokens of the step, plus what `PricedGates` (or `FfnPenalty`) and `LayerStates` add in the
 backward pass. Of several processes each has a replica of the model, and its share of the step's
-tokens; their gradients are averaged at the end of the step.
+tokens, and their gradients are averaged (`replicas`).
 """
 
 import contextlib
