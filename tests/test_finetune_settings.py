@@ -14,8 +14,9 @@ from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.training.arguments import micro_batch
 from twellctl.training.progress import Progress
-from twellctl.training.recipe import recipe_names, resolve_recipe
+from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,33 @@ def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, m
         "on one of 2 GPUs; on all: torchrun --nproc-per-node 2 -m twellctl finetune ..."
     )
     assert sizes == [SMALL["micro_batch_size"]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "processes", "taken"),
+    [
+        (24, 8, 1, (8, 3)),
+        (24, 8, 2, (6, 2)),
+        (24, 5, 1, (4, 6)),
+        (2, 8, 2, (1, 1)),
+        (26, 8, 2, (1, 13)),
+    ],
+)
+def test_as_many_blocks_at_once_as_divide_a_share(batch, most, processes, taken):
+    recipe = Recipe(batch_size=batch, micro_batch_size=most)
+    assert micro_batch(recipe, processes) == taken
+
+
+def test_fewer_blocks_at_once_than_asked_are_said(relu_llama, text_file, tmp_path):
+    notes = []
+
+    class Seen(Progress):
+        def note(self, text):
+            notes.append(text)
+
+    recipe = small(text_file, max_steps=1, batch_size=4, micro_batch_size=3)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
+    assert notes[0].startswith("2 blocks at once, for micro-batch-size 3: they must divide the 4")
 
 
 def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):

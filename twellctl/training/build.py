@@ -139,8 +139,8 @@ def _note_what_is_slow(
     micro, parts = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     if micro < min(recipe.micro_batch_size, micro * parts):
         progress.note(
-            f"{micro} blocks at once: no more of micro-batch-size {recipe.micro_batch_size} divide "
-            f"the {micro * parts} that each process takes in a step"
+            f"{micro} blocks at once, for micro-batch-size {recipe.micro_batch_size}: they must "
+            f"divide the {micro * parts} that a process takes in a step"
         )
     if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
         progress.note(said)
