@@ -21,7 +21,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete
-from twellctl.training.trainer import SparsityCallback
+from twellctl.training.sparsity_callback import SparsityCallback
 
 
 @pytest.fixture(scope="module")

@@ -67,10 +67,11 @@ from twellctl.training.runs import (
     run_inputs,
 )
 from twellctl.training.sharded_weights import write_sharded
+from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.termination import answered
 from twellctl.training.trackers import check_report_to
-from twellctl.training.trainer import NoStepLeft, SparseTrainer, SparsityCallback
+from twellctl.training.trainer import SparseTrainer
 
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 
@@ -329,13 +330,12 @@ def _weight_writer(
     """
     if trainer.is_sharded:
         return partial(_write_sharded, trainer, checkpoint)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    model = trainer.model
     if not trainer.accelerator.is_main_process:
         return lambda folder: None
     if recipe.lora_rank:
         model = model.merge_and_unload()
-        state = model.state_dict()
+    state = model.state_dict()
     trainer.penalty.fold(model, state)
     trainer.penalty.remove()
     return partial(model.save_pretrained, state_dict=as_stored(state, checkpoint))

@@ -13,7 +13,7 @@ from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 
 FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-REPLICA = 0.5  # share of the memory that one may take; activations need the rest
+REPLICA_SHARE = 0.5  # of the memory, at most; activations need the rest
 
 
 def total_bytes() -> int:
@@ -50,7 +50,7 @@ def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
 
 def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     """Whether a replica for each process leaves enough of its memory for activations."""
-    return least_bytes(checkpoint, recipe) <= REPLICA * total_bytes()
+    return least_bytes(checkpoint, recipe) <= REPLICA_SHARE * total_bytes()
 
 
 def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:

@@ -16,15 +16,13 @@ from twellctl.training.sharding import rows
 
 def by_replicas(matrices: Sequence[Tensor], run: Callable[[Tensor], Tensor]) -> Tensor:
     """`[B, M, N]`: `run` on the B `matrices`, which all processes have; `run` keeps the shape."""
-    rank, count = dist.get_rank(), len(matrices)
-    share = rows(count, 0, dist.get_world_size()).stop
-    mine = matrices[rows(count, rank, dist.get_world_size())]
-    made = run(torch.stack(mine)) if mine else None
-    like = matrices[0]
+    world, count, like = dist.get_world_size(), len(matrices), matrices[0]
+    share = rows(count, 0, world).stop  # of the first process, which has the most
+    mine = matrices[rows(count, dist.get_rank(), world)]
     sent = like.new_zeros(share, *like.shape, dtype=torch.bfloat16 if like.is_cuda else None)
     if mine:
-        sent[: len(mine)] = made
-    received = sent.new_empty(share * dist.get_world_size(), *like.shape)
+        sent[: len(mine)] = run(torch.stack(mine))
+    received = sent.new_empty(share * world, *like.shape)
     dist.all_gather(list(received.split(share)), sent)
     return received[:count]
 

@@ -34,9 +34,13 @@ class ShardedTrainer(SparseTrainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is there."""
 
-    def _squares(self, gradients: list[Tensor]) -> Tensor:
-        """Of whole gradients; those that all processes have are averaged before."""
+    def _average_gradients(self, large_sent: bool) -> None:
+        """Of what all processes have; FSDP2 has averaged the others."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         average([g for g in gradients if not isinstance(g, DTensor)])
+
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
+        """Of whole gradients."""
         squares = super()._squares([local(g) for g in gradients])
         if self._counted is None:  # what all processes have is counted once
             counted = [isinstance(g, DTensor) or dist.get_rank() == 0 for g in gradients]

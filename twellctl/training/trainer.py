@@ -1,4 +1,4 @@
-"""The Trainer of sparsification: losses, the schedule of the penalty, checkpoints and interrupts.
+"""The Trainer of sparsification: losses, gradients, the schedule of the penalty, checkpoints.
 
 Per optimizer step: `loss = (1 - w) * cross_entropy + w * KL(teacher || student)`, each a mean over
 the tokens of the step, plus what `PricedGates` (or `FfnPenalty`) and `LayerStates` add in the
@@ -8,8 +8,6 @@ tokens, and their gradients are averaged (`replicas`).
 
 import contextlib
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from twellctl.errors import TwellError
 from twellctl.training.captured_part import CapturedPart
@@ -147,14 +145,18 @@ class SparseTrainer(Trainer):
             if self._captures and self._parts_run == PARTS_BEFORE_CAPTURE:
                 self._capture(model, ids)
         if is_last:
-            if self.replicas is not None:
-                self.replicas.average_rest(large_sent=not recorded or num_parts == 1)
+            self._average_gradients(large_sent=not recorded or num_parts == 1)
             self._checked = self._check_gradients()  # clipping would spread what is not finite
         return loss
 
     def _sending(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Around a part of a step: its backward pass may send gradients, if it is the last."""
         return contextlib.nullcontext() if self.replicas is None else self.replicas.sending(is_last)
+
+    def _average_gradients(self, large_sent: bool) -> None:
+        """Over all processes, at the end of a step: what has not been averaged on the way."""
+        if self.replicas is not None:
+            self.replicas.average_rest(large_sent)
 
     def _check_gradients(self) -> tuple[list[str], Tensor]:
         """(names of parameters with gradients, `[1]`: number of the last not finite one, or -1).
@@ -421,50 +423,3 @@ def _check_held_out(loss: float, remedy: str) -> None:
 def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What `Blocks` gives is a batch already."""
     return batch
-
-
-class NoStepLeft(Exception):
-    """A run was resumed behind its last step, where transformers would train one step more."""
-
-
-class SparsityCallback(TrainerCallback):
-    """Ends each step, marks complete checkpoints, and turns Ctrl-C into a checkpoint and a stop."""
-
-    def __init__(self, trainer: SparseTrainer, stopping: Callable[[], None] = lambda: None):
-        """`stopping` is called, from a signal handler, when the first signal comes."""
-        self.trainer, self.stopping = trainer, stopping
-        self.asked_to_stop = self.in_a_hurry = False
-        self.stopped_at: int | None = None
-        self._handlers: dict[int, Any] = {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:  # the checkpoint is loaded by now
-            raise NoStepLeft
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._ask)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.finish_step(self.asked_to_stop) and state.global_step < state.max_steps:
-            self.stopped_at = state.global_step
-            control.should_save = control.should_training_stop = True
-        if state.global_step == state.max_steps:
-            control.should_save = True  # so that a failure to write the result loses nothing
-
-    def on_save(self, args, state, control, **kwargs):
-        self.trainer.checkpoint_saved()
-
-    def restore_signals(self) -> None:
-        """Put back the signal handlers that were there before training."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
-
-    def _ask(self, number, frame):
-        # a launcher hands the signal on to processes that already had it: there, twice is once
-        if self.asked_to_stop and self.trainer.args.world_size == 1:
-            self.in_a_hurry = True
-            raise KeyboardInterrupt
-        if not self.asked_to_stop:
-            self.stopping()
-        self.asked_to_stop = True
