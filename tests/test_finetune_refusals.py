@@ -1,11 +1,9 @@
 """finetune told nonsense: one line, and nothing left behind."""
 
-import contextlib
 import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +18,10 @@ from twellctl.finetune import FineTuned, finetune
 from twellctl.screens import ui
 from twellctl.training import runs
 from twellctl.training.build import LEEWAY
-from twellctl.training.l1_schedule import TargetL1
+from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
 from twellctl.training.runs import checkpoint_state
-from twellctl.training.trainer import SparseTrainer
 
 
 def bad_text(tmp_path: Path, case: str) -> Path:
@@ -206,22 +203,13 @@ def test_a_lost_run_leaves_the_last_good_checkpoint(
         ([2.0, 2.6, 2.6, 2.6], 0.5, True),
     ],
 )
-@pytest.mark.parametrize("soften", [0.0, 0.35])
-def test_when_a_run_is_lost(losses, leeway, is_lost, soften):
-    """Evaluations every 10 steps of 100. The goal falls for 30; `soften` may last longer."""
+@pytest.mark.parametrize("settled", [30, 35])
+def test_when_a_run_is_lost(losses, leeway, is_lost, settled):
     late = [0] + [10 * n for n in range(4, 4 + len(losses) - 1)]
-    for steps, ends in ((late, is_lost), ([0, 10, 20, 30][: len(losses)], False)):
-        history = [{"step": s, "eval_loss": e} for s, e in zip(steps, losses, strict=True)]
-        state = SimpleNamespace(
-            log_history=[*history, {"step": 1, "loss": 9.0}],
-            max_steps=100,
-            best_model_checkpoint=None,
-        )
-        trainer = SparseTrainer.__new__(SparseTrainer)
-        trainer.state, trainer.leeway, trainer.soften = state, leeway, soften
-        trainer.schedule = TargetL1(1e-3, 0.05, 100)
-        with pytest.raises(TwellError) if ends else contextlib.nullcontext():
-            trainer._stop_if_lost()
+    early = [0, 10, 20, 30][: len(losses)]
+    found = HeldOutLosses(list(zip(late, losses, strict=True)), leeway).lost_since(settled)
+    assert found == (late[-3] if is_lost else None)
+    assert HeldOutLosses(list(zip(early, losses, strict=True)), leeway).lost_since(settled) is None
 
 
 def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_path):

@@ -22,6 +22,7 @@ from transformers import Trainer
 from twellctl.errors import TwellError
 from twellctl.training.captured_part import CapturedPart
 from twellctl.training.head_loss import HeadLoss
+from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
@@ -33,10 +34,7 @@ from twellctl.training.sharding import local
 from twellctl.training.sparsity import FfnPenalty
 
 SCHEDULER_FILE = "scheduler.pt"  # in a checkpoint, as transformers calls it
-LOST = 3  # so many evaluations in a row above the first end a run,
-RECOVERS = 0.1  # unless they make up this share of what they are above it
 PARTS_BEFORE_CAPTURE = 2  # parts of steps: the first compiles
-SAME = 1e-3  # share of a held-out loss within which another one is no worse: above all rounding
 
 
 @dataclass(frozen=True)
@@ -257,45 +255,29 @@ class SparseTrainer(Trainer):
         self._sums.clear()
         self.model.zero_grad()
 
-    def _stop_if_lost(self) -> None:
-        """Raise if evaluation after evaluation is far from what the run began with, for good.
+    def _held_out_losses(self) -> HeldOutLosses:
+        told = [e for e in self.state.log_history if "eval_loss" in e]
+        return HeldOutLosses([(e["step"], e["eval_loss"]) for e in told], self.leeway)
 
-        None counts while the goal still falls, nor a run that is making up what it has lost.
-        """
-        rising = max(self.soften, self.schedule.ramp) * self.state.max_steps
-        last = [e for e in self._evaluations() if e[0] > rising][-LOST:]
-        if len(last) < LOST or any(loss <= self._worst for _, loss in last):
+    def _stop_if_lost(self) -> None:
+        """Raise if the run is lost; while the goal still falls, none is."""
+        held_out = self._held_out_losses()
+        since = held_out.lost_since(max(self.soften, self.schedule.ramp) * self.state.max_steps)
+        if since is None:
             return
-        (step, before), (_, now) = last[0], last[-1]
-        if before - now >= RECOVERS * (before - self._worst):
-            return
+        (_, first), (_, now) = held_out.losses[0], held_out.losses[-1]
         more = f" and the {self.leeway:g} more that are allowed" if self.leeway else ""
         raise TwellError(
-            f"the held-out loss is {now:.4f}, above the {self._evaluations()[0][1]:.4f} that the "
-            f"ReLU model began with{more}, since step {step}, and does not come down: start again "
-            "with --overwrite and a lower --learning-rate or --target-sparsity; the last good "
+            f"the held-out loss is {now:.4f}, above the {first:.4f} that the ReLU model began "
+            f"with{more}, since step {since}, and does not come down: start again with "
+            "--overwrite and a lower --learning-rate or --target-sparsity; the last good "
             f"checkpoint: {self.state.best_model_checkpoint or 'none'}"
         )
 
-    @property
-    def _worst(self) -> float:
-        """The held-out loss above which a run may be lost."""
-        return self._evaluations()[0][1] * (1 + SAME) + self.leeway
-
-    def _evaluations(self) -> list[tuple[int, float]]:
-        """(step, held-out loss) of all so far."""
-        return [(e["step"], e["eval_loss"]) for e in self.state.log_history if "eval_loss" in e]
-
     def keep_good_checkpoint(self) -> None:
-        """Of the two checkpoints that are kept, one is the newest that was seen to be good.
-
-        Good is what an evaluation since, or at it, did not find as bad as in a lost run.
-        """
-        evaluations, newest = self._evaluations(), last_checkpoint(Path(self.args.output_dir))
-        if not evaluations or newest is None:
-            return
-        step, last = evaluations[-1]
-        if last <= self._worst and int(newest.name.split("-")[1]) <= step:
+        """Of the two checkpoints that are kept, one is the newest that was seen to be good."""
+        held_out, newest = self._held_out_losses(), last_checkpoint(Path(self.args.output_dir))
+        if held_out.losses and newest and held_out.is_good_at(int(newest.name.split("-")[1])):
             self.state.best_model_checkpoint = str(newest)  # which is kept
 
     def sparsity_state(self) -> dict[str, Any]:
