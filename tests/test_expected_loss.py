@@ -48,7 +48,7 @@ EACH = np.arange(len(RUNS))
 
 
 def test_the_rule_is_the_fit_of_the_measured_runs():
-    assert len(RUNS) == 8
+    assert len(RUNS) == 11
     fitted = np.linalg.lstsq(RULE, LOSS, rcond=None)[0]
     assert np.round(fitted, 4).tolist() == [COST, GAIN]
     said = [expected_loss(run.tokens, run.density, run.parameters).nats for run in RUNS]
@@ -58,26 +58,26 @@ def test_the_rule_is_the_fit_of_the_measured_runs():
 def test_its_error_is_the_largest_of_a_setting_that_was_left_out():
     errors = left_out_errors(RULE, EACH)
     assert round(float(abs(errors).max()), 3) == ERROR
-    assert rms(errors) == pytest.approx(0.0030, abs=5e-5)
+    assert rms(errors) == pytest.approx(0.0097, abs=5e-5)
 
 
 def test_a_budget_that_was_left_out_is_predicted_nearly_as_well():
     errors = left_out_errors(RULE, TOKENS)
-    assert rms(errors) == pytest.approx(0.0032, abs=5e-5)
-    assert abs(errors).max() == pytest.approx(0.0070, abs=5e-5)
+    assert rms(errors) == pytest.approx(0.0100, abs=5e-5)
+    assert abs(errors).max() == pytest.approx(0.0212, abs=5e-5)
 
 
-def test_the_larger_model_is_predicted_by_the_smaller_one():
+def test_the_smaller_model_predicts_the_larger_one_less_well():
     sizes = np.array([run.parameters for run in RUNS])
-    (error,) = left_out_errors(RULE, sizes)[sizes == sizes.max()]
-    assert abs(error) < 0.001
+    errors = left_out_errors(RULE, sizes)[sizes == sizes.max()]
+    assert abs(errors).max() == pytest.approx(0.0212, abs=5e-5)
 
 
 def test_other_forms_err_more():
     by_logarithms = np.stack([ONES, np.log(TOKENS), np.log(DENSITY)], 1)
     by_root_of_tokens = np.stack([ONES, TOKENS**-0.5], 1)
     for form in (by_logarithms, by_root_of_tokens):
-        assert rms(left_out_errors(form, EACH)) > 2.5 * rms(left_out_errors(RULE, EACH))
+        assert rms(left_out_errors(form, EACH)) > 1.5 * rms(left_out_errors(RULE, EACH))
 
 
 def test_every_run_stands_in_the_lab_book():
@@ -94,7 +94,10 @@ def test_every_run_stands_in_the_lab_book():
         "no shifts",
         "thresholds",
     }
-    assert {row["text"] for row in rows if row["used"] == "yes"} == {"package code"}
+    assert {row["text"] for row in rows if row["used"] == "yes"} == {
+        "package code",
+        "all held-out",
+    }
 
 
 def test_more_tokens_cost_less_and_more_sparsity_more():
@@ -122,7 +125,7 @@ def test_measured_runs_are_inside(run):
             ["8,030 million parameters (29 million to 135 million were measured)"],
         ),
         (2e9, 0.03, 30e6, ["2,000 million tokens (20 million to 300 million were measured)"]),
-        (80e6, 0.2, 30e6, ["20.00% firing (0.96% to 6.85% were measured)"]),
+        (80e6, 0.2, 30e6, ["20.00% firing (0.96% to 7.00% were measured)"]),
         (
             20e6,
             0.01,
@@ -146,7 +149,7 @@ def test_whole_steps_of_a_recipes_budget_are_inside():
 
 def test_other_targets_and_budgets_are_told():
     outlook = loss_outlook(79_995_904, 1 - 0.95, 30_000_000)
-    assert outlook.expected.nats == pytest.approx(0.0274, abs=1e-4)
+    assert outlook.expected.nats == pytest.approx(0.0231, abs=1e-4)
     others = [(one.tokens, one.density) for one in outlook.others]
     same_tokens = [(79_995_904, 0.03), (79_995_904, 0.01)]
     assert others == [*same_tokens, (20e6, 1 - 0.95), (300e6, 1 - 0.95)]

@@ -4,10 +4,11 @@
 
 `tokens` are those of the run, `density` is the target's share of neurons that fire. So half the
 density costs as much as half the tokens; 2.4 million are 80 million tokens at 3 %. GAIN is what the
-model wins because it reads more text: SiLU itself, continued for 79 million tokens, won 0.0158.
+model wins because it reads more text, or text of another kind than it has read.
 
 The rule is fitted to the measured runs of recipes/runs.csv. The tests fit it again, and
-recipes/LAB.md tells which other forms were tried. It knows Python text and two small models.
+recipes/LAB.md tells which other forms were tried. It knows two small models, one on Python text, one
+on a chat model's mix.
 """
 
 import csv
@@ -23,9 +24,9 @@ from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe, resolve_recipe
 from twellctl.training.teacher import is_fresh
 
-COST, GAIN = 0.0572, 0.0169
+COST, GAIN = 0.0605, 0.0238
 FIRING = 2.4e6  # tokens times density, at which COST is paid
-ERROR = 0.007  # of a setting, when the rule was fitted to all others: the largest
+ERROR = 0.02  # of a setting, when the rule was fitted to all others: the largest
 TOLERANCE = 1.05  # so far beyond the runs the rule still counts as measured
 TOO_FAR = 10  # so many times fewer tokens x density than any run had: the rule says nothing
 TARGETS, BUDGETS = (0.05, 0.03, 0.01), (20e6, 80e6, 300e6)  # of others; the shipped recipes'
