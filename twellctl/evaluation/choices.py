@@ -66,7 +66,8 @@ def answer(
         acc_norm.append(_is_right(means, question))
         num_cut += any([next(cut) for _ in question.choices])
     options = tuple(len(question.choices) for question in task.questions)
-    return Marks(task.name, options, tuple(acc), tuple(acc_norm), num_cut)
+    answers = tuple(question.choices[question.gold] for question in task.questions)
+    return Marks(task.name, options, answers, tuple(acc), tuple(acc_norm), num_cut)
 
 
 def log_likelihoods(

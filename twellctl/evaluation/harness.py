@@ -114,10 +114,17 @@ def _marks(
     return Marks(
         task=name,
         options=tuple(len(sample["filtered_resps"]) for sample in samples),
+        answers=tuple(map(_answer, samples)),
         acc=tuple(float(sample["acc"]) for sample in samples),
         acc_norm=tuple(float(s["acc_norm"]) for s in samples) if has_norm else None,
         cut=sum(_is_cut(sample, tokenizer, context) for sample in samples),
     )
+
+
+def _answer(sample: dict) -> str:
+    """The choice that is right: lm-eval has its place, or its text."""
+    target = str(sample["target"])
+    return sample["arguments"][int(target)][1].strip() if target.isdigit() else target
 
 
 def _is_cut(sample: dict, tokenizer: PreTrainedTokenizerBase, context: int | None) -> bool:

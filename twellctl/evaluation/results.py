@@ -109,11 +109,13 @@ class Accuracy:
 class Marks:
     """Right (1) or wrong (0), a question each, in order; `options`: how many choices each had.
 
-    `cut` questions were longer than the context, and lost their beginning.
+    `answers`: the choices that are right. `cut` questions were longer than the context, and lost
+    their beginning.
     """
 
     task: str
     options: tuple[int, ...]
+    answers: tuple[str, ...]
     acc: tuple[float, ...]
     acc_norm: tuple[float, ...] | None
     cut: int = 0
@@ -135,11 +137,15 @@ class Marks:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task: `chance` is what guessing gets, `difference` the model's less the reference's."""
+    """One task: `chance` is what guessing gets, `commonest` what one and the same answer gets.
+
+    `difference` is the model's accuracy less the reference's.
+    """
 
     task: str
     questions: int
     chance: float
+    commonest: float
     cut: int
     accuracy: Accuracy
     reference: Accuracy | None = None
@@ -151,6 +157,7 @@ class TaskResult:
             task=marks.task,
             questions=len(marks.acc),
             chance=statistics.fmean(1 / count for count in marks.options),
+            commonest=marks.answers.count(statistics.mode(marks.answers)) / len(marks.answers),
             cut=marks.cut,
             accuracy=marks.accuracy,
             reference=None if reference is None else reference.accuracy,
@@ -169,6 +176,7 @@ class TaskResult:
             task="mean",
             questions=sum(task.questions for task in tasks),
             chance=statistics.fmean(task.chance for task in tasks),
+            commonest=statistics.fmean(task.commonest for task in tasks),
             cut=sum(task.cut for task in tasks),
             accuracy=mean("accuracy"),
             reference=mean("reference"),

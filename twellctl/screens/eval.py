@@ -6,7 +6,7 @@ from typing import Any
 
 from twellctl.screens import ui
 
-ABOVE = 3  # standard errors of guessing: a task that is not so far above chance says nothing
+ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
 
 
 def progress() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
@@ -84,8 +84,14 @@ def _tasks(result: Any) -> None:
                 f"{task.task}: {task.cut} of {task.questions} questions are longer than the "
                 "model's context and lost their beginning"
             )
-    if guessed := [task.task for task in result.tasks if not _is_above_chance(task)]:
+    if guessed := [task.task for task in result.tasks if not _is_above(task, task.chance)]:
         ui.note(f"no better than guessing, by {ABOVE} standard errors: {', '.join(guessed)}")
+    constant = [t.task for t in result.tasks if not _is_above(t, max(t.chance, t.commonest))]
+    if constant := [name for name in constant if name not in guessed]:
+        ui.note(
+            f"no better than one answer to all questions, by {ABOVE} standard errors: "
+            f"{', '.join(constant)}"
+        )
 
 
 def _cells(accuracy: Any, sign: str = "") -> list[str]:
@@ -99,8 +105,7 @@ def _percent(mean: Any, sign: str) -> str:
     return f"{100 * mean.mean:{sign}.1f}{error}"
 
 
-def _is_above_chance(task: Any) -> bool:
+def _is_above(task: Any, share: float) -> bool:
     means = (task.accuracy.acc, task.accuracy.acc_norm)
     best = max(mean.mean for mean in means if mean is not None)
-    guessing = math.sqrt(task.chance * (1 - task.chance) / task.questions)
-    return best - task.chance > ABOVE * guessing
+    return best - share > ABOVE * math.sqrt(share * (1 - share) / task.questions)
