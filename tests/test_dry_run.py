@@ -112,8 +112,8 @@ def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
     )  # fmt: skip
     ui.dry_run(found, "")
     assert capsys.readouterr().out.splitlines()[3:] == [
-        "loss over SiLU to expect at 5.00%: +0.023 +- 0.020 nats a token, as measured on two "
-        "small models' text",
+        "loss over SiLU to expect at 5.00%: +0.023 +- 0.020 nats a token, by two small models' "
+        "text; kinds of text differ by more",
         "other runs: 3.00% with 80 million tokens +0.037, 1.00% with 80 million tokens +0.081, "
         "5.00% with 20 million tokens +0.070, 5.00% with 300 million tokens ~+0.000 "
         "(~: extrapolated)",

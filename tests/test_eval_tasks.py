@@ -287,5 +287,13 @@ def test_lm_eval_gives_the_same_marks(lm_eval, stock, tokenizer, tmp_path):
         harness.load_tasks([str(tmp_path / "gone.yaml")])
 
 
+@pytest.mark.parametrize(
+    ("target", "answer"), [(1, "two"), ("1", "1"), ("one", "one"), ([1, 0], "two")]
+)
+def test_what_lm_eval_calls_right_is_a_place_or_a_text(target, answer):
+    asked = [("q", " one"), ("q", " two")]
+    assert harness._answer({"target": target, "arguments": asked}) == answer
+
+
 def _values(marks: Marks) -> tuple:
     return marks.options, marks.answers, marks.acc, marks.acc_norm, marks.cut

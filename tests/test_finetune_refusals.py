@@ -1,9 +1,11 @@
 """finetune told nonsense: one line, and nothing left behind."""
 
+import contextlib
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +21,11 @@ from twellctl.screens import ui
 from twellctl.training import runs
 from twellctl.training.build import LEEWAY
 from twellctl.training.held_out import HeldOutLosses
+from twellctl.training.l1_schedule import TargetL1
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
 from twellctl.training.runs import checkpoint_state
+from twellctl.training.trainer import SparseTrainer
 
 
 def bad_text(tmp_path: Path, case: str) -> Path:
@@ -210,6 +214,20 @@ def test_when_a_run_is_lost(losses, leeway, is_lost, settled):
     found = HeldOutLosses(list(zip(late, losses, strict=True)), leeway).lost_since(settled)
     assert found == (late[-3] if is_lost else None)
     assert HeldOutLosses(list(zip(early, losses, strict=True)), leeway).lost_since(settled) is None
+
+
+@pytest.mark.parametrize(("soften", "ends"), [(0.0, True), (0.35, False)])
+def test_no_run_is_lost_while_the_goal_falls_or_gates_soften(soften, ends):
+    """Of 100 steps the goal falls for 30."""
+    trainer = SparseTrainer.__new__(SparseTrainer)
+    losses = [{"step": s, "eval_loss": 2.0 if s == 0 else 2.5} for s in (0, 20, 31, 32, 33)]
+    trainer.state = SimpleNamespace(
+        log_history=[*losses, {"step": 1, "loss": 9.0}], max_steps=100, best_model_checkpoint=None
+    )
+    trainer.leeway, trainer.soften, trainer.schedule = 0.0, soften, TargetL1(1e-3, 0.05, 100)
+    lost = pytest.raises(TwellError, match=r"is 2\.5000, above the 2\.0000 .*since step 31")
+    with lost if ends else contextlib.nullcontext():
+        trainer._stop_if_lost()
 
 
 def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_path):

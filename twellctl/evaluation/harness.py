@@ -122,9 +122,10 @@ def _marks(
 
 
 def _answer(sample: dict) -> str:
-    """The choice that is right: lm-eval has its place, or its text."""
-    target = str(sample["target"])
-    return sample["arguments"][int(target)][1].strip() if target.isdigit() else target
+    """The choice that is right, the first of several: lm-eval has its place, or its text."""
+    target = sample["target"]
+    first = target[0] if isinstance(target, list) else target
+    return sample["arguments"][first][1].strip() if isinstance(first, int) else first
 
 
 def _is_cut(sample: dict, tokenizer: PreTrainedTokenizerBase, context: int | None) -> bool:

@@ -86,8 +86,8 @@ def _tasks(result: Any) -> None:
             )
     if guessed := [task.task for task in result.tasks if not _is_above(task, task.chance)]:
         ui.note(f"no better than guessing, by {ABOVE} standard errors: {', '.join(guessed)}")
-    constant = [t.task for t in result.tasks if not _is_above(t, max(t.chance, t.commonest))]
-    if constant := [name for name in constant if name not in guessed]:
+    others = [task for task in result.tasks if task.task not in guessed]
+    if constant := [task.task for task in others if not _is_above(task, task.commonest)]:
         ui.note(
             f"no better than one answer to all questions, by {ABOVE} standard errors: "
             f"{', '.join(constant)}"

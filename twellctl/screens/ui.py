@@ -166,7 +166,7 @@ def _loss_to_expect(result: Any) -> None:
         say(f"{told}: about {expected.nats:+.3f} nats a token, {beyond}")
     else:
         figures = f"{expected.nats:+.3f} +- {expected.error:.3f} nats a token"
-        say(f"{told}: {figures}, as measured on two small models' text")
+        say(f"{told}: {figures}, by two small models' text; kinds of text differ by more")
     if others := result.loss.others:
         note = " (~: extrapolated)" if any(one.outside for one in others) else ""
         say(f"other runs: {', '.join(map(_in_short, others))}{note}")

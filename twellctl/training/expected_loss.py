@@ -7,8 +7,8 @@ density costs as much as half the tokens; 2.4 million are 80 million tokens at 3
 model wins because it reads more text, or text of another kind than it has read.
 
 The rule is fitted to the measured runs of recipes/runs.csv. The tests fit it again, and
-recipes/LAB.md tells which other forms were tried. It knows two small models,
-one on Python text, one on a chat model's mix.
+recipes/LAB.md tells which other forms were tried. It knows two small models, one on Python text,
+one on a mix of English and Python.
 """
 
 import csv

@@ -24,9 +24,10 @@ class HeldOutLosses:
         return last <= self._worst and step <= last_step
 
     def lost_since(self, settled: float) -> int | None:
-        """The step since which evaluation after evaluation is far from the first, for good.
+        """The step since which evaluation after evaluation is far from the first; None: not lost.
 
-        None before the step `settled` counts, nor a run that is making up what it has lost.
+        Evaluations up to the step `settled` do not count, and a run is not lost that is making up
+        what it has lost.
         """
         last = [(step, loss) for step, loss in self.losses if step > settled][-LOST:]
         if len(last) < LOST or any(loss <= self._worst for _, loss in last):

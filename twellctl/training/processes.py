@@ -82,14 +82,11 @@ def average(tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(small, list(means))
 
 
-def begin_average(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
-    """Begin to make `tensor` its mean over all processes; what is returned ends it.
-
-    `group`: of all processes; the default one by default.
-    """
+def begin_average(tensor: Tensor) -> Callable[[], None]:
+    """Begin to make `tensor` its mean over all processes; what is returned ends it."""
     dense = tensor if tensor.is_contiguous() else tensor.mT
     how = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM  # gloo has no mean
-    sent = dist.all_reduce(dense, how, group, async_op=True)
+    sent = dist.all_reduce(dense, how, async_op=True)
 
     def end() -> None:
         sent.wait()
@@ -97,18 +94,6 @@ def begin_average(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Cal
             dense.div_(dist.get_world_size())
 
     return end
-
-
-def group_of_few_blocks(num_blocks: int) -> dist.ProcessGroup | None:
-    """A group of all processes that takes at most so many of a GPU's multiprocessors to send.
-
-    The rest computes meanwhile. None, the default group, where no GPU sends.
-    """
-    if dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = num_blocks
-    return dist.new_group(pg_options=options)
 
 
 def is_lost_process(error: BaseException) -> bool:

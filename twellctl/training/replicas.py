@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from twellctl.training.processes import SMALL, average, begin_average, group_of_few_blocks
-
-BLOCKS = 8  # of threads, each on a multiprocessor, that send while a backward pass computes
+from twellctl.training.processes import SMALL, average, begin_average
 
 
 class Replicas:
@@ -24,7 +22,6 @@ class Replicas:
         self._large = [p for p in reversed(trained) if p.numel() >= SMALL]
         self._sends, self._complete = False, set()
         self._sent: list[Callable[[], None]] = []  # of the first of the large ones
-        self._group = group_of_few_blocks(BLOCKS)
         for p in self._large:
             p.register_post_accumulate_grad_hook(self._note)
 
@@ -59,6 +56,4 @@ class Replicas:
             if not is_complete(parameter):
                 return
             has_one = parameter.grad is not None
-            self._sent.append(
-                begin_average(parameter.grad, self._group) if has_one else lambda: None
-            )
+            self._sent.append(begin_average(parameter.grad) if has_one else lambda: None)
