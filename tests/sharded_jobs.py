@@ -124,7 +124,10 @@ def _out_of_memory(*given):
 
 
 def means() -> float:
-    """How far averaged gradients are from the means, of products that each process orders anew."""
+    """How far averaged gradients are from the means, of products that each process orders anew.
+
+    Of some matrices only one process gets the mean.
+    """
     dist.init_process_group("gloo")
     rank, world, replicas.SMALL, processes.SMALL = dist.get_rank(), dist.get_world_size(), 9, 9
     torch.manual_seed(0)
@@ -138,12 +141,16 @@ def means() -> float:
     mine = torch.autograd.grad(loss, [*by_order, small_one], retain_graph=True)
     wanted = dict(zip([*by_order, small_one], mine, strict=True))
     wanted = {p: sum(from_all(wanted[p])) / world for p in [*factors, small_one]}
-    held = replicas.Replicas(model)
+    held = replicas.Replicas(model, {factors[0]: 0, factors[1]: 1})
+    assert [held.has_mean(p) for p in factors[:2]] == [rank == 0, rank == 1]
     with held.sending(True):
         loss.backward()
     held.average_rest(large_sent=True)
     assert unused.grad is None
-    return max((p.grad - mean).abs().max().item() for p, mean in wanted.items())
+    counted = from_all({i for i, p in enumerate([*factors, small_one]) if held.counts(p)})
+    assert sum(map(len, counted)) == len(set().union(*counted)) == 4  # each by one of them
+    own = {p: mean for p, mean in wanted.items() if held.has_mean(p)}
+    return max((p.grad - mean).abs().max().item() for p, mean in own.items())
 
 
 def _progress(how: dict) -> Progress:

@@ -138,6 +138,21 @@ def test_resumed_on_other_numbers_of_processes(processes, sources, alone, text_f
     assert_near(out, alone[True].out)
 
 
+def test_replicas_resume_with_the_momenta_of_all_owners(
+    processes, sources, alone, text_file, tmp_path
+):
+    def go_on(count, **how):
+        changes = settings(text_file, shard="never")
+        return processes("run", count, str(sources[True]), str(out), changes, {"small": 500} | how)
+
+    out = tmp_path / "out"
+    assert go_on(2, interrupt_at=2)[0].startswith("interrupted at step 2 of 6")
+    assert go_on(3, interrupt_at=4, resume=True)[0].startswith("interrupted at step 4 of 6")
+    (end,) = go_on(1, resume=True)
+    assert end == pytest.approx([alone[True].l1, alone[True].density], rel=1e-5)
+    assert_near(out, alone[True].out)
+
+
 def assert_broken_is_refused(model: Path, out: Path, text_file: Path) -> None:
     other = out.with_name("other")
     shutil.copytree(run_folder(out), run_folder(other))

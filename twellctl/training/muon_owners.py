@@ -1,11 +1,12 @@
 """Muon's step in several processes: each orthogonalises some of the matrices of one shape.
 
-Where every process holds all of them, it takes its share, and one all-gather brings all together.
-Where each holds some rows of every matrix, the process r of W owns each W-th from the r-th on: one
-all-to-all brings their rows to the owners, and one brings the rows of what they made of them back.
+The process r of W owns each W-th of them from the r-th on. Where every process holds all matrices,
+the owner alone has its gradient's mean and its momentum, and all-gathers bring together what owners
+made. Where each holds some rows of every matrix, one all-to-all brings their rows to the owners,
+and one brings the rows of what they made of them back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,38 @@ from torch import Tensor
 from twellctl.training.sharding import rows
 
 
-def by_replicas(matrices: Sequence[Tensor], run: Callable[[Tensor], Tensor]) -> Tensor:
-    """`[B, M, N]`: `run` on the B `matrices`, which all processes have; `run` keeps the shape."""
-    world, count, like = dist.get_world_size(), len(matrices), matrices[0]
-    share = rows(count, 0, world).stop  # of the first process, which has the most
-    mine = matrices[rows(count, dist.get_rank(), world)]
-    sent = like.new_zeros(share, *like.shape, dtype=torch.bfloat16 if like.is_cuda else None)
+def owners_of(matrices: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Which process steps each of the `matrices`, which all of them hold."""
+    seen: dict[torch.Size, int] = {}
+    owners = {}
+    for matrix in matrices:
+        place = seen[matrix.shape] = seen.get(matrix.shape, -1) + 1
+        owners[matrix] = place % dist.get_world_size()
+    return owners
+
+
+def by_replicas(
+    owners: Sequence[int], mine: Sequence[Tensor], like: Tensor, run: Callable[[Tensor], Tensor]
+) -> Callable[[], list[Tensor]]:
+    """Of matrices as `like` with these `owners`: `run` on `mine`, those of this process.
+
+    `run` takes and gives `[B, M, N]`. What is returned waits for what the others made of theirs,
+    and gives all, in order.
+    """
+    world = dist.get_world_size()
+    most = max(map(owners.count, range(world)))
+    sent = like.new_zeros(most, *like.shape, dtype=torch.bfloat16 if like.is_cuda else None)
     if mine:
-        sent[: len(mine)] = run(torch.stack(mine))
-    received = sent.new_empty(share * world, *like.shape)
-    dist.all_gather(list(received.split(share)), sent)
-    return received[:count]
+        sent[: len(mine)] = run(torch.stack(list(mine)))
+    received = sent.new_empty(most * world, *like.shape)
+    gathered = dist.all_gather(list(received.split(most)), sent, async_op=True)
+    places = [owner * most + owners[:i].count(owner) for i, owner in enumerate(owners)]
+
+    def end() -> list[Tensor]:
+        gathered.wait()
+        return [received[place] for place in places]
+
+    return end
 
 
 def by_owners(

@@ -7,7 +7,7 @@ keeps two. The shifts of gates have a rate of their own. Several processes share
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from twellctl.training.muon_owners import by_owners, by_replicas
-from twellctl.training.processes import is_one_of_several
+from twellctl.training.muon_owners import by_owners, by_replicas, owners_of
+from twellctl.training.processes import dense_of, is_one_of_several
 from twellctl.training.sharding import local
 
 SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
@@ -29,6 +29,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five ti
 
 class Muon(torch.optim.AdamW):
     """AdamW, except for groups with `matrices` true: they take Muon's step."""
+
+    _owners: dict[Tensor, int] | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -45,27 +47,73 @@ class Muon(torch.optim.AdamW):
 
     def _step_matrices(self, group: dict) -> None:
         weights = [p for p in group["params"] if p.grad is not None]
+        begun: Callable[[], None] | None = None
         for shape in sorted(set(map(_shape, weights))):
             same = [p for p in weights if _shape(p) == shape]
             least = dist.get_world_size() if is_one_of_several() else 1  # one for each process
             size = max(least, AT_ONCE // math.prod(shape))
             for start in range(0, len(same), size):
-                self._step_some(same[start : start + size], group)
+                before, begun = begun, self._begin(same[start : start + size], group)
+                if before is not None:  # its steps have travelled while the next ones were made
+                    before()
+        if begun is not None:
+            begun()
 
-    def _step_some(self, weights: list[Tensor], group: dict) -> None:
-        held = [local(p) for p in weights]
+    def _begin(self, weights: list[Tensor], group: dict) -> Callable[[], None]:
+        """Begin a step of some of one shape; what is returned ends it."""
+        steps = self._begin_steps(weights)
+        size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
+
+        def end() -> None:
+            held = [local(p) for p in weights]
+            if group["weight_decay"]:
+                torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(held, steps(), alpha=-group["lr"] * size)
+
+        return end
+
+    def _begin_steps(self, weights: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """What is returned gives the orthogonal matrices that are `weights`' steps."""
+        if isinstance(weights[0], DTensor):
+            made = by_owners(self._ahead(weights), len(weights[0]), orthogonal)
+            return lambda: made
+        turned = not weights[0].is_contiguous()  # W_down, where kernels read it in training
+
+        def laid(matrices: Iterable[Tensor]) -> list[Tensor]:
+            return [m.mT for m in matrices] if turned else list(matrices)
+
+        if not is_one_of_several():
+            found = laid(orthogonal(torch.stack(laid(self._ahead(weights)))))
+            return lambda: found
+        for p in weights:
+            self._momentum(p)  # of every one, to be brought together
+        owners = [self.owners()[p] for p in weights]
+        mine = [p for p, owner in zip(weights, owners, strict=True) if owner == dist.get_rank()]
+        end = by_replicas(owners, laid(self._ahead(mine)), laid(weights[:1])[0], orthogonal)
+        return lambda: laid(end())
+
+    def _ahead(self, weights: list[Tensor]) -> list[Tensor]:
+        """The momenta of `weights` after this step's gradients, and Nesterov's look ahead."""
+        if not weights:
+            return []
         gradients = [local(p.grad) for p in weights]
         momenta = [local(self._momentum(p)) for p in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-        if isinstance(weights[0], DTensor):
-            steps = by_owners(ahead, len(weights[0]), orthogonal)
-        else:
-            steps = _each_orthogonal(ahead)
-        size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
-        if group["weight_decay"]:
-            torch._foreach_mul_(held, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(held, steps, alpha=-group["lr"] * size)
+        return torch._foreach_lerp(gradients, momenta, MOMENTUM)
+
+    def owners(self) -> dict[Tensor, int]:
+        """The process that steps each matrix for all, where all hold it whole."""
+        groups = [group["params"] for group in self.param_groups if group["matrices"]]
+        if self._owners is None:
+            held = [p for params in groups for p in params if not isinstance(p, DTensor)]
+            self._owners = owners_of(held) if is_one_of_several() else {}
+        return self._owners
+
+    def bring_together(self) -> None:
+        """For a checkpoint: every process gets the momenta of the owners."""
+        for p, owner in self.owners().items():
+            if "momentum" in self.state[p]:
+                dist.broadcast(dense_of(self._momentum(p)), owner)
 
     def _momentum(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -85,18 +133,6 @@ class Muon(torch.optim.AdamW):
                     self.state[p]["step"] = torch.zeros((), device=on)
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-
-
-def _each_orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each of the matrices made `orthogonal`, in their dtype, laid out as they are."""
-    turned = not matrices[0].is_contiguous()  # W_down, where kernels read it in training
-    given = [m.mT for m in matrices] if turned else list(matrices)
-    if is_one_of_several():
-        found = by_replicas(given, orthogonal)
-    else:
-        found = orthogonal(torch.stack(given))
-    found = found.to(matrices[0].dtype)
-    return list(found.mT if turned else found)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -82,11 +82,18 @@ def average(tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(small, list(means))
 
 
-def begin_average(tensor: Tensor) -> Callable[[], None]:
-    """Begin to make `tensor` its mean over all processes; what is returned ends it."""
-    dense = tensor if tensor.is_contiguous() else tensor.mT
+def begin_average(tensor: Tensor, owner: int | None = None) -> Callable[[], None]:
+    """Begin to make `tensor` its mean over all processes; what is returned ends it.
+
+    With an `owner`, that process alone gets the mean, and what the others have is of no use any
+    more.
+    """
+    dense = dense_of(tensor)
     how = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM  # gloo has no mean
-    sent = dist.all_reduce(dense, how, async_op=True)
+    if owner is None:
+        sent = dist.all_reduce(dense, how, async_op=True)
+    else:
+        sent = dist.reduce(dense, owner, how, async_op=True)
 
     def end() -> None:
         sent.wait()
@@ -94,6 +101,11 @@ def begin_average(tensor: Tensor) -> Callable[[], None]:
             dense.div_(dist.get_world_size())
 
     return end
+
+
+def dense_of(matrix: Tensor) -> Tensor:
+    """`matrix`, or its transpose where it lies by columns: processes send what is contiguous."""
+    return matrix if matrix.is_contiguous() else matrix.mT
 
 
 def is_lost_process(error: BaseException) -> bool:

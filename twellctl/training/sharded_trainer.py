@@ -2,7 +2,6 @@
 
 What it does in a step beside `SparseTrainer`: gradients are averaged over processes as FSDP2 goes
 through the backward pass, those of the gates' shifts, of which each process has all, at its end.
-One small reduction then tells every process the norm of each gradient.
 """
 
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from twellctl.errors import TwellError
 from twellctl.training.processes import average, in_all
 from twellctl.training.sharded_checkpoints import CheckpointWriter, is_sharded_checkpoint
-from twellctl.training.sharding import local
 from twellctl.training.trainer import SCHEDULER_FILE, SparseTrainer, full_disk_told
 
 
@@ -29,7 +27,6 @@ class ShardedTrainer(SparseTrainer):
         super().__init__(**kwargs)
         self._writer = CheckpointWriter()
         self._unfinished: tuple[Path, dict[str, Any]] | None = None
-        self._counted: Tensor | None = None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is there."""
@@ -39,15 +36,9 @@ class ShardedTrainer(SparseTrainer):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         average([g for g in gradients if not isinstance(g, DTensor)])
 
-    def _squares(self, gradients: list[Tensor]) -> Tensor:
-        """Of whole gradients."""
-        squares = super()._squares([local(g) for g in gradients])
-        if self._counted is None:  # what all processes have is counted once
-            counted = [isinstance(g, DTensor) or dist.get_rank() == 0 for g in gradients]
-            self._counted = torch.tensor(counted, device=squares.device)
-        squares = squares.where(self._counted, 0)
-        dist.all_reduce(squares)
-        return squares
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """What all processes have is counted once."""
+        return isinstance(parameter, DTensor) or dist.get_rank() == 0
 
     def _my_held_out(self):
         """As many blocks in all processes, which gather weights together: some twice, at the end.

@@ -110,10 +110,11 @@ class SparseTrainer(Trainer):
         self.report: StepReport | None = None
         self.held_out_by_layer: list[float] | None = None
         several = self.args.world_size > 1 and not self.is_sharded
-        self.replicas = Replicas(self.model) if several else None
+        self.replicas = Replicas(self.model, self.muon.owners()) if several else None
         self._sums: list[Tensor] = []
         self._norm: Tensor | None = None
         self._checked: tuple[list[str], Tensor] | None = None
+        self._counted: tuple[list[int], Tensor] | None = None
 
     def compute_loss(
         self,
@@ -161,22 +162,37 @@ class SparseTrainer(Trainer):
 
         Gradients go from the last layer to the first, so it is there that they went wrong.
         """
-        named = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        squares = self._squares(list(named.values()))
+        trained = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
+        squares = self._squares(list(trained.values()))
         self._norm = squares.sum().sqrt()
         bad = ~squares.isfinite()
         numbers = torch.arange(len(bad), dtype=torch.float32, device=bad.device)
-        return list(named), torch.where(bad, numbers, -1.0).amax().view(1)
+        return list(trained), torch.where(bad, numbers, -1.0).amax().view(1)
 
-    def _squares(self, gradients: list[Tensor]) -> Tensor:
-        """`[gradients]`: the squared norm of each."""
-        return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square()
+    def _squares(self, trained: list[nn.Parameter]) -> Tensor:
+        """`[trained]`: the squared norm of each gradient, over all processes."""
+        if self._counted is None:
+            places = [i for i, p in enumerate(trained) if self._counts(p)]
+            self._counted = places, torch.tensor(places, dtype=torch.long, device=self.args.device)
+        places, on_device = self._counted
+        squares = torch.zeros(len(trained), device=self.args.device)
+        if places:
+            gradients = [local(trained[i].grad) for i in places]
+            norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+            squares.index_copy_(0, on_device, norms.square())
+        return self.accelerator.reduce(squares, reduction="sum")
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this process counts the gradient of `parameter`, or its rows of it."""
+        return self.replicas is None or self.replicas.counts(parameter)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """By the norm that `_check_gradients` has found."""
-        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        trained = [p for p in model.parameters() if p.grad is not None]
+        if self.replicas is not None:
+            trained = [p for p in trained if self.replicas.has_mean(p)]
         factor = (self.args.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_([local(p.grad) for p in trained], factor)
         return self._norm
 
     def _capture(self, model: nn.Module, ids: Tensor) -> None:
@@ -295,6 +311,8 @@ class SparseTrainer(Trainer):
         self.penalty.state = state["gates"]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.replicas is not None:
+            self.muon.bring_together()
         with full_disk_told():
             super()._save_checkpoint(model, trial)
 
