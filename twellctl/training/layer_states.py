@@ -1,7 +1,9 @@
 """Keeps what each layer gives near what the teacher's layer gives, from its own hidden states.
 
-    loss += weight * mean over layers of |states - teacher's|^2 / |teacher's|^2
+    loss += weight * mean over layers and tokens of |states - teacher's|^2 / |teacher's|^2
 
+Of each token, since one can outweigh all others: in SmolLM2-135M-Instruct the first token's states
+are 35 to 176 times as long as another's from layer 11 to 27, 72 to 98 % of the squares of a block.
 As in `priced_gates`, the term's gradient is added in the backward pass and it is no part of the
 loss tensor.
 """
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import gated_ffns
+
+TINY = 1e-6  # of a squared norm: states of zero are near zero's
 
 
 class _AddGradient(torch.autograd.Function):
@@ -54,8 +58,9 @@ class LayerStates:
             if not (torch.is_grad_enabled() and states.requires_grad):
                 return None
             wanted = self._wanted[index]
-            norm = torch.linalg.vector_norm(wanted, dtype=torch.float32)
-            weight = 2 * self.weight * self.scale / len(self._wanted) / norm.square()
+            norms = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True, dtype=torch.float32)
+            weight = 2 * self.weight * self.scale / (len(self._wanted) * norms.numel())
+            weight = weight / (norms.square() + TINY)
             nearer = _AddGradient.apply(states, wanted, weight)
             return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
 
