@@ -1,9 +1,14 @@
 """finetune on two GPUs, by torchrun: what one gives, whether they hold replicas or shards."""
 
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ import torch
 from twellctl.convert import convert
 from twellctl.models.carried import REPORT_FILE
 from twellctl.training.processes import SMALL
+from twellctl.training.recipe import run_folder
+from twellctl.training.runs import STATE_FILE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,34 +26,93 @@ pytestmark = [
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}
 FLAGS = {"seq-len": 64, "batch-size": 8, "max-steps": 12, "save-steps": 5, "eval-blocks": 4}
 FLAGS |= {"learning-rate": 1e-3, "soften": 0.5, "teacher-weight": 0.5}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("how", ["never, one part", "never, two parts", "always"])
 def test_two_gpus_are_as_one(make_model, text_file, tmp_path, how):
     """Of replicas a step of one part sends its gradients inside the graph, one of two behind it."""
-    assert SIZES["hidden_size"] * SIZES["intermediate_size"] >= SMALL
-    relu = tmp_path / "relu"
-    convert(make_model("llama", initializer_range=0.05, **SIZES), relu)
+    relu = _relu(make_model, tmp_path)
     micro = 2 if how == "never, two parts" else 4
+    flags = {"micro-batch-size": micro, "shard": how.split(",")[0]}
     found = {}
     for count in (1, 2):
         out = tmp_path / str(count)
-        flags = FLAGS | {"micro-batch-size": micro, "shard": how.split(",")[0]}
-        words = [f"--{flag}={value}" for flag, value in flags.items()]
-        _run(count, relu, out, "--data", text_file, *words)
+        _run(count, relu, out, *_words(text_file, **flags))
         found[count] = json.loads((out / REPORT_FILE).read_text())
-    one, two = found[1], found[2]
-    assert two["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=5e-3)
-    assert two["density_by_layer"] == pytest.approx(one["density_by_layer"], rel=0.03)
+    _assert_near(found[2], found[1])
+
+
+@pytest.mark.parametrize("shard", ["never", "always"])
+def test_killed_runs_go_on_with_two_and_with_one(make_model, text_file, tmp_path, shard):
+    """One of the two processes is killed once a checkpoint is there."""
+    relu = _relu(make_model, tmp_path)
+    words = _words(text_file, **{"micro-batch-size": 4, "shard": shard})
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _run(2, relu, whole, *words)
+    undisturbed = json.loads((whole / REPORT_FILE).read_text())
+    _run_until_saved(5, run_folder(killed), relu, killed, *words)
+    assert not killed.exists()
+    for count in (2, 1):
+        out = tmp_path / f"on {count}"
+        shutil.copytree(run_folder(killed), run_folder(out))
+        _run(count, relu, out, *words, "--resume")
+        _assert_near(json.loads((out / REPORT_FILE).read_text()), undisturbed)
+
+
+def _relu(make_model, folder):
+    assert SIZES["hidden_size"] * SIZES["intermediate_size"] >= SMALL
+    relu = folder / "relu"
+    convert(make_model("llama", initializer_range=0.05, **SIZES), relu)
+    return relu
+
+
+def _words(text_file, **flags: object) -> list[str]:
+    return ["--data", str(text_file), *(f"--{k}={value}" for k, value in (FLAGS | flags).items())]
+
+
+def _assert_near(found: dict, wanted: dict) -> None:
+    assert found["cross_entropy"] == pytest.approx(wanted["cross_entropy"], rel=5e-3)
+    assert found["density_by_layer"] == pytest.approx(wanted["density_by_layer"], rel=0.03)
+
+
+def _command(count: int, *words: object) -> list[str]:
+    """`twellctl finetune` in so many processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    words = "-m", "twellctl", "finetune", *map(str, words)
+    return [sys.executable, *(launcher if count > 1 else []), *words]
 
 
 def _run(count: int, *words: object) -> None:
-    """`twellctl finetune` in so many processes; PyTorch has nothing to say of how they end."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    command = [sys.executable, *(launcher if count > 1 else []), "-m", "twellctl", "finetune"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """To its end; PyTorch has nothing to say of how the processes end."""
     done = subprocess.run(
-        [*command, *map(str, words)], capture_output=True, text=True, env=environment, timeout=180
+        _command(count, *words), capture_output=True, text=True, env=ENVIRONMENT, timeout=180
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "destroy_process_group" not in done.stderr
+
+
+def _run_until_saved(step: int, run: Path, *words: object) -> None:
+    """The second process is killed once the checkpoint of `step` is complete; then all end."""
+    launcher = subprocess.Popen(_command(2, *words), env=ENVIRONMENT, stderr=subprocess.PIPE)
+    end = time.monotonic() + 180
+    while not (run / f"checkpoint-{step}" / STATE_FILE).exists():
+        assert launcher.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(_process(launcher.pid, rank=1), signal.SIGKILL)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert b"--resume goes on from checkpoint-5" in told
+
+
+def _process(launcher: int, rank: int) -> int:
+    """The id of that one among the children of a launcher."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # no process, or one that has just ended
+            is_child = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher
+            if is_child and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(
+                b"\0"
+            ):
+                return int(folder.name)
+    raise AssertionError(f"no process {rank}")
