@@ -17,6 +17,7 @@ from twellctl.files.outputs import staged
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
+from twellctl.models.card_speed import read_bench
 from twellctl.models.carried import copy_side_files, copy_weights, write_config
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
@@ -49,6 +50,7 @@ def export(
     *,
     profile: str | Path | Profile | None = None,
     evaluation: str | Path | None = None,
+    bench: str | Path | None = None,
     quantize: str | None = None,
     shard_size: str | int | None = None,
     overwrite: bool = False,
@@ -56,7 +58,8 @@ def export(
     """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
 
     Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
-    --json' file, go into the model card. `quantize` "fp8" rounds the weights of linear layers to
+    --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
+    `quantize` "fp8" rounds the weights of linear layers to
     e4m3 with a scale for each row. `shard_size` ("2GB", or bytes) cuts the weights anew. Raises
     `TwellError`.
     """
@@ -64,7 +67,8 @@ def export(
     if quantize not in (None, *QUANTIZE):
         raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
     shard_bytes = None if shard_size is None else parse_size(shard_size)
-    inputs = [Path(path) for path in (model, profile, evaluation) if isinstance(path, str | Path)]
+    files = model, profile, evaluation, bench
+    inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
         checkpoint.require_unquantised()
@@ -75,6 +79,7 @@ def export(
             label = "the profile" if measured is profile else profile
             twell = _completed(checkpoint, measured, label)
         judged = evaluation and read_evaluation(Path(evaluation), fingerprint(checkpoint))
+        timed = bench and read_bench(Path(bench), fingerprint(checkpoint))
         if quantize is not None:
             origin = checkpoint.hub_id or checkpoint.path.resolve().name
             twell = twell | {"rounded_from": origin}
@@ -82,7 +87,7 @@ def export(
         config |= _write_weights_and_bundle(checkpoint, stage, quantize, shard_bytes)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
-        write_card(stage, out.name, checkpoint.path, measured, judged or None)
+        write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
     served = is_served_over_twell(config)
     class_name = config["auto_map"]["AutoModelForCausalLM"].split(".")[-1]
     slots = tuple(twell["slots"])

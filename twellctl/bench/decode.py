@@ -38,7 +38,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.down_copies import is_little
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.data import read_texts, spread_windows, token_stream
 
@@ -302,4 +302,5 @@ def _open_model(
     model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
     models = in_precisions(model, settings.quantize)
     described = model_facts(checkpoint.name, models.bf16)
+    described["fingerprint"] = fingerprint(checkpoint)
     return Subject(models, prompts.tolist(), described, synthetic=False)

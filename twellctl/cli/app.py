@@ -164,6 +164,10 @@ def export(
         Path | None,
         typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
     ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Speeds of this 'bench decode --json' file for the model card."),
+    ] = None,
     quantize: Annotated[
         str | None,
         typer.Option(
@@ -194,6 +198,7 @@ def export(
             out,
             profile=profile,
             evaluation=evaluation,
+            bench=bench,
             quantize=quantize,
             shard_size=shard_size,
             overwrite=overwrite,

@@ -16,6 +16,8 @@ from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, front_matter
+from twellctl.models.card_speed import speed
+from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import is_served_over_twell, serve_command
 
@@ -75,11 +77,13 @@ It was converted and not fine-tuned since: fine-tune it before use."""
 
 @dataclass(frozen=True)
 class Figures:
-    """What is known of a model: how its fine-tuning ended, its profile, its evaluation."""
+    """What is known of a model: how its fine-tuning ended, its profile, and the JSON of `eval` and
+    of `bench decode`."""
 
     report: dict[str, Any]
     profile: Profile | None = None
     evaluation: dict[str, Any] | None = None
+    bench: dict[str, Any] | None = None
 
 
 def write_card(
@@ -88,13 +92,14 @@ def write_card(
     source: Path,
     profile: Profile | None = None,
     evaluation: dict[str, Any] | None = None,
+    bench: dict[str, Any] | None = None,
 ) -> None:
     """Write the card of the model in `folder`, which is called `name` and was made from `source`.
 
-    Its figures come from `profile` and `evaluation`, else from what `folder` itself holds.
+    Its figures come from `profile`, `evaluation` and `bench`, else from what `folder` itself holds.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    figures = Figures(_report(folder), profile, evaluation)
+    figures = Figures(_report(folder), profile, evaluation, bench)
     base = config["twell"].get("source")
     stock = (config.get("architectures") or ["class"])[0]
     served = is_served_over_twell(config)
@@ -135,7 +140,7 @@ def _sections(figures: Figures) -> Iterable[str]:
     named = {
         "Losses": _losses(figures),
         "Tasks": _tasks(figures.evaluation),
-        "Speed": _speed(figures.profile),
+        "Speed": speed(figures.profile, figures.bench),
         "Recipe": _recipe(figures.report),
     }
     return (f"\n## {title}\n\n{text}\n" for title, text in named.items() if text)
@@ -181,7 +186,7 @@ def _losses(figures: Figures) -> str | None:
         if score.get("reference_cross_entropy") is not None:
             loss = f"{score['reference_cross_entropy']:.4f}"
             rows.append(("the reference", "the same", loss))
-    return _table(("", "text", "nats a token"), rows)
+    return table(("", "text", "nats a token"), rows)
 
 
 def _tasks(evaluation: dict[str, Any] | None) -> str | None:
@@ -197,7 +202,7 @@ def _tasks(evaluation: dict[str, Any] | None) -> str | None:
         )
         for task in tasks
     ]
-    return _table(("task", "questions", "chance", "this model", "reference"), rows)
+    return table(("task", "questions", "chance", "this model", "reference"), rows)
 
 
 def _accuracy(found: dict[str, Any] | None) -> str:
@@ -208,25 +213,11 @@ def _accuracy(found: dict[str, Any] | None) -> str:
     return f"{mean['mean']:.1%}{error}"
 
 
-def _speed(profile: Profile | None) -> str | None:
-    if profile is None:
-        return None
-    if profile.speed is None:
-        return "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
-    speedups = [layer.speedup for layer in profile.speed.layers]
-    software = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
-    return (
-        f"Over TwELL the FFNs of all layers are {profile.speed.speedup:.2f} times as fast as the\n"
-        f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times,\n"
-        f"at {profile.speed.tokens} tokens on one {profile.speed.device} ({software})."
-    )
-
-
 def _recipe(report: dict[str, Any]) -> str | None:
     """What fine-tuning was told, and how much it read."""
     told = report.get("recipe")
     lines = [f"{key}: {value}" for key, value in told.items()] if isinstance(told, dict) else []
-    lines = [line for line in lines if len(line) <= LONGEST_SETTING and _is_plain(line)]
+    lines = [line for line in lines if len(line) <= LONGEST_SETTING and is_plain(line)]
     if not lines:
         return None
     counts = [report.get(key) for key in ("num_steps", "num_tokens")]
@@ -245,25 +236,8 @@ def _metrics(figures: Figures) -> list[Metric]:
     ]
     for task in (figures.evaluation or {}).get("tasks") or []:
         best = task["accuracy"]["acc_norm"] or task["accuracy"]["acc"]
-        found.append((_cell(task["task"]), "accuracy", "accuracy", best["mean"]))
+        found.append((cell(task["task"]), "accuracy", "accuracy", best["mean"]))
     return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple]) -> str | None:
-    if not rows:
-        return None
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    text = str(value)
-    return text if _is_plain(text) else "?"
-
-
-def _is_plain(text: str) -> bool:
-    """Whether others' text can stand in a card without meaning anything there."""
-    return text.isprintable() and not set("`|<>[]") & set(text)
 
 
 def _with_error(value: float, error: float | None) -> str:
