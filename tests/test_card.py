@@ -55,7 +55,7 @@ def card_of(folder) -> tuple[dict, str]:
 def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse)))
-    found = dataclasses.replace(measured, speed=profiles.speed(1.5, 1.0))
+    found = dataclasses.replace(measured, speed=profiles.speed(1.5, 0.8))
     export(sparse, tmp_path / "out", profile=found, evaluation=judged)
     front, text = card_of(tmp_path / "out")
     report = json.loads((sparse / "twell_finetune.json").read_text())
@@ -67,8 +67,8 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         "| this model | text of its evaluation | 2.2500 |",
         "| the reference | the same | 2.1250 |",
         "| arc_easy | 500 | 25.0% | 62.5% ± 2.0% | 75.0% |",
-        "are 1.25 times as fast",
-        "by layer 1.00 to 1.50 times",
+        "are together\n1.28 times as fast",  # 2.3 ms for 1 and 0.8
+        "TwELL they are 1.15 times as fast, by layer 0.80 to 1.50 times.",
         f"twellctl {found.versions['twellctl']}",
         "`twellctl finetune`, 2 steps, 256 tokens:",
         "batch-size: 4",

@@ -239,8 +239,9 @@ def _speed(result: Any) -> None:
     if result.speed is not None:
         speedups = [layer.speedup for layer in result.speed.layers]
         say(
-            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
-            f"layer {min(speedups):.2f} to {max(speedups):.2f}, at {result.speed.tokens} tokens"
+            f"an export's FFNs are {result.speed.exported_speedup:.2f} times as fast as dense ones "
+            f"at {result.speed.tokens} tokens; all of them over TwELL {result.speed.speedup:.2f} "
+            f"times, by layer {min(speedups):.2f} to {max(speedups):.2f}"
         )
         if (found := result.speed_correlation) is not None:
             say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")
