@@ -12,7 +12,7 @@ from twellctl.export import export
 from twellctl.models.checkpoint import fingerprint, open_checkpoint
 
 KINDS = {"twell": TWELL, "dense FP8": DENSE_FP8}
-NO_GAIN = "A model of this size does not decode faster there because it is sparse."
+NO_GAIN = "Being sparse makes no step of it faster there."
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,13 @@ def relu(silu_llama, tmp_path_factory):
 
 
 def form(name: str, seconds: float) -> DecodeForm:
-    facts = {"density": 0.0213, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
+    facts = {
+        "chosen": "union" if name == "twell" else None,
+        "density": 0.0213,
+        "union": 0.1,
+        "shortfall": 0.0,
+        "floor_bytes": 10,
+    }
     facts |= {"floor_seconds": 0.0005, "kind": KINDS.get(name, DENSE)}
     return DecodeForm(name=name, step_seconds=(seconds,) * 3, **facts)
 
@@ -43,7 +49,7 @@ def point(batch: int, dense: float, **others: float) -> DecodePoint:
 def card_with(relu, found: dict, folder) -> str:
     file = folder / "bench.json"
     file.write_text(json.dumps(found))
-    export(relu, folder / "out", bench=file)
+    export(relu, folder / "out", bench=file, quantize=found["settings"]["quantize"])
     return (folder / "out" / "README.md").read_text(encoding="utf-8")
 
 
@@ -52,8 +58,8 @@ def test_steps_are_told(relu, tmp_path):
     card = card_with(relu, bench(relu, *points), tmp_path)
     assert "weights in bf16" in card
     assert "on one NVIDIA H200 (twellctl 0.1.0, torch 2.11.0):" in card
-    assert "| 1 | 500 | 1000 | 2.00x | - | 2.13% |" in card
-    assert "| 16 | 500 | 400 | 0.80x | - | 2.13% |" in card
+    assert "| 1 | 500 | 1000 (union) | 2.00x | - | 2.13% |" in card
+    assert "| 16 | 500 | 400 (union) | 0.80x | - | 2.13% |" in card
     assert NO_GAIN not in card
 
 
@@ -65,12 +71,13 @@ def test_a_model_that_is_no_faster_says_so(relu, tmp_path, took, gains):
     assert (NO_GAIN not in card) == gains
 
 
-def test_in_fp8_the_rival_is_dense_fp8(relu, tmp_path):
-    found = bench(relu, point(1, 0.002, dense_FP8=0.001, twell=0.001), quantize="fp8")
+@pytest.mark.parametrize(("quantize", "gains"), [(None, True), ("fp8", False)])
+def test_the_rival_is_dense_in_the_same_precision(relu, tmp_path, quantize, gains):
+    found = bench(relu, point(1, 0.002, dense_FP8=0.001, twell=0.001), quantize=quantize)
     card = card_with(relu, found, tmp_path)
-    assert "weights in FP8" in card
-    assert "| 1 | 500 | 1000 | 2.00x | 1.00x | 2.13% |" in card
-    assert NO_GAIN in card
+    assert f"weights in {'FP8' if quantize else 'bf16'}" in card
+    assert "| 1 | 500 | 1000 (union) | 2.00x | 1.00x | 2.13% |" in card
+    assert (NO_GAIN not in card) == gains
 
 
 def test_what_bench_decode_writes_goes_into_the_card(cli, relu, text_file, tmp_path, monkeypatch):
@@ -94,6 +101,7 @@ def test_what_bench_decode_writes_goes_into_the_card(cli, relu, text_file, tmp_p
         ({"models": []}, "is no whole bench of decoding"),
         ({"models": [{"model": {}, "points": []}]}, "is no whole bench of decoding"),
         ({"settings": None}, "is no whole bench of decoding"),
+        ({"settings": {"quantize": "fp8"}}, "is of weights in another precision"),
         ({"of another": True}, "is of another model"),
     ],
 )
@@ -114,3 +122,4 @@ def test_others_text_means_nothing(relu, tmp_path):
     card = card_with(relu, found | {"device": "[x](y)"}, tmp_path)
     assert "[x](y)" not in card
     assert "<b>" not in card
+    assert "TwELL was not run there." in card

@@ -75,11 +75,13 @@ def export(
         checkpoint.require_relu()
         measured = read_profile(profile) if isinstance(profile, str | Path) else profile
         twell = checkpoint.twell
+        # which reads all weights
+        weights = fingerprint(checkpoint) if profile or evaluation or bench else ""
         if measured is not None:
             label = "the profile" if measured is profile else profile
-            twell = _completed(checkpoint, measured, label)
-        judged = evaluation and read_evaluation(Path(evaluation), fingerprint(checkpoint))
-        timed = bench and read_bench(Path(bench), fingerprint(checkpoint))
+            twell = _completed(checkpoint, measured, label, weights)
+        judged = evaluation and read_evaluation(Path(evaluation), weights)
+        timed = bench and read_bench(Path(bench), weights, quantize)
         if quantize is not None:
             origin = checkpoint.hub_id or checkpoint.path.resolve().name
             twell = twell | {"rounded_from": origin}
@@ -130,10 +132,13 @@ def parse_size(size: str | int) -> int:
     return num_bytes
 
 
-def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path) -> dict:
-    """The "twell" block with what the profile, which errors call `label`, measured."""
+def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path, weights: str) -> dict:
+    """The "twell" block with what the profile, which errors call `label`, measured.
+
+    `weights`: the checkpoint's fingerprint.
+    """
     name = checkpoint.name
-    if found.fingerprint != fingerprint(checkpoint):
+    if found.fingerprint != weights:
         raise TwellError(
             f"{label} is of another model ({found.model}): "
             f"write one with 'twellctl profile {name} --data FILE --json FILE'"

@@ -17,7 +17,7 @@ from twellctl.convert import convert
 from twellctl.models.carried import REPORT_FILE
 from twellctl.training.processes import SMALL
 from twellctl.training.recipe import run_folder
-from twellctl.training.runs import STATE_FILE
+from twellctl.training.runs import STATE_FILE, last_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,12 +51,12 @@ def test_killed_runs_go_on_with_two_and_with_one(make_model, text_file, tmp_path
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     _run(2, relu, whole, *words)
     undisturbed = json.loads((whole / REPORT_FILE).read_text())
-    _run_until_saved(5, run_folder(killed), relu, killed, *words)
+    saved = _run_until_saved(run_folder(killed), relu, killed, *words)
     assert not killed.exists()
     for count in (2, 1):
         out = tmp_path / f"on {count}"
         shutil.copytree(run_folder(killed), run_folder(out))
-        _run(count, relu, out, *words, "--resume")
+        assert f"resumed at step {saved} of" in _run(count, relu, out, *words, "--resume")
         _assert_near(json.loads((out / REPORT_FILE).read_text()), undisturbed)
 
 
@@ -83,27 +83,34 @@ def _command(count: int, *words: object) -> list[str]:
     return [sys.executable, *(launcher if count > 1 else []), *words]
 
 
-def _run(count: int, *words: object) -> None:
-    """To its end; PyTorch has nothing to say of how the processes end."""
+def _run(count: int, *words: object) -> str:
+    """To its end; what it says. PyTorch has nothing to say of how the processes end."""
     done = subprocess.run(
         _command(count, *words), capture_output=True, text=True, env=ENVIRONMENT, timeout=180
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "destroy_process_group" not in done.stderr
+    return done.stderr
 
 
-def _run_until_saved(step: int, run: Path, *words: object) -> None:
-    """The second process is killed once the checkpoint of `step` is complete; then all end."""
-    launcher = subprocess.Popen(_command(2, *words), env=ENVIRONMENT, stderr=subprocess.PIPE)
-    end = time.monotonic() + 180
-    while not (run / f"checkpoint-{step}" / STATE_FILE).exists():
-        assert launcher.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    os.kill(_process(launcher.pid, rank=1), signal.SIGKILL)
-    _, told = launcher.communicate(timeout=120)
+def _run_until_saved(run: Path, *words: object) -> int:
+    """The second process is killed once a checkpoint is complete, then all end; the step of it."""
+    command = _command(2, *words)
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            end = time.monotonic() + 180
+            while not list(run.glob(f"checkpoint-*/{STATE_FILE}")):
+                assert launcher.poll() is None, launcher.stderr.read()[-2000:]
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            os.kill(_process(launcher.pid, rank=1), signal.SIGKILL)
+            _, told = launcher.communicate(timeout=120)
+        finally:
+            launcher.terminate()  # which ends its processes
+    saved = last_checkpoint(run).name
     assert launcher.returncode == 1
-    assert b"--resume goes on from checkpoint-5" in told
+    assert f"--resume goes on from {saved}" in told
+    return int(saved.split("-")[1])
 
 
 def _process(launcher: int, rank: int) -> int:

@@ -6,21 +6,26 @@ from typing import Any
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.card_table import cell, table
+from twellctl.models.card_table import cell, is_plain, table
 
 BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
 FASTER = 1.02  # times as fast: less is no gain
 
 
-def read_bench(path: Path, fingerprint: str) -> dict[str, Any]:
-    """A 'bench decode --json' file; `TwellError` if it is none, or of weights with another
-    `fingerprint`."""
-    again = "write it again with 'twellctl bench decode MODEL --data FILE --json FILE'"
+def read_bench(path: Path, fingerprint: str, quantize: str | None) -> dict[str, Any]:
+    """A 'bench decode --json' file of the weights with that `fingerprint`, rounded by `quantize`.
+
+    `TwellError` if it is none.
+    """
+    rounded = f" --quantize {quantize}" if quantize else ""
+    again = f"write it with 'twellctl bench decode MODEL --data FILE{rounded} --json FILE', of the "
+    again += "model that is exported"
     found = read_json(path, again)
     if found.get("command") != "bench decode" or found.get("schema_version") != BENCH_VERSION:
         raise TwellError(f"{path} is no bench of decoding that this twellctl reads: {again}")
     try:
         is_of_it = found["models"][0]["model"].get("fingerprint") == fingerprint
+        is_rounded_so = found["settings"]["quantize"] == quantize
         _decoding(found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise TwellError(
@@ -28,6 +33,8 @@ def read_bench(path: Path, fingerprint: str) -> dict[str, Any]:
         ) from error
     if not is_of_it:
         raise TwellError(f"{path} is of another model: {again}")
+    if not is_rounded_so:
+        raise TwellError(f"{path} is of weights in another precision: {again}")
     return found
 
 
@@ -46,44 +53,47 @@ def _ffns(profile: Profile) -> str:
     timed = profile.speed
     speedups = [layer.speedup for layer in timed.layers]
     return (
-        f"Its FFNs, each over TwELL or densely, whichever is faster, are together\n"
-        f"{timed.exported_speedup:.2f} times as fast as the fastest dense form of each. All over\n"
-        f"TwELL they are {timed.speedup:.2f} times as fast, by layer {min(speedups):.2f} to "
-        f"{max(speedups):.2f} times.\n"
-        f"At {timed.tokens} tokens on one {_place(timed.device, profile.versions)}."
+        f"Over TwELL the FFNs of all layers are {timed.speedup:.2f} times as fast as the\n"
+        f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times. "
+        f"With the faster of the two\n"
+        f"in each layer they would be {timed.faster_speedup:.2f} times as fast. At {timed.tokens} "
+        f"tokens on one\n{_place(timed.device, profile.versions)}."
     )
 
 
 def _decoding(bench: dict[str, Any]) -> str:
-    """A table of steps; in words where nothing is gained."""
+    """A table of steps; in words where nothing is gained over dense weights of the same dtype."""
     measured, place = bench["models"][0], _place(bench["device"], bench["versions"])
-    dtype = "FP8" if bench["settings"]["quantize"] == "fp8" else "bf16"
+    in_fp8 = bench["settings"]["quantize"] == "fp8"
     rows, gains = [], []
     for point in measured["points"]:
         dense = point["forms"]["dense"]
         row = [point["batch"], f"{dense['steps_per_second']:.4g}", *4 * "-"]
         for form in point["forms"].values():
             if form["kind"] == "twell":
-                over = [form["over_dense"], form["over_fp8"]]
-                row[2:] = (
-                    f"{form['steps_per_second']:.4g}",
-                    *map(_times, over),
-                    f"{form['density']:.2%}",
-                )
-                gains.append(min(ratio for ratio in over if ratio is not None))
+                over, over_fp8 = form["over_dense"], form["over_fp8"]
+                row[2:] = _steps(form), _times(over), _times(over_fp8), f"{form['density']:.2%}"
+                gains.append(over_fp8 if in_fp8 and over_fp8 is not None else over)
         rows.append(row)
     columns = ["rows", "dense bf16, steps a second", "TwELL, steps a second"]
     columns += ["times dense bf16", "times dense FP8", "neurons that fire"]
     parts = [
-        f"Steps of twellctl's decode engine, weights in {dtype}, and of its dense forms, by\n"
-        f"`twellctl bench decode` on one {place}:",
+        f"Steps of twellctl's decode engine, weights in {'FP8' if in_fp8 else 'bf16'}, and of its "
+        f"dense forms, by\n`twellctl bench decode` on one {place}:",
         table(columns, rows),
     ]
     if not gains:
-        parts.append(f"TwELL was not run there: {cell(measured['without_twell'])}.")
+        why = str(measured["without_twell"])
+        parts.append(f"TwELL was not run there{f': {why}' if is_plain(why) else ''}.")
     elif max(gains) < FASTER:
-        parts.append("A model of this size does not decode faster there because it is sparse.")
+        parts.append("Being sparse makes no step of it faster there.")
     return "\n\n".join(parts)
+
+
+def _steps(form: dict[str, Any]) -> str:
+    """A second, and by which of the engine's forms."""
+    chosen = form["chosen"]
+    return f"{form['steps_per_second']:.4g}{f' ({chosen})' if chosen else ''}"
 
 
 def _times(ratio: float | None) -> str:

@@ -239,9 +239,9 @@ def _speed(result: Any) -> None:
     if result.speed is not None:
         speedups = [layer.speedup for layer in result.speed.layers]
         say(
-            f"an export's FFNs are {result.speed.exported_speedup:.2f} times as fast as dense ones "
-            f"at {result.speed.tokens} tokens; all of them over TwELL {result.speed.speedup:.2f} "
-            f"times, by layer {min(speedups):.2f} to {max(speedups):.2f}"
+            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
+            f"layer {min(speedups):.2f} to {max(speedups):.2f}, and with the faster of the two in "
+            f"each layer {result.speed.faster_speedup:.2f} times, at {result.speed.tokens} tokens"
         )
         if (found := result.speed_correlation) is not None:
             say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")

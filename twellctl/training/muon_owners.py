@@ -1,9 +1,9 @@
 """Muon's step in several processes: each orthogonalises some of the matrices of one shape.
 
 The process r of W owns each W-th of them from the r-th on. Where every process holds all matrices,
-the owner alone has its gradient's mean and its momentum, and all-gathers bring together what owners
-made. Where each holds some rows of every matrix, one all-to-all brings their rows to the owners,
-and one brings the rows of what they made of them back.
+the owner alone gets its gradient's mean and moves its momentum, and all-gathers bring together
+what owners made. Where each holds some rows of every matrix, one all-to-all brings their rows to
+the owners, and one brings the rows of what they made of them back.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -86,10 +86,11 @@ class Muon(torch.optim.AdamW):
             found = laid(orthogonal(torch.stack(laid(self._ahead(weights)))))
             return lambda: found
         for p in weights:
-            self._momentum(p)  # of every one, to be brought together
+            self._momentum(p)  # for `bring_together` all processes must have one
         owners = [self.owners()[p] for p in weights]
         mine = [p for p, owner in zip(weights, owners, strict=True) if owner == dist.get_rank()]
-        end = by_replicas(owners, laid(self._ahead(mine)), laid(weights[:1])[0], orthogonal)
+        (like,) = laid(weights[:1])
+        end = by_replicas(owners, laid(self._ahead(mine)), like, orthogonal)
         return lambda: laid(end())
 
     def _ahead(self, weights: list[Tensor]) -> list[Tensor]:
@@ -112,7 +113,7 @@ class Muon(torch.optim.AdamW):
     def bring_together(self) -> None:
         """For a checkpoint: every process gets the momenta of the owners."""
         for p, owner in self.owners().items():
-            if "momentum" in self.state[p]:
+            if "momentum" in self.state.get(p, {}):
                 dist.broadcast(dense_of(self._momentum(p)), owner)
 
     def _momentum(self, weight: Tensor) -> Tensor:

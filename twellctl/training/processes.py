@@ -70,16 +70,12 @@ def check_same(what: dict[str, Any], remedy: str) -> None:
 
 
 def average(tensors: Sequence[Tensor]) -> None:
-    """Make each of the `tensors` its mean over all processes, the same bits in all of them."""
-    small = [t for t in tensors if t.numel() < SMALL]
-    sent = [t for t in tensors if t.numel() >= SMALL]
-    if small:
-        sent.append(torch._utils._flatten_dense_tensors(small))
-    for end in [begin_average(t) for t in sent]:
-        end()
-    if small:
-        means = torch._utils._unflatten_dense_tensors(sent[-1], small)
-        torch._foreach_copy_(small, list(means))
+    """Make each of the `tensors` its mean over all processes, all small ones sent as one."""
+    if tensors:
+        together = torch._utils._flatten_dense_tensors(tensors)
+        begin_average(together)()
+        means = torch._utils._unflatten_dense_tensors(together, tensors)
+        torch._foreach_copy_(list(tensors), list(means))
 
 
 def begin_average(tensor: Tensor, owner: int | None = None) -> Callable[[], None]:

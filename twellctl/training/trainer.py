@@ -114,7 +114,7 @@ class SparseTrainer(Trainer):
         self._sums: list[Tensor] = []
         self._norm: Tensor | None = None
         self._checked: tuple[list[str], Tensor] | None = None
-        self._counted: tuple[list[int], Tensor] | None = None
+        self._counted: tuple[int, list[int], Tensor] | None = None
 
     def compute_loss(
         self,
@@ -171,10 +171,11 @@ class SparseTrainer(Trainer):
 
     def _squares(self, trained: list[nn.Parameter]) -> Tensor:
         """`[trained]`: the squared norm of each gradient, over all processes."""
-        if self._counted is None:
+        if self._counted is None or self._counted[0] != len(trained):
             places = [i for i, p in enumerate(trained) if self._counts(p)]
-            self._counted = places, torch.tensor(places, dtype=torch.long, device=self.args.device)
-        places, on_device = self._counted
+            on_device = torch.tensor(places, dtype=torch.long, device=self.args.device)
+            self._counted = len(trained), places, on_device
+        _, places, on_device = self._counted
         squares = torch.zeros(len(trained), device=self.args.device)
         if places:
             gradients = [local(trained[i].grad) for i in places]
