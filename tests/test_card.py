@@ -63,6 +63,7 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         f"| this model | held-out text of fine-tuning | {report['cross_entropy']:.4f} |",
         f"| the model it learnt from | held-out text of fine-tuning "
         f"| {report['teacher_cross_entropy']:.4f} |",
+        f"| KL to the model it learnt from | the same | {report['teacher_kl']:.4f} |",
         f"| this model | 128 tokens of its profile | {found.loss:.4f} ± {found.loss_error:.4f} |",
         "| this model | text of its evaluation | 2.2500 |",
         "| the reference | the same | 2.1250 |",

@@ -267,7 +267,8 @@ def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, 
     ],
 )
 def test_a_miss_is_not_silent(capsys, density, said):
-    losses = dict.fromkeys(("teacher_cross_entropy", "first_cross_entropy", "cross_entropy"), 1.0)
+    names = "teacher_cross_entropy", "first_cross_entropy", "cross_entropy", "teacher_kl"
+    losses = dict.fromkeys(names, 1.0)
     sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0}
     ui.finetuned(
         FineTuned(

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 from finetune_runs import InterruptAt, small
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
@@ -31,11 +32,12 @@ def test_what_it_holds(whole):
     assert [row["step"] for row in found if "held_out" in row] == [0, 5, 10, 12]
     last = found[-1]
     assert set(last) == {
-        "step", "tokens", "loss", "teacher_kl", "held_out", "held_out_density", "density",
-        "density_by_layer", "price", "tokens_per_second", "learning_rate", "seconds",
+        "step", "tokens", "loss", "teacher_kl", "held_out", "held_out_kl", "held_out_density",
+        "density", "density_by_layer", "price", "tokens_per_second", "learning_rate", "seconds",
     }  # fmt: skip
     assert (last["tokens"], last["held_out"]) == (12 * 4 * 32, whole.cross_entropy)
     assert last["held_out_density"] == whole.density
+    assert last["held_out_kl"] == whole.teacher_kl
     assert found[0]["held_out"] == whole.first_cross_entropy
     assert sum(last["density_by_layer"]) / 2 == pytest.approx(last["density"])
     assert last["tokens_per_second"] > 0
@@ -44,6 +46,35 @@ def test_what_it_holds(whole):
     rates = [row["learning_rate"] for row in found if "learning_rate" in row]
     assert max(rates) <= 3e-3
     assert rates[-1] < rates[0]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])  # of the loss
+def test_held_out_kl_is_that_to_the_teacher(silu_llama, relu_llama, text_file, tmp_path, share):
+    class Keeping(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            self.held_out = torch.stack([block["input_ids"] for block in trainer.eval_dataset])
+            return TrainerCallback()
+
+    progress = Keeping(silent=True)
+    recipe = small(text_file, max_steps=1, teacher_weight=share)
+    finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
+    with torch.no_grad():
+        q, p = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(progress.held_out)
+            .logits[:, :-1]
+            .log_softmax(-1)
+            for folder in (silu_llama, relu_llama)
+        )
+    wanted = (q.exp() * (q - p)).sum(-1).mean().item()
+    assert wanted > 1e-6
+    assert rows(tmp_path / "out")[0]["held_out_kl"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_without_a_teacher_there_is_no_kl(relu_llama, text_file, tmp_path):
+    recipe = small(text_file, max_steps=1, teacher="none")
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=QUIET)
+    assert done.teacher_kl is None
+    assert all("held_out_kl" not in row for row in rows(tmp_path / "out"))
 
 
 def same(row: dict) -> dict:

@@ -78,7 +78,8 @@ PATIENCE = timedelta(days=1)  # the other processes wait while the first one tok
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What a run ended with. Cross-entropies are held-out nats a token, None without such text."""
+    """What a run ended with. Cross-entropies and `teacher_kl`, which is None without a teacher, are
+    held-out nats a token, None without such text."""
 
     out: Path
     num_steps: int
@@ -87,6 +88,7 @@ class FineTuned:
     teacher_cross_entropy: float | None
     first_cross_entropy: float | None
     cross_entropy: float | None
+    teacher_kl: float | None
     density: float
     density_by_layer: list[float]
     target_density: float | None
@@ -251,6 +253,7 @@ def _train(
         teacher_cross_entropy=teacher_loss,
         first_cross_entropy=next((e["eval_loss"] for e in logged if "eval_loss" in e), None),
         cross_entropy=last.get("eval_loss"),
+        teacher_kl=last.get("eval_teacher_kl"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,

@@ -198,6 +198,19 @@ def test_a_run_leaves_its_page(run):
     assert any(says.startswith("layer 1, step 12: ") for says in read.says)
 
 
+def test_the_first_kl_of_held_out_text_does_not_flatten_the_rest(run):
+    ended = json.loads((run.out / "twell_finetune.json").read_text())
+    kls = {0: 5.0, 4: 0.75, 8: 0.375, 12: 0.25}
+    rows = [{"step": step, "seconds": 1.0, "held_out_kl": kl} for step, kl in kls.items()]
+    rows += [{"step": step, "seconds": 1.0, "teacher_kl": 0.5} for step in (2, 6, 10)]
+    page = run_page("out", rows, ended | {"teacher_kl": 0.25})
+    text = Read(page).text
+    assert "Not drawn: 5 at step 0." in text
+    assert "Not drawn" not in Read(run_page("out", rows[1:], ended)).text
+    drawn = re.findall('points="([^"]*)"', page)
+    assert [len(points.split()) for points in drawn if len(points.split()) > 2] == [3, 3]
+
+
 def test_a_run_without_its_page_is_not_lost(relu_llama, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(write, "run_page", lambda *given: {}["steps"])
     said = []

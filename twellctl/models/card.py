@@ -176,6 +176,9 @@ def _losses(figures: Figures) -> str | None:
     rows = [
         (name, "held-out text of fine-tuning", f"{loss:.4f}") for name, loss in held_out.items()
     ]
+    if _is_number(figures.report, "teacher_kl"):
+        kl = f"{figures.report['teacher_kl']:.4f}"
+        rows.append(("KL to the model it learnt from", "the same", kl))
     if figures.profile is not None and figures.profile.loss is not None:
         loss = _with_error(figures.profile.loss, figures.profile.loss_error)
         rows.append(("this model", f"{figures.profile.tokens} tokens of its profile", loss))

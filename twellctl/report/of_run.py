@@ -13,6 +13,7 @@ from twellctl.report.markup import Markup, folded, table, tag
 from twellctl.report.page import Section, Tile, page
 
 RUN_PAGE = "run.html"  # beside the metrics that it shows
+BEYOND = 2  # times the largest KL of a step: a held-out one above it is not drawn
 MOST = 300  # points of a line, and columns of a heat map half as many; of more, means are drawn
 
 Row = dict[str, Any]  # of metrics.jsonl
@@ -48,6 +49,8 @@ def _tiles(rows: Sequence[Row], report: dict[str, Any]) -> list[Tile]:
         before = report["teacher_cross_entropy"]
         against = "" if before is None else f"{after - before:+.4f} against the teacher"
         tiles.append(Tile("held-out cross-entropy", f"{after:.4f}", against))
+    if (kl := report["teacher_kl"]) is not None:
+        tiles.append(Tile("KL to the teacher", f"{kl:.4f}", "nats a token, held-out text"))
     if rows:
         seconds = rows[-1]["seconds"]
         spent = f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"
@@ -68,8 +71,21 @@ def _loss(rows: Sequence[Row], report: dict[str, Any], steps: Axis) -> list[Mark
 
 
 def _teacher(rows: Sequence[Row], steps: Axis) -> list[Markup | str]:
-    drawn = _one_line(rows, "teacher_kl", "divergence from the teacher in nats a token", steps)
-    return [tag("h3", "Divergence from the teacher"), *drawn] if drawn else []
+    trained, held_out = _points(rows, "teacher_kl"), _points(rows, "held_out_kl")
+    figures = [y for _, y in trained or held_out]
+    if not figures:
+        return []
+    drawn = tuple(point for point in held_out if point[1] <= BEYOND * max(figures))
+    axis = number_axis([*figures, *(y for _, y in drawn)], "{:.4g}".format, zero=True)
+    series = [Series("of each step's text", trained), Series("of held-out text", drawn)]
+    parts = [tag("h3", "KL to the teacher"), *_lines(series, steps, "KL in nats a token", axis)]
+    if len(drawn) < len(held_out):
+        first = ", ".join(
+            f"{y:.4g} at step {step:,.0f}" for step, y in held_out if (step, y) not in drawn
+        )
+        parts.append(tag("p", f"Not drawn: {first}. Held-out text is read by the ReLU model, also "
+                              "while the gates still harden."))  # fmt: skip
+    return parts
 
 
 def _density(rows: Sequence[Row], report: dict[str, Any], steps: Axis) -> list[Markup | str]:

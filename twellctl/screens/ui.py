@@ -131,7 +131,8 @@ def finetuned(result: Any) -> None:
     say(f"{result.out}: {density}, measured on {where}")
     say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
     if held_out:
-        say(f"held-out cross-entropy: {held_out}")
+        kl = "" if result.teacher_kl is None else f"; KL to the teacher {result.teacher_kl:.4f}"
+        say(f"held-out cross-entropy: {held_out}{kl}")
     if (page := result.out / RUN_PAGE).is_file():
         say(f"the run as a page: {page}")
     say(f"next: twellctl profile {result.out} --data FILE")

@@ -15,8 +15,9 @@ from twellctl.training.trainer import SparseTrainer
 class History(TrainerCallback):
     """Writes as the run goes. A resumed run goes on behind the step of its checkpoint.
 
-    `loss`, `teacher_kl` and the densities are those of the step's own text; `held_out` and
-    `held_out_density` are there where the step was followed by an evaluation. `price` is the
+    `loss`, `teacher_kl` and the densities are those of the step's own text; `held_out`,
+    `held_out_kl` (with a teacher) and `held_out_density` are there where the step was followed by
+    an evaluation. `price` is the
     coefficient of the penalty, `seconds` have passed since the run began, pauses not counted.
     """
 
@@ -60,7 +61,10 @@ class History(TrainerCallback):
         self._since = (time.monotonic(), state.global_step)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self._write(state, held_out=metrics["eval_loss"], held_out_density=metrics["eval_density"])
+        found = {"held_out": metrics["eval_loss"], "held_out_density": metrics["eval_density"]}
+        if "eval_teacher_kl" in metrics:
+            found["held_out_kl"] = metrics["eval_teacher_kl"]
+        self._write(state, **found)
         self._since = (time.monotonic(), state.global_step)
 
     def _write(self, state: Any, **figures: Any) -> None:

@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from twellctl.errors import TwellError
 from twellctl.training.captured_part import CapturedPart
-from twellctl.training.head_loss import HeadLoss
+from twellctl.training.head_loss import HeadLoss, Losses
 from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
@@ -356,20 +356,24 @@ class SparseTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Held-out cross-entropy (`eval_loss`) and density, over all processes.
+        """Held-out cross-entropy (`eval_loss`), KL to the teacher if there is one, and density.
 
-        The densities of the layers are left in `held_out_by_layer`: trackers take scalars.
+        Over all processes. The densities of the layers are left in `held_out_by_layer`: trackers
+        take scalars.
         """
         self.model.eval()
         found = []
         for ids, counts in self._my_held_out():
             self.penalty.begin(ids.numel(), 1.0)
-            loss = self._held_out_loss(self.head, ids)
+            losses = self._held_out(self.head, ids, self.teacher)
+            parts = torch.stack([losses.cross_entropy, losses.teacher_kl])
             if counts:
-                found.append(torch.cat([loss.view(1), self.penalty.measured()[1]]))
-        loss, *self.held_out_by_layer = self._means(found, 1 + len(self.penalty.ffns))
+                found.append(torch.cat([parts, self.penalty.measured()[1]]))
+        loss, kl, *self.held_out_by_layer = self._means(found, 2 + len(self.penalty.ffns))
         density = sum(self.held_out_by_layer) / len(self.held_out_by_layer)
         metrics = {"eval_loss": loss, "eval_density": density}
+        if self.teacher is not None:
+            metrics["eval_teacher_kl"] = kl
         _check_held_out(metrics["eval_loss"], "lower --learning-rate, and --overwrite")
         self.log(metrics)
         self._stop_if_lost()
@@ -383,16 +387,16 @@ class SparseTrainer(Trainer):
         if self.teacher is None or self.eval_dataset is None:
             return None
         found = [
-            (self._held_out_loss(self.teacher, ids).view(1), counts)
+            (self._held_out(self.teacher, ids).cross_entropy.view(1), counts)
             for ids, counts in self._my_held_out()
         ]
         (loss,) = self._means([loss for loss, counts in found if counts], 1)
         _check_held_out(loss, "take another --teacher, or none")
         return loss
 
-    def _held_out_loss(self, head: HeadLoss, ids: Tensor) -> Tensor:
+    def _held_out(self, head: HeadLoss, ids: Tensor, teacher: HeadLoss | None = None) -> Losses:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.bf16):
-            return head.losses(ids).cross_entropy
+            return head.losses(ids, teacher, teacher_weight=1.0)
 
     def _my_held_out(self):
         """(ids, whether they count) of single blocks, so that every one weighs the same.
