@@ -14,6 +14,8 @@ from torch import Tensor
 
 from twellctl.training.sharding import rows
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+
 
 def owners_of(matrices: Iterable[Tensor]) -> dict[Tensor, int]:
     """Which process steps each of the `matrices`, which all of them hold."""
@@ -39,7 +41,7 @@ def by_replicas(
     if mine:
         sent[: len(mine)] = run(torch.stack(list(mine)))
     received = sent.new_empty(most * world, *like.shape)
-    gathered = dist.all_gather(list(received.split(most)), sent, async_op=True)
+    gathered = _gather(received, sent, async_op=True)
     places = [owner * most + owners[:i].count(owner) for i, owner in enumerate(owners)]
 
     def end() -> list[Tensor]:
