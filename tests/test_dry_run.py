@@ -277,3 +277,17 @@ def test_refusals(relu_llama, text_file, tmp_path):
         dry_run(relu_llama, small(tmp_path / "none.txt"))
     with pytest.raises(UsageError, match="seq-len must be <= 256"):
         dry_run(relu_llama, small(text_file, seq_len=512))
+
+
+def test_no_recorded_part_is_left(relu_llama, text_file, monkeypatch):
+    """A process that has one left would not end."""
+    trainers, train = [], SparseTrainer.train
+
+    def trained(trainer):
+        train(trainer)
+        trainer._captured = object()
+        trainers.append(trainer)
+
+    monkeypatch.setattr(SparseTrainer, "train", trained)
+    dry_run(relu_llama, small(text_file))
+    assert [trainer._captured for trainer in trainers] == [None]

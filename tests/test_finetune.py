@@ -1,10 +1,12 @@
 """finetune as users run it: results, adapters, dtypes, several processes."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, masking_utils
 
 from twellctl.convert import convert
+from twellctl.errors import TwellError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.loading import MASKLESS
 from twellctl.text.data import Blocks
@@ -180,3 +183,25 @@ def test_steps_that_cannot_be_recorded_are_taken_as_ever(
     out = finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress).out
     assert "steps are not recorded as a CUDA graph, and so slower: not permitted" in notes
     assert_same_weights(out, uninterrupted.out)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_recorded_part_is_left(relu_llama, text_file, tmp_path, ends):
+    """Also where a run fails: a process that has one left would not end."""
+    trainers = []
+
+    class Recorded(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainers[0]._captured = SimpleNamespace(takes=lambda *given: False)
+            if not ends:
+                raise TwellError("it went wrong")
+
+    class Keeping(Progress):
+        def callback(self, trainer, recipe, num_neurons):
+            trainers.append(trainer)
+            return Recorded()
+
+    recipe = small(text_file, max_steps=2)
+    with contextlib.nullcontext() if ends else pytest.raises(TwellError, match="it went wrong"):
+        finetune(relu_llama, tmp_path / "out", recipe, progress=Keeping(silent=True))
+    assert trainers[0]._captured is None

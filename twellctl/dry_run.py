@@ -315,7 +315,10 @@ def _measure(
     clock = _Clock(trainer, doing)
     trainer.remove_callback(_Clock)
     trainer.callback_handler.callbacks.insert(0, clock)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        trainer.drop_captured()
     seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

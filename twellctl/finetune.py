@@ -237,6 +237,7 @@ def _train(
             raise
         raise Interrupted(f"interrupted in the middle of a step; {_kept(run)}") from error
     finally:
+        trainer.drop_captured()
         sparsity.restore_signals()
         progress.stop()
     if sparsity.stopped_at is not None:

@@ -264,11 +264,19 @@ class SparseTrainer(Trainer):
         self.train_dataset = dataset
         self.args.per_device_train_batch_size = self._train_batch_size = num_blocks
         self.args.gradient_accumulation_steps = num_parts
+        self.drop_captured()
+
+    def drop_captured(self) -> None:
+        """Forget the part that was recorded. To be called at the end of every run.
+
+        A process ends its NCCL groups as it ends, and NCCL (from 2.26 on) waits there for graphs
+        that hold its calls.
+        """
         self._captured, self._parts_run = None, 0
 
     def drop_parts(self) -> None:
         """Forget the parts of a step that did not come to its end."""
-        self._captured, self._parts_run = None, 0
+        self.drop_captured()
         self._sums.clear()
         self.model.zero_grad()
 
