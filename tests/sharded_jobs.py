@@ -42,7 +42,6 @@ from twellctl.models.loading import load_model
 from twellctl.training import (
     build,
     optimizer,
-    processes,
     replicas,
     sharded_weights,
     trainer,
@@ -96,7 +95,7 @@ def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
     (`recorded_by`).
     """
     sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
-    processes.SMALL = replicas.SMALL = how.get("small", processes.SMALL)
+    replicas.SMALL = how.get("small", replicas.SMALL)
     if "recorded_by" in how:
         build._captures = lambda recipe: True
         able = int(os.environ["RANK"]) in how["recorded_by"]
@@ -129,7 +128,7 @@ def means() -> float:
     Of some matrices only one process gets the mean.
     """
     dist.init_process_group("gloo")
-    rank, world, replicas.SMALL, processes.SMALL = dist.get_rank(), dist.get_world_size(), 9, 9
+    rank, world, replicas.SMALL = dist.get_rank(), dist.get_world_size(), 9
     torch.manual_seed(0)
     model = nn.ParameterList(torch.randn(*shape) for shape in [(3, 3)] * 4 + [(3,)])
     *factors, unused, small_one = model

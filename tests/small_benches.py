@@ -2,6 +2,8 @@
 
 import torch
 
+from twellctl.bench.decode_results import DecodeForm
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.decoding.hf_decoder import HFDecoder
 
 
@@ -25,6 +27,15 @@ def count_less(monkeypatch) -> None:
     monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
     monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+
+
+def decode_form(name: str, seconds: float, **more) -> DecodeForm:
+    """A form as bench decode measures it."""
+    kinds = {"twell": TWELL, "twell FP8": TWELL, "dense FP8": DENSE_FP8}
+    facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
+    facts |= {"floor_seconds": 0.0005, "kind": kinds.get(name, DENSE)}
+    facts |= {"in_fp8": "FP8" in name} | more
+    return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from shapes import FAMILIES, TINY_CONFIG, write_config
-from small_benches import BothForms, count_less
+from small_benches import BothForms, count_less, decode_form
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
@@ -21,9 +21,8 @@ from twellctl.bench.decode_forms import (
     step_bytes,
 )
 from twellctl.bench.decode_judge import judge
-from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
-from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -366,14 +365,6 @@ def test_copies_have_a_bandwidth():
 # ---- results ----
 
 
-def form(name: str, seconds: float, **more) -> DecodeForm:
-    kinds = {"twell": TWELL, "twell FP8": TWELL, "dense FP8": DENSE_FP8}
-    facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
-    facts |= {"floor_seconds": 0.0005, "kind": kinds.get(name, DENSE)}
-    facts |= {"in_fp8": "FP8" in name} | more
-    return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)
-
-
 def bench(*points: DecodePoint, device: str = "NVIDIA H200", without: str | None = None):
     model = DecodeModel("this model", {}, points, without)
     return DecodeBench({"device": device}, {}, 4e12, (model,))
@@ -382,22 +373,32 @@ def bench(*points: DecodePoint, device: str = "NVIDIA H200", without: str | None
 def test_the_sentence_tells_ratio_and_steps():
     points = [
         DecodePoint(
-            1, (form("generate", 0.04), form("dense", 0.001), form("twell", 0.0007)), {}, {}
+            1,
+            (
+                decode_form("generate", 0.04),
+                decode_form("dense", 0.001),
+                decode_form("twell", 0.0007),
+            ),
+            {},
+            {},
         ),
-        DecodePoint(16, (form("dense", 0.001), form("twell", 0.00125)), {}, {}),
+        DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}, {}),
     ]
     assert bench(*points).sentences == [
         "on this GPU this model decodes 1.43x as fast as dense bf16 at batch 1 (1429 steps/s), "
         "0.80x at 16 (800)"
     ]
     with_fp8 = [
-        replace(p, forms=(*p.forms[:-1], form("dense FP8", 0.0006), p.forms[-1])) for p in points
+        replace(p, forms=(*p.forms[:-1], decode_form("dense FP8", 0.0006), p.forms[-1]))
+        for p in points
     ]
     assert bench(*with_fp8).sentences == [
         "on this GPU this model decodes 1.43x as fast as dense bf16 and 0.86x as fast as dense FP8 "
         "at batch 1 (1429 steps/s), 0.80x and 0.48x at 16 (800)"
     ]
-    said = bench(DecodePoint(1, (form("dense", 0.001),), {}, {}), device="CPU", without="no GPU")
+    said = bench(
+        DecodePoint(1, (decode_form("dense", 0.001),), {}, {}), device="CPU", without="no GPU"
+    )
     assert said.sentences == [
         "on this CPU this model decodes at 1000 steps/s at batch 1 in its dense form; TwELL and "
         "dense FP8 were not run: no GPU"
@@ -406,19 +407,23 @@ def test_the_sentence_tells_ratio_and_steps():
 
 @pytest.mark.parametrize("shortfall", [0.3, float("nan")])
 def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
-    point = DecodePoint(1, (form("dense", 0.1), form("twell", 0.1, shortfall=shortfall)), {}, {})
+    point = DecodePoint(
+        1, (decode_form("dense", 0.1), decode_form("twell", 0.1, shortfall=shortfall)), {}, {}
+    )
     (words,) = bench(point).wrong
     assert words.startswith("twell chose a token ")
     json.dumps(bench(point).to_json())
-    assert bench(DecodePoint(1, (form("dense", 0.1, shortfall=0.2),), {}, {})).wrong == []
-    fp8 = [form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
+    assert bench(DecodePoint(1, (decode_form("dense", 0.1, shortfall=0.2),), {}, {})).wrong == []
+    fp8 = [decode_form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
     (words,) = bench(DecodePoint(1, tuple(fp8), {}, {})).wrong
     assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")
 
 
 def test_json_holds_everything():
     ffn = {"dense eager": 0.001}
-    point = DecodePoint(2, (form("dense", 0.001), form("twell", 0.0005)), ffn, {"generate": "no"})
+    point = DecodePoint(
+        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), ffn, {"generate": "no"}
+    )
     saved = bench(point).to_json()
     assert (saved["schema_version"], saved["bandwidth_gb_s"]) == (1, 4000)
     (told,) = saved["models"][0]["points"]
@@ -430,7 +435,7 @@ def test_json_holds_everything():
     }  # fmt: skip
     assert told["forms"]["twell"]["over_dense"] == 2
     assert told["forms"]["twell"]["over_fp8"] is None
-    beside = replace(point, forms=(*point.forms, form("dense FP8", 0.0004)))
+    beside = replace(point, forms=(*point.forms, decode_form("dense FP8", 0.0004)))
     assert beside.to_json()["forms"]["twell"]["over_fp8"] == 0.8
     assert told["forms"]["twell"]["tokens_per_second"] == 4000
     assert told["forms"]["twell"]["of_floor"] == 1

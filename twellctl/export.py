@@ -59,9 +59,8 @@ def export(
 
     Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
     --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
-    `quantize` "fp8" rounds the weights of linear layers to
-    e4m3 with a scale for each row. `shard_size` ("2GB", or bytes) cuts the weights anew. Raises
-    `TwellError`.
+    `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row.
+    `shard_size` ("2GB", or bytes) cuts the weights anew. Raises `TwellError`.
     """
     out = Path(out)
     if quantize not in (None, *QUANTIZE):
@@ -75,8 +74,8 @@ def export(
         checkpoint.require_relu()
         measured = read_profile(profile) if isinstance(profile, str | Path) else profile
         twell = checkpoint.twell
-        # which reads all weights
-        weights = fingerprint(checkpoint) if profile or evaluation or bench else ""
+        is_measured = bool(profile or evaluation or bench)
+        weights = fingerprint(checkpoint) if is_measured else ""  # it reads every weight
         if measured is not None:
             label = "the profile" if measured is profile else profile
             twell = _completed(checkpoint, measured, label, weights)

@@ -15,8 +15,8 @@ import torch
 
 from twellctl.convert import convert
 from twellctl.models.carried import REPORT_FILE
-from twellctl.training.processes import SMALL
 from twellctl.training.recipe import run_folder
+from twellctl.training.replicas import SMALL
 from twellctl.training.runs import STATE_FILE, last_checkpoint
 
 pytestmark = [
@@ -118,8 +118,7 @@ def _process(launcher: int, rank: int) -> int:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):  # no process, or one that has just ended
             is_child = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher
-            if is_child and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(
-                b"\0"
-            ):
+            variables = (folder / "environ").read_bytes().split(b"\0") if is_child else []
+            if f"RANK={rank}".encode() in variables:
                 return int(folder.name)
     raise AssertionError(f"no process {rank}")

@@ -105,7 +105,7 @@ class Speed:
         return dense / sum(layer.twell_ms for layer in self.layers)
 
     @property
-    def faster_speedup(self) -> float:
+    def best_speedup(self) -> float:
         """The same if each layer took the faster of the two."""
         dense = sum(layer.dense_ms for layer in self.layers)
         return dense / sum(min(layer.dense_ms, layer.twell_ms) for layer in self.layers)

@@ -56,7 +56,7 @@ def _ffns(profile: Profile) -> str:
         f"Over TwELL the FFNs of all layers are {timed.speedup:.2f} times as fast as the\n"
         f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times. "
         f"With the faster of the two\n"
-        f"in each layer they would be {timed.faster_speedup:.2f} times as fast. At {timed.tokens} "
+        f"in each layer they would be {timed.best_speedup:.2f} times as fast. At {timed.tokens} "
         f"tokens on one\n{_place(timed.device, profile.versions)}."
     )
 

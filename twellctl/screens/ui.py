@@ -242,7 +242,7 @@ def _speed(result: Any) -> None:
         say(
             f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
             f"layer {min(speedups):.2f} to {max(speedups):.2f}, and with the faster of the two in "
-            f"each layer {result.speed.faster_speedup:.2f} times, at {result.speed.tokens} tokens"
+            f"each layer {result.speed.best_speedup:.2f} times, at {result.speed.tokens} tokens"
         )
         if (found := result.speed_correlation) is not None:
             say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")

@@ -17,8 +17,8 @@ class History(TrainerCallback):
 
     `loss`, `teacher_kl` and the densities are those of the step's own text; `held_out`,
     `held_out_kl` (with a teacher) and `held_out_density` are there where the step was followed by
-    an evaluation. `price` is the
-    coefficient of the penalty, `seconds` have passed since the run began, pauses not counted.
+    an evaluation. `price` is the coefficient of the penalty, `seconds` have passed since the run
+    began, pauses not counted.
     """
 
     def __init__(self, trainer: SparseTrainer, run: Path, step_tokens: int):

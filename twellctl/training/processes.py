@@ -12,8 +12,6 @@ from torch import Tensor
 
 from twellctl.errors import TwellError
 
-SMALL = 1 << 20  # elements of a tensor that is sent together with others
-
 
 def in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
     """Call `prepare` in the first process while the others wait; what it raises, all raise.
