@@ -13,7 +13,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
-NAMES = ("convert", "finetune", "profile", "export", "evaluate")
+NAMES = ("convert", "write", "finetune", "profile", "export", "evaluate")
 QUIET = Progress(silent=True)
 
 
@@ -43,11 +43,11 @@ for before in {0!r}:
 """
 FUNCTIONS = """
 import inspect
-from twellctl import convert, finetune, profile, export, evaluate
+from twellctl import convert, write, finetune, profile, export, evaluate
 import twellctl, twellctl.convert as again
 from twellctl.convert import convert as inner, Converted
 assert convert is inner is again is twellctl.convert
-for f in (convert, finetune, profile, export, evaluate):
+for f in (convert, write, finetune, profile, export, evaluate):
     assert inspect.isfunction(f), f
     assert getattr(twellctl, f.__name__) is f
 """

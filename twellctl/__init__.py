@@ -1,7 +1,8 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
-Its pipeline as functions: `from twellctl import convert, finetune, profile, export, evaluate`. Each
-does what the command of its name does (`evaluate`: eval), and is imported when it is first used.
+Its pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
+evaluate`. Each does what the command of its name does (`evaluate`: eval), and is imported when it
+is first used.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from twellctl.version import __version__ as __version__
 
-__all__ = ["convert", "evaluate", "export", "finetune", "profile"]
+__all__ = ["convert", "evaluate", "export", "finetune", "profile", "write"]
 
 if TYPE_CHECKING:
     from twellctl.convert import convert
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from twellctl.export import export
     from twellctl.finetune import finetune
     from twellctl.profile import profile
+    from twellctl.write import write
 
 
 class _Function:
