@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from finetune_runs import SMALL, small
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from twellctl.convert import convert
-from twellctl.errors import UsageError
+from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
@@ -192,10 +193,33 @@ def test_fewer_blocks_at_once_than_asked_are_said(relu_llama, text_file, tmp_pat
     assert notes[0].startswith("2 blocks at once, for micro-batch-size 3: they must divide the 4")
 
 
-def test_learning_rate_is_left_to_the_width(relu_llama, text_file, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # gate and up apart, and in one
+def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file, tmp_path, family):
+    silu = make_model(family, num_hidden_layers=3)
+    weights = load_file(silu / "model.safetensors")
+    for name, weight in weights.items():  # all but the layer in the middle mean nothing
+        if ".mlp." in name and ".layers.1." not in name:
+            weight.mul_(3)
+    save_file(weights, silu / "model.safetensors", metadata={"format": "pt"})
+    middle = [w.double().flatten() for name, w in weights.items() if ".layers.1.mlp." in name]
+    rms = torch.cat(middle).square().mean().sqrt()
+    convert(silu, tmp_path / "relu")
     recipe = small(text_file, max_steps=1, learning_rate=None)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
-    assert resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate == 0.5 / 32
+    finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
+    rate = resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate
+    assert rate == pytest.approx(0.015 * float(rms), rel=0.05)
+    assert f"{rate:.1e}" == f"{rate:e}".replace("00000e", "e")  # two digits
+
+
+def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):
+    silu = make_model("llama")
+    weights = load_file(silu / "model.safetensors")
+    zero = {name: w.zero_() if ".layers.1.mlp." in name else w for name, w in weights.items()}
+    save_file(zero, silu / "model.safetensors", metadata={"format": "pt"})
+    convert(silu, tmp_path / "relu")
+    with pytest.raises(TwellError, match="layer 1 are all zero, so give --learning-rate"):
+        finetune(tmp_path / "relu", tmp_path / "out", small(text_file, learning_rate=None))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path):

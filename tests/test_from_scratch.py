@@ -13,6 +13,7 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.training.from_scratch import open_config
+from twellctl.training.optimizer import default_rate
 from twellctl.training.teacher import choose_teacher
 
 SHORT = {"max_steps": 4, "eval_steps": 0}
@@ -58,6 +59,12 @@ def test_result_is_a_trained_stock_model(blueprint, text_file, tmp_path, penalty
     again = open_checkpoint(out)
     again.require_tokenizer()
     assert choose_teacher(again, small(text_file)) is None
+
+
+@pytest.mark.parametrize(("std", "rate"), [(0.05, 7.5e-4), (None, 3e-4)])
+def test_learning_rate_is_left_to_the_size_of_what_is_drawn(blueprint, std, rate):
+    changed(blueprint, initializer_range=std)
+    assert default_rate(open_config(blueprint)) == rate
 
 
 def test_weights_follow_from_the_seed(blueprint, text_file, tmp_path):

@@ -77,6 +77,15 @@ class Checkpoint:
         """What a run began from: the folder, of a random model its config's file."""
         return str((self.path if self.shards else Path(self.name)).resolve())
 
+    def ffn_weights(self, layer: int) -> list[str]:
+        """The names of the weights of a layer's FFN; layers count from 0."""
+        ffns: dict[str, list[str]] = {}
+        for name in self.tensors:
+            if match := _FFN_WEIGHT.fullmatch(name):
+                ffns.setdefault(match[1], []).append(name)
+        in_order = sorted(ffns, key=lambda ffn: [int(number) for number in re.findall(r"\d+", ffn)])
+        return ffns[in_order[layer]]
+
     @property
     def hub_id(self) -> str | None:
         """The id under which the hub has this model; None for a local folder."""

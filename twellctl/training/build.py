@@ -25,7 +25,7 @@ from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
 from twellctl.training.memory import is_to_be_sharded
-from twellctl.training.optimizer import make_optimizer, slow_on_cpu
+from twellctl.training.optimizer import default_rate, make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
@@ -51,7 +51,7 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
         compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
         penalty=penalty,
         seq_len=recipe.seq_len or min(1024, longest),
-        learning_rate=recipe.learning_rate or 0.5 / checkpoint.ffn.hidden_size,
+        learning_rate=recipe.learning_rate or default_rate(checkpoint),
     )
 
 

@@ -1,10 +1,11 @@
 """Keeps what each layer gives near what the teacher's layer gives, from its own hidden states.
 
-    loss += weight * mean over layers and tokens of |states - teacher's|^2 / |teacher's|^2
+    loss += weight * sum over layers of mean over tokens of |states - teacher's|^2 / |teacher's|^2
 
-Of each token, since one can outweigh all others: in SmolLM2-135M-Instruct the first token's states
-are 35 to 176 times as long as another's from layer 11 to 27, and 72 to 98 % of the squares of 512
-tokens.
+A sum over layers: each layer of a deep model is drawn as much as one of a shallow model. A mean
+over tokens of each one's own distance: one can outweigh all others, for in SmolLM2-135M-Instruct
+the first token's states are 35 to 176 times as long as another's from layer 11 to 27, and 72 to
+98 % of the squares of 512 tokens.
 As in `priced_gates`, the term's gradient is added in the backward pass and it is no part of the
 loss tensor.
 """
@@ -60,8 +61,7 @@ class LayerStates:
                 return None
             wanted = self._wanted[index]
             norms = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True, dtype=torch.float32)
-            weight = 2 * self.weight * self.scale / (len(self._wanted) * norms.numel())
-            weight = weight / (norms.square() + TINY)
+            weight = 2 * self.weight * self.scale / norms.numel() / (norms.square() + TINY)
             nearer = _AddGradient.apply(states, wanted, weight)
             return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
 
