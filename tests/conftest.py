@@ -151,7 +151,10 @@ def _forget_remote_code() -> None:
 
 @pytest.fixture(scope="module")
 def load_trusted(tmp_path_factory):
-    """Load an export with its own code, which transformers copies to a module cache made here."""
+    """Load an export with its own code, which transformers copies to a module cache made here.
+
+    Other caches, whose code would be found first, are no longer on sys.path.
+    """
     cache = str(tmp_path_factory.mktemp("modules"))
 
     def load(folder: Path, door: type = AutoModelForCausalLM, **options) -> nn.Module:
@@ -159,7 +162,10 @@ def load_trusted(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        patch.setattr(sys, "path", list(sys.path))
+        elsewhere = [
+            path for path in sys.path if not (Path(path) / "transformers_modules").exists()
+        ]
+        patch.setattr(sys, "path", elsewhere)  # code of another cache would be found first
         _forget_remote_code()
         yield load
         _forget_remote_code()
