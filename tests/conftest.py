@@ -162,10 +162,8 @@ def load_trusted(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        elsewhere = [
-            path for path in sys.path if not (Path(path) / "transformers_modules").exists()
-        ]
-        patch.setattr(sys, "path", elsewhere)  # code of another cache would be found first
+        kept = [path for path in sys.path if not (Path(path) / "transformers_modules").exists()]
+        patch.setattr(sys, "path", kept)
         _forget_remote_code()
         yield load
         _forget_remote_code()

@@ -13,8 +13,8 @@ from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe
 
 COMMANDS = (
-    "convert", "finetune", "profile", "export", "quickstart", "generate", "serve-local", "doctor",
-    "eval", "bench ffn", "bench model", "bench decode", "bench train",
+    "convert", "write", "finetune", "profile", "export", "quickstart", "generate", "serve-local",
+    "doctor", "eval", "bench ffn", "bench model", "bench decode", "bench train",
 )  # fmt: skip
 
 

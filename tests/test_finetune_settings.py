@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from twellctl.text.data import read_blocks, token_stream, write_tokens
 from twellctl.training.arguments import micro_batch
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
+from twellctl.training.runs import _write_run_tokens
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +211,22 @@ def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file,
     rate = resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate
     assert rate == pytest.approx(0.015 * float(rms), rel=0.05)
     assert f"{rate:.1e}" == f"{rate:e}".replace("00000e", "e")  # two digits
+
+
+@pytest.mark.parametrize(("limit", "share"), [(2000, 0.5), (6000, 0.3)])
+def test_of_each_data_equally_many_tokens_are_taken(text_file, tokenizer, tmp_path, limit, share):
+    """As long as it lasts: the first file has 1800 tokens, the second many more."""
+    data, ids = [], tokenizer.encode("xq", add_special_tokens=False)
+    for number, rows in zip(ids, (900, 9000), strict=True):
+        data.append(tmp_path / f"{number}.jsonl")  # a row is that token, and the end of a text
+        data[-1].write_text((json.dumps({"text": tokenizer.decode(number)}) + "\n") * rows)
+    changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": limit}
+    recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
+    _write_run_tokens(tmp_path, recipe, tokenizer, None)
+    tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
+    assert limit <= len(tokens) < limit + 600
+    first, second = ((tokens == number).sum() for number in ids)
+    assert first / (first + second) == pytest.approx(share, abs=0.03)
 
 
 def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):

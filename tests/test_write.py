@@ -1,77 +1,100 @@
-"""write on the CPU: questions and answers of a chat model, texts of others, what is refused."""
+"""write on the CPU: a model's questions and answers, where they end, what is refused."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
+from twellctl.decoding.engine import OutOfMemory, Sampling
+from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError, UsageError
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.data import read_texts
 from twellctl.text.tokens import encode_chat
-from twellctl.write import QUESTION_TOKENS, write
+from twellctl.write import QUESTION_TOKENS, _Chats, write
 
 SMALL = {"tokens": 600, "max_tokens": 12, "batch_size": 5}
+INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def plain(silu_llama, tmp_path_factory):
-    """The same model without a chat template."""
-    folder = tmp_path_factory.mktemp("plain") / "model"
-    shutil.copytree(silu_llama, folder)
-    (folder / "chat_template.jinja").unlink()
-    return folder
+@pytest.fixture
+def changed(silu_llama, tmp_path):
+    """`changed(template)`: the model with another chat template, or with none."""
+
+    def change(template: str | None):
+        folder = tmp_path / "model"
+        shutil.copytree(silu_llama, folder)
+        file = folder / "chat_template.jinja"
+        file.unlink() if template is None else file.write_text(template)
+        return folder
+
+    return change
 
 
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def chats(path) -> list[tuple[str, str]]:
+    """Questions and answers."""
+    rows = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+    assert all([turn["role"] for turn in row] == ["user", "assistant"] for row in rows)
+    return [(question["content"], answer["content"]) for question, answer in rows]
 
 
-def test_a_chat_model_writes_questions_and_answers(silu_llama, tokenizer, tmp_path):
+def test_a_model_writes_questions_and_answers(silu_llama, tokenizer, tmp_path):
     out = tmp_path / "own.jsonl"
     done = write(silu_llama, out, **SMALL)
-    rows = lines(out)
-    assert (done.out, done.texts) == (out, len(rows))
+    made = chats(out)
+    assert (done.out, done.chats) == (out, len(made))
     assert 600 <= done.tokens < 600 + 200
-    for row in rows:
-        question, answer = row["messages"]
-        assert (question["role"], answer["role"]) == ("user", "assistant")
-        assert question["content"].strip()
-        assert answer["content"].strip()
-    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)  # all different
-    assert len(list(read_texts([str(out)], "text", tokenizer))) == len(rows)  # as finetune reads it
+    assert all(question.strip() and answer.strip() for question, answer in made)
+    assert len({question for question, _ in made}) == len(made)  # all different
+    assert len(list(read_texts([str(out)], "text", tokenizer))) == len(made)  # as finetune reads it
 
 
 def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokenizer, tmp_path):
     """At a temperature next to 0 it is the greedy one of transformers."""
     out = tmp_path / "own.jsonl"
     write(silu_llama, out, tokens=1, max_tokens=12, batch_size=1, temperature=1e-4)
-    question, answer = lines(out)[0]["messages"]
+    ((question, answer),) = chats(out)
     stock = loading.load_model(open_checkpoint(silu_llama))
-    prompt = encode_chat(tokenizer, [question])
+    prompt = encode_chat(tokenizer, [{"role": "user", "content": question}])
     ids = stock.generate(
         stock.dummy_inputs["input_ids"].new_tensor([prompt]), do_sample=False, max_new_tokens=12
     )
     said = tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
-    assert answer["content"] == said.strip()
+    assert answer == said.strip()
 
 
-def test_a_model_without_a_template_writes_texts(plain, tmp_path):
-    out = tmp_path / "own.jsonl"
-    done = write(plain, out, **SMALL)
-    assert done.texts > 20
-    assert all(list(row) == ["text"] and row["text"].strip() for row in lines(out))
+@pytest.mark.parametrize(
+    ("drawn", "question"),
+    [
+        ("Why? [/INST] Because.", "Why?"),  # where the template ends a question, as plain text
+        ("Why?<|endoftext|>Because.", "Why?"),  # and at a token that is no text
+        ("Why?", "Why?"),
+        ("  [/INST] Because.", None),
+    ],
+)
+def test_a_question_ends_where_the_template_says(changed, drawn, question):
+    tokenizer = loading.load_tokenizer(open_checkpoint(changed(INST)))
+    made = _Chats(tokenizer, 512, Sampling(12), seed=0)
+    made.fit_into(256)
+    sequence = made.begun()
+    assert tokenizer.decode(sequence.tokens) == "[INST] "
+    sequence.tokens += tokenizer.encode(drawn, add_special_tokens=False)
+    answer = made.answered(sequence, frozenset())
+    assert (answer and answer.client[1]) == question
+    if answer is not None:
+        assert tokenizer.decode(answer.tokens) == f"[INST] {question} [/INST]"
 
 
-def test_a_seed_gives_its_texts_however_many_are_written_at_once(plain, tmp_path):
-    def texts(name: str, **how) -> set[str]:
+def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp_path):
+    def made(name: str, **how) -> set:
         out = tmp_path / f"{name}.jsonl"
-        write(plain, out, **(SMALL | how))
-        return {row["text"] for row in lines(out)}
+        write(silu_llama, out, **(SMALL | {"tokens": 2000} | how))
+        return set(chats(out))
 
-    first, again, other = texts("a"), texts("b", batch_size=3), texts("c", seed=1)
-    assert len(first & again) > 0.8 * len(first)
+    first, again, other = made("a"), made("b", batch_size=3), made("c", seed=1)
+    assert len(first & again) > 0.6 * len(first)
     assert not first & other
 
 
@@ -81,10 +104,45 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
     code, _, err = cli("write", silu_llama, out, *flags)
     assert (code, out.read_text()) == (1, "mine\n")
-    assert "exists" in err[-1]
+    assert "exists: choose another name, or replace it with --overwrite" in err[-1]
     code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
     assert code == 0
-    assert f"{out}: {len(lines(out))} texts, " in said
+    assert said.startswith(f"{out}: {len(chats(out))} chats, ")
+    assert said.endswith(f"next: twellctl finetune RELU OUT --data FILE --data {out}\n")
+
+
+def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_path, monkeypatch):
+    def fail(self):
+        return [(None, OutOfMemory("of 3 GiB"))]
+
+    monkeypatch.setattr(Scheduler, "advance", fail)
+    out = tmp_path / "own.jsonl"
+    out.write_text("mine\n")
+    with pytest.raises(TwellError, match="out of memory: lower --batch-size or --max-tokens"):
+        write(silu_llama, out, **SMALL, overwrite=True)
+    assert out.read_text() == "mine\n"
+
+
+def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path):
+    def interrupt(done: int, total: int) -> None:
+        if done > 300:
+            raise KeyboardInterrupt
+
+    out, said = tmp_path / "own.jsonl", []
+    with pytest.raises(KeyboardInterrupt):
+        write(silu_llama, out, **SMALL, progress=interrupt, note=said.append)
+    assert said[0].startswith(f"{out} holds {len(chats(out))} chats, ")
+
+
+def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path, *how, **more):
+        return opened(Path("/dev/full") if path.name == "own.jsonl" else path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(TwellError, match=r"own\.jsonl could not be written: No space left"):
+        write(silu_llama, tmp_path / "own.jsonl", **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +153,10 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
         ({"batch_size": 0}, "batch-size must be 1 or more"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"seed": -1}, "seed must be 0 to"),
+        (
+            {"max_tokens": 256 - QUESTION_TOKENS},
+            "max-tokens must be at most [0-9]+, the",
+        ),
     ],
 )
 def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said):
@@ -103,10 +165,26 @@ def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_read_or_does_not_fit_is_refused(silu_llama, plain, tmp_path):
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "the model has no chat template, so it writes no chats"),
+        ("{{ raise_exception('not so') }}", "refuses a user's message: not so"),
+        ("{{ messages[0].content + 1 }}", "the chat template refuses a user's message"),
+        ("{% for", "the chat template refuses a user's message"),
+        ("{{ messages[0].content }}", "has nothing in front of a user's question"),
+    ],
+)
+def test_templates_that_do_not_serve_are_refused(changed, tmp_path, template, said):
+    with pytest.raises(TwellError, match=said):
+        write(changed(template), tmp_path / "own.jsonl", **SMALL)
+    assert not (tmp_path / "own.jsonl").exists()
+
+
+def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, tmp_path):
     with pytest.raises(UsageError, match=r"no \.jsonl file"):
         write(silu_llama, tmp_path / "own.txt")
-    most = 256 - QUESTION_TOKENS
-    for model, max_tokens in ((silu_llama, most), (plain, 256)):
-        with pytest.raises(TwellError, match="lower --max-tokens"):
-            write(model, tmp_path / "own.jsonl", tokens=10, max_tokens=max_tokens)
+    with pytest.raises(TwellError, match="the model's context of 96 tokens is too short for chats"):
+        write(make_model("llama", max_position_embeddings=96), tmp_path / "own.jsonl", **SMALL)
+    with pytest.raises(TwellError, match="but the model has 80 tokens"):
+        write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **SMALL)

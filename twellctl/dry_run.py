@@ -128,7 +128,7 @@ def dry_run(
     checkpoint = in_all(lambda: open_checkpoint(model))
     checkpoint.require_unquantised()
     checkpoint.require_relu()
-    asked, recipe = recipe, for_model(recipe, checkpoint)
+    asked, recipe = recipe, in_all(lambda: for_model(recipe, checkpoint))
     check_alike(checkpoint, recipe)
     if not world.is_main_process:
         note = doing = _say_nothing

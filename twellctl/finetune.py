@@ -166,7 +166,7 @@ def _finetune(
     run = run_folder(out)
     checkpoint.require_unquantised()
     checkpoint.require_relu()
-    recipe = for_model(recipe, checkpoint)
+    recipe = in_all(lambda: for_model(recipe, checkpoint))
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)

@@ -1,4 +1,4 @@
-"""twellctl write: text that a model writes itself, to fine-tune its ReLU form on.
+"""twellctl write: chats that a model writes itself, to fine-tune its ReLU form on.
 
 A chat model answers in a way that no text of other authors has, and what a sparse form of it never
 reads in training it forgets. But the model knows how users begin: after the opening of a user's
@@ -11,14 +11,15 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twellctl.decoding.engine import EngineError, Sampling
-from twellctl.errors import TwellError, UsageError
+from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
+from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.outputs import check_file
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.text.tokens import encode_chat, end_of_text
+from twellctl.text.tokens import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 
 QUESTION_TOKENS = 128  # at most
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}question\N{RIGHT WHITE SQUARE BRACKET}"
-_PATIENCE = 100  # texts in a row without a word
+_PATIENCE = 100  # chats in a row without a word
 
 
 @dataclass(frozen=True)
 class Written:
-    """What is in `out`: texts, and the tokens that fine-tuning reads of them, nearly."""
+    """What is in `out`: chats, and the tokens that fine-tuning reads of them, nearly."""
 
     out: Path
-    texts: int
+    chats: int
     tokens: int
     seconds: float
 
@@ -50,41 +51,58 @@ def write(
     temperature: float = 0.8,
     batch_size: int = 256,
     seed: int = 0,
+    revision: str | None = None,
     overwrite: bool = False,
+    doing: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Written:
-    """Let `model`, SiLU or ReLU, write some `tokens` into the jsonl file `out`.
+    """Let the chat model `model`, SiLU or ReLU, write some `tokens` into the jsonl file `out`.
 
-    With a chat template a line holds `messages`, a question and its answer; without one `text`,
-    from the beginning of a text on. A text has `max_tokens` at most, beside its question, and
-    `batch_size` of them are written at once. Lines go to `out` as they come: what is there when a
-    run is interrupted can be used. Raises `TwellError`.
+    A line holds `messages`: a question of `QUESTION_TOKENS` at most and an answer of `max_tokens`
+    at most; what reaches its limit is cut there. `batch_size` chats are written at once. Lines go
+    to `out` as they come, and those that are there can be used, however the run ends. Raises
+    `TwellError`.
     """
     out = Path(out)
     _check(tokens, max_tokens, temperature, batch_size, seed)
-    check_file(out, "the jsonl file", "file to replace (--overwrite)", lambda path: overwrite)
-    if out.suffix != ".jsonl":
-        raise UsageError(f"{out} is no .jsonl file: finetune knows a text by its suffix")
-    checkpoint = open_checkpoint(model)
+    _check_out(out, overwrite)
+    checkpoint = open_checkpoint(model, revision=revision)
     checkpoint.require_tokenizer()
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint)
-    loaded = load_model(checkpoint)
-    scheduler = open_scheduler(loaded, tokenizer.eos_token_id, max_running=batch_size)
-    kind = _Texts if tokenizer.chat_template is None else _Chats
-    texts = kind(tokenizer, Sampling(max_tokens, temperature), seed, scheduler.context)
-    began, num_texts, num_tokens = time.monotonic(), 0, 0
-    with out.open("w", encoding="utf-8") as file:
-        for row, length in _rows(scheduler, texts, batch_size):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            num_texts, num_tokens = num_texts + 1, num_tokens + length
-            progress(min(num_tokens, tokens), tokens)
-            if num_tokens >= tokens:
-                break
-    return Written(out, num_texts, num_tokens, time.monotonic() - began)
+    chats = _Chats(
+        load_tokenizer(checkpoint),
+        checkpoint.config.get("vocab_size"),
+        Sampling(max_tokens, temperature),
+        seed,
+    )
+    doing(f"loading {checkpoint.name}")
+    eos = chats.tokenizer.eos_token_id
+    scheduler = open_scheduler(load_model(checkpoint), eos, max_running=batch_size)
+    chats.fit_into(scheduler.context)
+    doing("writing")
+    began, count, num_tokens = time.monotonic(), 0, 0
+    rows = _rows(scheduler, chats, batch_size)
+    first = next(rows)  # before anything in OUT is lost
+    try:
+        with out.open("w", encoding="utf-8") as file:
+            for row, length in chain([first], rows):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+                count, num_tokens = count + 1, num_tokens + length
+                progress(min(num_tokens, tokens), tokens)
+                if num_tokens >= tokens:
+                    break
+    except OSError as error:
+        raise TwellError(
+            f"{out} could not be written: {error.strerror or error}; it holds {count} chats"
+        ) from error
+    except KeyboardInterrupt:
+        note(f"{out} holds {count} chats, {num_tokens} tokens")
+        raise
+    return Written(out, count, num_tokens, time.monotonic() - began)
 
 
 def _check(tokens: int, max_tokens: int, temperature: float, batch_size: int, seed: int) -> None:
@@ -97,125 +115,139 @@ def _check(tokens: int, max_tokens: int, temperature: float, batch_size: int, se
         raise UsageError(f"seed must be 0 to {2**31 - 1}, got {seed}")
 
 
+def _check_out(out: Path, overwrite: bool) -> None:
+    if out.suffix != ".jsonl":
+        raise UsageError(f"{out} is no .jsonl file: finetune knows a text by its suffix")
+    check_file(out, "the jsonl file", "jsonl file", Path.is_file)
+    if out.exists() and not overwrite:
+        raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
+
+
 def _rows(
-    scheduler: "Scheduler", texts: "_Texts", batch_size: int
+    scheduler: "Scheduler", chats: "_Chats", batch_size: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """(a line, its number of tokens), without end; `batch_size` texts are under way."""
+    """(a line, its number of tokens), without end; `batch_size` chats are under way."""
     under_way = empty = 0
     while True:
         while under_way < batch_size:
-            scheduler.add(texts.begun())
+            scheduler.add(chats.begun())
             under_way += 1
         for sequence, event in scheduler.advance():
+            if isinstance(event, OutOfMemory):
+                raise TwellError("out of memory: lower --batch-size or --max-tokens") from event
             if isinstance(event, EngineError):
                 raise TwellError(str(event)) from event
             if event is not None:
                 continue
-            if (more := texts.continued(sequence, scheduler.eos_tokens)) is not None:
-                scheduler.add(more)
+            if (answer := chats.answered(sequence, scheduler.eos_tokens)) is not None:
+                scheduler.add(answer)
                 continue
             under_way -= 1
-            row = texts.row(sequence, scheduler.eos_tokens)
+            row = chats.row(sequence, scheduler.eos_tokens)
             empty = 0 if row is not None else empty + 1
             if row is not None:
                 yield row, len(sequence.tokens)
             elif empty > _PATIENCE:
-                raise TwellError(f"the model ended {empty} texts in a row before their first word")
+                raise TwellError(f"the model ended {empty} chats in a row before their first word")
 
 
-class _Texts:
-    """Plain texts, each from its beginning on."""
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", sampling: Sampling, seed: int, context: int
-    ):
-        """`TwellError` if a text may be longer than the `context`."""
-        self.tokenizer, self.sampling, self.context, self._seed = tokenizer, sampling, context, seed
-        self._num_begun = 0
-        self.opening = self._opening()
-        self._check_fits()
-
-    def _opening(self) -> list[int]:
-        first = self.tokenizer.bos_token_id
-        return [end_of_text(self.tokenizer) if first is None else first]
-
-    def _check_fits(self) -> None:
-        if len(self.opening) + self.sampling.max_tokens > self.context:
-            raise TwellError(
-                f"{self.sampling.max_tokens} tokens and what is in front of them are more than the "
-                f"model's context of {self.context}: lower --max-tokens"
-            )
-
-    def begun(self) -> "Sequence":
-        """The next text, of which nothing is written."""
-        self._num_begun += 1
-        return self._sequence(self.opening, self.sampling.max_tokens, self._num_begun, None)
-
-    def continued(self, sequence: "Sequence", ends: frozenset[int]) -> "Sequence | None":
-        """What is to be written behind an ended `sequence`; None: it is complete."""
-        return None
-
-    def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
-        """The line of a complete `sequence`; None if it says nothing."""
-        text = self.text(sequence, ends)
-        return {"text": text} if text.strip() else None
-
-    def text(self, sequence: "Sequence", ends: frozenset[int]) -> str:
-        """What was drawn behind the prompt."""
-        drawn = sequence.tokens[sequence.num_prompt :]
-        if drawn and drawn[-1] in ends:
-            drawn = drawn[:-1]
-        return self.tokenizer.decode(
-            drawn, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-    def _sequence(self, prompt: list[int], most: int, number: int, client: Any) -> "Sequence":
-        from twellctl.decoding.sequence import Sequence
-
-        how = Sampling(most, self.sampling.temperature, seed=(self._seed << 32) + number)
-        return Sequence(prompt, how, client)
-
-
-class _Chats(_Texts):
+class _Chats:
     """A question, drawn behind the opening of a user's turn, and its answer.
 
-    `client` of a question is its number, that of an answer (the number, the question).
+    `client` of a question's sequence is its number, that of an answer's (the number, the question).
     """
 
-    def _opening(self) -> list[int]:
-        chat = [{"role": "user", "content": _MARK}]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        before, mark, _ = text.partition(_MARK)
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        vocabulary: int | None,
+        sampling: Sampling,
+        seed: int,
+    ):
+        """`TwellError` where there is no chat template, or one that does not take a question."""
+        if tokenizer.chat_template is None:
+            raise TwellError(
+                "the model has no chat template, so it writes no chats: give finetune text of the "
+                "kind that it shall go on"
+            )
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self._vocabulary, self._seed = vocabulary, seed
+        self._num_begun = self._context = 0
+        before, mark, behind = self._asked(_MARK).partition(_MARK)
         if not mark or not before:
             raise TwellError("the chat template has nothing in front of a user's question")
-        return self.tokenizer.encode(before, add_special_tokens=False, verbose=False)
+        self._opening = self._encoded(before)
+        self._closing = next(iter(behind.split()), "")  # where a question ends, by its text
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {number for number, token in added if token.special}
 
-    def _check_fits(self) -> None:
-        behind = len(encode_chat(self.tokenizer, [{"role": "user", "content": ""}]))
-        if behind + QUESTION_TOKENS + self.sampling.max_tokens > self.context:
-            raise TwellError(
-                f"a question of {QUESTION_TOKENS} tokens and {self.sampling.max_tokens} of an "
-                f"answer are more than the model's context of {self.context}: lower --max-tokens"
+    def fit_into(self, context: int) -> None:
+        """Chats shall have `context` tokens at most; `TwellError` if longer ones are asked for."""
+        self._context = context
+        room = context - QUESTION_TOKENS - len(self._encoded(self._asked(_MARK)))
+        if room < 1:
+            raise TwellError(f"the model's context of {context} tokens is too short for chats")
+        if self.sampling.max_tokens > room:
+            raise UsageError(
+                f"max-tokens must be at most {room}, the rest of the model's context of {context}, "
+                f"got {self.sampling.max_tokens}"
             )
 
     def begun(self) -> "Sequence":
+        """The next chat, of which nothing is written."""
         self._num_begun += 1
-        return self._sequence(self.opening, QUESTION_TOKENS, self._num_begun, self._num_begun)
+        return self._sequence(self._opening, QUESTION_TOKENS, self._num_begun, self._num_begun)
 
-    def continued(self, sequence: "Sequence", ends: frozenset[int]) -> "Sequence | None":
+    def answered(self, sequence: "Sequence", ends: frozenset[int]) -> "Sequence | None":
+        """The answer to begin behind a question that has ended; None behind an answer."""
         number = sequence.client
-        if isinstance(number, tuple) or not (question := self.text(sequence, ends).strip()):
+        if isinstance(number, tuple) or not (question := self._question(sequence, ends)):
             return None
-        prompt = encode_chat(self.tokenizer, [{"role": "user", "content": question}])
-        room = self.context - len(prompt)  # broken characters take more tokens than were drawn
+        prompt = self._encoded(self._asked(question))
+        room = self._context - len(prompt)  # broken characters take more tokens than were drawn
         if room < 1:
             return None
         most = min(self.sampling.max_tokens, room)
         return self._sequence(prompt, most, -number % 2**32, (number, question))
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
-        answer = self.text(sequence, ends).strip()
+        """The line of a chat whose last `sequence` has ended; None if it says nothing."""
+        answer = self._text(sequence, ends).strip()
         if not isinstance(sequence.client, tuple) or not answer:
             return None
         turns = ("user", sequence.client[1]), ("assistant", answer)
         return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+    def _question(self, sequence: "Sequence", ends: frozenset[int]) -> str:
+        text = self._text(sequence, ends)
+        return (text.partition(self._closing)[0] if self._closing else text).strip()
+
+    def _text(self, sequence: "Sequence", ends: frozenset[int]) -> str:
+        """What was drawn, up to the first token that is no text."""
+        drawn = sequence.tokens[sequence.num_prompt :]
+        is_end = (token in ends or token in self._special for token in drawn)
+        stop = next((i for i, end in enumerate(is_end) if end), len(drawn))
+        return self.tokenizer.decode(drawn[:stop], clean_up_tokenization_spaces=False)
+
+    def _asked(self, question: str) -> str:
+        """The text of a chat up to where the answer begins."""
+        messages = [{"role": "user", "content": question}]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program
+            raise TwellError(
+                f"the chat template refuses a user's message: {reason(error)}"
+            ) from error
+
+    def _encoded(self, text: str) -> list[int]:
+        tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        check_ids(max(tokens), self._vocabulary)
+        return tokens
+
+    def _sequence(self, prompt: list[int], most: int, number: int, client: Any) -> "Sequence":
+        from twellctl.decoding.sequence import Sequence
+
+        how = Sampling(most, self.sampling.temperature, seed=(self._seed << 32) + number)
+        return Sequence(prompt, how, client)

@@ -17,7 +17,7 @@ def test_hundreds_of_chats_are_written_at_once(silu_llama, tmp_path):
     out = tmp_path / "own.jsonl"
     done = write(silu_llama, out, tokens=100_000, max_tokens=40, batch_size=256)
     chats = [json.loads(line)["messages"] for line in out.read_text("utf-8").splitlines()]
-    assert done.texts == len(chats) > 256
+    assert done.chats == len(chats) > 256
     assert done.tokens >= 100_000
     for question, answer in chats:
         assert (question["role"], answer["role"]) == ("user", "assistant")

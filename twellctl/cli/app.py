@@ -64,46 +64,46 @@ def convert(
     ui.say(f"next: twellctl finetune {done.out} OUT --data FILE")
 
 
-@command(app, "write owner/model own.jsonl --tokens 20000000", group=MAKE)
+@command(app, "write owner/model own.jsonl", group=MAKE)
 def write(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
     tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 20_000_000,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of a text at most, its question not counted.")
-    ] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn.")] = 0.8,
-    batch_size: Annotated[int, typer.Option(help="Texts to write at once.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Chats to write at once.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
-    ] = False,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Let a model write text to train on.
+    """Let a chat model write chats to train on.
 
-    A chat model draws users' questions, and answers them; another model writes plain text. Give the
-    text to finetune beside other --data, so that the sparse model keeps the manner of the one it is
-    made from. What is in OUT after Ctrl-C can be used.
+    It draws users' questions, and answers them. Its sparse form, fine-tuned on them beside other
+    text, keeps its manner. What is in OUT after Ctrl-C can be used.
     """
-    ui.doing(f"loading {model}")
+    ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run
 
-    with ui.progress("tokens") as progress:
-        done = run(
-            model,
-            out,
-            tokens=tokens,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            batch_size=batch_size,
-            seed=seed,
-            overwrite=overwrite,
-            progress=progress,
-        )
+    doing, progress = ui.stages()
+    done = run(
+        model,
+        out,
+        tokens=tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        seed=seed,
+        revision=revision,
+        overwrite=overwrite,
+        doing=doing,
+        progress=progress,
+        note=ui.note,
+    )
     ui.say(
-        f"{done.out}: {done.texts} texts, {done.tokens} tokens, "
+        f"{done.out}: {done.chats} chats, {done.tokens} tokens, "
         f"{done.tokens / done.seconds:.0f} tokens/s"
     )
+    ui.say(f"next: twellctl finetune RELU OUT --data FILE --data {done.out}")
 
 
 @command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)

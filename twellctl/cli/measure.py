@@ -116,7 +116,7 @@ def evaluate(
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
-    doing, progress = screen.progress()
+    doing, progress = ui.stages()
     done = run(
         model,
         data or (),

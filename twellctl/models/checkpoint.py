@@ -79,12 +79,9 @@ class Checkpoint:
 
     def ffn_weights(self, layer: int) -> list[str]:
         """The names of the weights of a layer's FFN; layers count from 0."""
-        ffns: dict[str, list[str]] = {}
-        for name in self.tensors:
-            if match := _FFN_WEIGHT.fullmatch(name):
-                ffns.setdefault(match[1], []).append(name)
+        ffns = _ffns(self.tensors)
         in_order = sorted(ffns, key=lambda ffn: [int(number) for number in re.findall(r"\d+", ffn)])
-        return ffns[in_order[layer]]
+        return [tensor.name for tensor in ffns[in_order[layer]].values()]
 
     @property
     def hub_id(self) -> str | None:
@@ -291,10 +288,7 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
     experts = [key for key in config if _EXPERTS.fullmatch(key) and config[key]]
     if experts or any(".experts." in tensor for tensor in tensors):
         raise TwellError(f"{name} is a mixture of experts: take a dense model")
-    ffns: dict[str, dict[str, TensorInfo]] = {}
-    for tensor_name, tensor in tensors.items():
-        if match := _FFN_WEIGHT.fullmatch(tensor_name):
-            ffns.setdefault(match[1], {})[match[2]] = tensor
+    ffns = _ffns(tensors)
     gated = [ffn for ffn in ffns.values() if set(ffn) in (_FUSED, _SPLIT)]
     num_layers = config.get("num_hidden_layers")
     if not gated or len(gated) != len(ffns) or len(ffns) != num_layers:
@@ -303,6 +297,15 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
             "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
     return _common_shape(name, gated, (_FP8,) if is_fp8(config) else FLOATS)
+
+
+def _ffns(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """By the name of each FFN its weights, by what they are."""
+    ffns: dict[str, dict[str, TensorInfo]] = {}
+    for name, tensor in tensors.items():
+        if match := _FFN_WEIGHT.fullmatch(name):
+            ffns.setdefault(match[1], {})[match[2]] = tensor
+    return ffns
 
 
 def _compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:

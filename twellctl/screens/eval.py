@@ -1,27 +1,11 @@
 """The screen of `twellctl eval`: a table of the text, a table of the tasks. No torch."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from twellctl.screens import ui
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
-
-
-def progress() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
-    """(`doing(text)`, `show(done, total)`): what comes next, and how far it has come."""
-    said = [""]
-
-    def doing(text: str) -> None:
-        said[0] = text
-        ui.doing(text)
-
-    def show(done: int, total: int) -> None:
-        if ui.stderr.is_terminal:  # elsewhere each text is a line of its own
-            ui.doing(f"{said[0]}: {done} of {total}")
-
-    return doing, show
 
 
 def evaluated(result: Any) -> None:

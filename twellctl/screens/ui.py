@@ -294,6 +294,21 @@ def diagnosed(result: Any) -> None:
             say(f"{'':17}-> {finding.advice}")
 
 
+def stages() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
+    """(`begin(text)`, `show(done, total)`): what comes next, and how far it has come."""
+    begun = [""]
+
+    def begin(text: str) -> None:
+        begun[0] = text
+        doing(text)
+
+    def show(done: int, total: int) -> None:
+        if stderr.is_terminal:  # elsewhere each text is a line of its own
+            doing(f"{begun[0]}: {done} of {total}")
+
+    return begin, show
+
+
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[..., None]]:
     """Yield `show(done, total, what)`: a bar on stderr, nothing off a terminal."""

@@ -78,6 +78,19 @@ def token_stream(
         yield tokens
 
 
+def in_turn(streams: Iterable[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+    """What several streams hold; of each equally many tokens, as long as it lasts."""
+    taken = dict.fromkeys(streams, 0)
+    while taken:
+        stream = min(taken, key=taken.__getitem__)
+        tokens = next(stream, None)
+        if tokens is None:
+            del taken[stream]
+            continue
+        taken[stream] += len(tokens)
+        yield tokens
+
+
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
     """Write a stream to `path` as raw int32, whole or not at all; it ends after `limit` tokens."""
     part, count = path.with_suffix(".part"), 0

@@ -24,7 +24,10 @@ class Recipe:
     """What `twellctl finetune` is told, besides MODEL and OUT."""
 
     data: list[str] = setting(
-        [], "Text: jsonl, txt or parquet files, or folders of them. Repeatable.", group="Text"
+        [],
+        "Text: a jsonl, txt or parquet file, or a folder of them. Repeatable: of each equally many "
+        "tokens are taken, as long as it lasts.",
+        group="Text",
     )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
     seq_len: int | None = setting(
@@ -112,8 +115,9 @@ class Recipe:
     )
     learning_rate: float | None = setting(
         None,
-        "Peak learning rate. [default: 0.015 times the rms of the middle layer's FFN weights, so "
-        "that a step of Muon moves a matrix by 0.3 % of its size]",
+        "Peak learning rate. [default: 0.015 times the rms of the middle layer's FFN weights, or "
+        "of what random ones are drawn with, so that a step of Muon moves a matrix by 0.3 % of its "
+        "size]",
         above=0,
     )
     lr_scheduler: str = setting(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from twellctl.settings import flag_name
 from twellctl.text.data import (
     Blocks,
     hold_out,
+    in_turn,
     read_blocks,
     read_texts,
     text_files,
@@ -127,13 +129,14 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
         wanted = (
             int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
         )
-    for name, paths, limit in (
-        ("eval.bin", recipe.eval_data, None),
-        ("tokens.bin", recipe.data, wanted),
-    ):
-        if paths:
-            texts = read_texts(paths, recipe.text_column, tokenizer)
-            write_tokens(token_stream(texts, tokenizer, vocabulary), run / name, limit)
+
+    def stream(paths: list[str]) -> Iterator[np.ndarray]:
+        texts = read_texts(paths, recipe.text_column, tokenizer)
+        return token_stream(texts, tokenizer, vocabulary)
+
+    if recipe.eval_data:
+        write_tokens(stream(recipe.eval_data), run / "eval.bin")
+    write_tokens(in_turn(stream([path]) for path in recipe.data), run / "tokens.bin", wanted)
 
 
 def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
