@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing.counts import FiredMeter, Union
 
@@ -62,7 +63,8 @@ def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], l
         fired_for_some[layer] = fired if before is None else before | fired
 
     shortfall = torch.zeros((), device=model.device)
-    with _last_inputs(ffns) as inputs, FiredMeter(model, count):
+    # that hooks keep the kernels from running is meant
+    with reasons_said(), _last_inputs(ffns) as inputs, FiredMeter(model, count):
         for prompt, made in zip(prompts, tokens, strict=True):
             ids = torch.tensor([prompt + made[:-1]], device=model.device)
             done = model(input_ids=ids, use_cache=False, logits_to_keep=len(made))
