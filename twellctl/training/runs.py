@@ -28,6 +28,7 @@ from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_r
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
+OPEN_FILES = 64  # at once; what more files --data names are read behind the first ones
 # what a resumed run may change, because it changes nothing of the result
 FREE = (
     "save_steps",
@@ -136,7 +137,9 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
 
     if recipe.eval_data:
         write_tokens(stream(recipe.eval_data), run / "eval.bin")
-    write_tokens(in_turn(stream([path]) for path in recipe.data), run / "tokens.bin", wanted)
+    count = min(len(recipe.data), OPEN_FILES)
+    streams = (stream(recipe.data[i::count]) for i in range(count))
+    write_tokens(in_turn(streams), run / "tokens.bin", wanted)
 
 
 def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
