@@ -16,10 +16,10 @@ from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.training import runs
 from twellctl.training.arguments import micro_batch
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
-from twellctl.training.runs import _write_run_tokens
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +206,8 @@ def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file,
     middle = [w.double().flatten() for name, w in weights.items() if ".layers.1.mlp." in name]
     rms = torch.cat(middle).square().mean().sqrt()
     convert(silu, tmp_path / "relu")
+    file = tmp_path / "relu/model.safetensors"
+    file.symlink_to(file.rename(tmp_path / "elsewhere.safetensors"))
     recipe = small(text_file, max_steps=1, learning_rate=None)
     finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
     rate = resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate
@@ -222,11 +224,22 @@ def test_of_each_data_equally_many_tokens_are_taken(text_file, tokenizer, tmp_pa
         data[-1].write_text((json.dumps({"text": tokenizer.decode(number)}) + "\n") * rows)
     changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": limit}
     recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
-    _write_run_tokens(tmp_path, recipe, tokenizer, None)
+    runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
     tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
     assert limit <= len(tokens) < limit + 600
     first, second = ((tokens == number).sum() for number in ids)
     assert first / (first + second) == pytest.approx(share, abs=0.03)
+
+
+def test_more_files_than_may_be_open_are_all_read(text_file, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "OPEN_FILES", 2)
+    data = [tmp_path / f"{word}.txt" for word in ("one", "two", "three", "four", "five")]
+    for path in data:
+        path.write_text(path.stem)
+    recipe = small(text_file, data=[str(path) for path in data], max_steps=None)
+    runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
+    read = tokenizer.decode(np.fromfile(tmp_path / "tokens.bin", np.int32))
+    assert sorted(read.split("<|endoftext|>")) == sorted(["", *(path.stem for path in data)])
 
 
 def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):

@@ -153,10 +153,7 @@ def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
         ({"batch_size": 0}, "batch-size must be 1 or more"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"seed": -1}, "seed must be 0 to"),
-        (
-            {"max_tokens": 256 - QUESTION_TOKENS},
-            "max-tokens must be at most [0-9]+, the",
-        ),
+        ({"max_tokens": 256 - QUESTION_TOKENS}, "max-tokens must be at most"),
     ],
 )
 def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said):
@@ -169,9 +166,9 @@ def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said):
     ("template", "said"),
     [
         (None, "the model has no chat template, so it writes no chats"),
-        ("{{ raise_exception('not so') }}", "refuses a user's message: not so"),
-        ("{{ messages[0].content + 1 }}", "the chat template refuses a user's message"),
-        ("{% for", "the chat template refuses a user's message"),
+        ("{{ raise_exception('not so') }}", "refuses these messages: not so"),
+        ("{{ messages[0].content + 1 }}", "the chat template refuses these messages"),
+        ("{% for", "the chat template refuses these messages"),
         ("{{ messages[0].content }}", "has nothing in front of a user's question"),
     ],
 )

@@ -18,10 +18,10 @@ from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
 from twellctl.models.card_speed import read_bench
-from twellctl.models.carried import copy_side_files, copy_weights, write_config
+from twellctl.models.carried import copy_side_files, copy_weights, own_file, write_config
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
-from twellctl.models.shard_writer import read_tensors, write_shards
+from twellctl.models.shard_writer import write_shards
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _FP8_SHARD = 5 * 10**9  # bytes of a file of FP8 weights that nobody chose
@@ -102,10 +102,12 @@ def _write_weights_and_bundle(
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.models.exportable import exportable_skeleton
-    from twellctl.models.loading import check_stored_weights
+    from twellctl.models.loading import check_stored_weights, read_tensors
 
     model = exportable_skeleton(checkpoint)
     entries = config_entries(type(model).__name__, checkpoint.config["model_type"])
+    for shard in checkpoint.shards:
+        own_file(checkpoint.path / shard)
     check_stored_weights(checkpoint)
     guarded: tuple[str, ...] = ()
     if quantize is not None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
-from twellctl.errors import TwellError, UsageError, reason
+from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.text.tokens import check_ids
+from twellctl.text.tokens import chat_text, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,10 @@ def _rows(
             if row is not None:
                 yield row, len(sequence.tokens)
             elif empty > _PATIENCE:
-                raise TwellError(f"the model ended {empty} chats in a row before their first word")
+                raise TwellError(
+                    f"the model ended {empty} chats in a row before their first word: is it one "
+                    "that its chat template was made for?"
+                )
 
 
 class _Chats:
@@ -174,9 +177,12 @@ class _Chats:
         self._vocabulary, self._seed = vocabulary, seed
         self._num_begun = self._context = 0
         before, mark, behind = self._asked(_MARK).partition(_MARK)
-        if not mark or not before:
-            raise TwellError("the chat template has nothing in front of a user's question")
         self._opening = self._encoded(before)
+        if not mark or not self._opening:
+            raise TwellError(
+                "the chat template has nothing in front of a user's question, so the model cannot "
+                "draw one: write chats another way"
+            )
         self._closing = next(iter(behind.split()), "")  # where a question ends, by its text
         added = tokenizer.added_tokens_decoder.items()
         self._special = {number for number, token in added if token.special}
@@ -233,17 +239,13 @@ class _Chats:
         """The text of a chat up to where the answer begins."""
         messages = [{"role": "user", "content": question}]
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program
-            raise TwellError(
-                f"the chat template refuses a user's message: {reason(error)}"
-            ) from error
+            return chat_text(self.tokenizer, messages, opens_answer=True)
+        except ValueError as error:
+            raise TwellError(str(error)) from error
 
     def _encoded(self, text: str) -> list[int]:
         tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        check_ids(max(tokens), self._vocabulary)
+        check_ids(max(tokens, default=0), self._vocabulary)
         return tokens
 
     def _sequence(self, prompt: list[int], most: int, number: int, client: Any) -> "Sequence":

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -77,12 +77,21 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     return _loaded(checkpoint, dtype="auto", device_map="meta")
 
 
-def check_stored_weights(checkpoint: Checkpoint) -> None:
-    """`TwellError` if a stored weight is NaN or infinite. Reads them all, one at a time."""
+def read_tensors(
+    checkpoint: Checkpoint, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a checkpoint, all or those of `names`, read one at a time."""
+    wanted = checkpoint.tensors if names is None else names
     for shard in checkpoint.shards:
         with safe_open(checkpoint.path / shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a handle, no dict
-                refuse_not_finite(checkpoint, [(name, file.get_tensor(name))])
+                if name in wanted and checkpoint.tensors[name].shard == shard:
+                    yield name, file.get_tensor(name)
+
+
+def check_stored_weights(checkpoint: Checkpoint) -> None:
+    """`TwellError` if a stored weight is NaN or infinite. Reads them all, one at a time."""
+    refuse_not_finite(checkpoint, read_tensors(checkpoint))
 
 
 @contextlib.contextmanager

@@ -1,28 +1,14 @@
 """Tensors go to safetensors files of a given size, one file in memory at a time."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from twellctl.files.strict_json import to_json
-from twellctl.models.carried import own_file
-from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
-
-
-def read_tensors(
-    checkpoint: Checkpoint, names: Container[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a checkpoint, all or those of `names`, read one at a time."""
-    wanted = checkpoint.tensors if names is None else names
-    for shard in checkpoint.shards:
-        with safe_open(own_file(checkpoint.path / shard), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a handle, no dict
-                if name in wanted and checkpoint.tensors[name].shard == shard:
-                    yield name, file.get_tensor(name)
 
 
 def write_shards(

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from twellctl.errors import TwellError, bounded, reason, shown
 from twellctl.files.strict_json import parse_json
-from twellctl.text.tokens import check_ids, end_of_text
+from twellctl.text.tokens import chat_text, check_ids, end_of_text
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
@@ -229,12 +229,9 @@ def _chat_text(messages: list, tokenizer: Any, where: str) -> str:
     if not all(isinstance(message, dict) for message in messages):
         raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:
-        raise TwellError(
-            f"{where}: the chat template refuses these messages ({reason(error)}): correct or "
-            "leave out this row"
-        ) from error
+        return chat_text(tokenizer, messages, opens_answer=False)
+    except ValueError as error:
+        raise TwellError(f"{where}: {error}; correct or leave out this row") from error
 
 
 def _bytes(path: Path) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,16 +17,26 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return tokenizer.encode(text, verbose=False)
 
 
+def chat_text(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], *, opens_answer: bool
+) -> str:
+    """A conversation as the chat template writes it; `ValueError` says why it does not.
+
+    `opens_answer`: up to where the assistant begins the next turn.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opens_answer
+        )
+    except Exception as error:  # a template is a program
+        raise ValueError(f"the chat template refuses these messages: {reason(error)}") from error
+
+
 def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]]) -> list[int]:
     """The tokens of a conversation up to where the assistant begins; `ValueError` says why not."""
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise ValueError("this model has no chat template: send the text to /v1/completions")
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    text = chat_text(tokenizer, messages, opens_answer=True)
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 

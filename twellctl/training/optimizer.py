@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.shard_writer import read_tensors
+from twellctl.models.loading import read_tensors
 from twellctl.training.muon_owners import by_owners, by_replicas, owners_of
 from twellctl.training.processes import dense_of, is_one_of_several
 from twellctl.training.sharding import local
@@ -26,7 +26,7 @@ SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activa
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
-STEP = 0.015  # the default rate, over the rms of weights: 0.3 % of a matrix a step (recipes/LAB.md)
+RATE_BY_SIZE = 0.015  # the default, over the rms of weights: 0.3 % of a matrix a step (LAB.md)
 DRAWN_STD = 0.02  # of random weights, unless their config says otherwise
 AT_ONCE = 1 << 26  # weights that are orthogonalised together
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five times within 0.7-1.2
@@ -188,13 +188,14 @@ def make_optimizer(
 
 
 def default_rate(checkpoint: Checkpoint) -> float:
-    """`STEP` times the rms of the middle layer's FFN weights, to two digits: processes agree.
+    """`RATE_BY_SIZE` times the rms of the middle layer's FFN weights.
 
-    What a layer gives after a norm does not depend on the size of its weights, so a step is a share
-    of that. `TwellError` for weights that are all zero.
+    To two digits, so that all processes have the same. What a layer gives after a norm does not
+    depend on the size of its weights, so a step is a share of that. `TwellError` for weights that
+    are all zero.
     """
     if not checkpoint.shards:
-        return _two_digits(STEP * (checkpoint.config.get("initializer_range") or DRAWN_STD))
+        return _two_digits(RATE_BY_SIZE * (checkpoint.config.get("initializer_range") or DRAWN_STD))
     layer = checkpoint.ffn.num_layers // 2
     squares = count = 0
     for _, weight in read_tensors(checkpoint, checkpoint.ffn_weights(layer)):
@@ -205,7 +206,7 @@ def default_rate(checkpoint: Checkpoint) -> float:
             f"the FFN weights of layer {layer} are all zero, so give --learning-rate: the default "
             "is a share of their size"
         )
-    return _two_digits(STEP * math.sqrt(squares / count))
+    return _two_digits(RATE_BY_SIZE * math.sqrt(squares / count))
 
 
 def _two_digits(x: float) -> float:
