@@ -98,6 +98,19 @@ def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp
     assert not first & other
 
 
+def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
+    read, together = Scheduler._read_chunk, []
+
+    def reads(scheduler, sequences, events):
+        together.append(len(sequences))
+        return read(scheduler, sequences, events)
+
+    monkeypatch.setattr(Scheduler, "_read_chunk", reads)
+    done = write(silu_llama, tmp_path / "own.jsonl", tokens=3000, max_tokens=12, batch_size=64)
+    assert sum(together) >= 2 * done.chats  # a question and an answer each
+    assert sum(together) > 12 * len(together)
+
+
 def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     out = tmp_path / "own.jsonl"
     out.write_text("mine\n")

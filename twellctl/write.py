@@ -126,12 +126,21 @@ def _check_out(out: Path, overwrite: bool) -> None:
 def _rows(
     scheduler: "Scheduler", chats: "_Chats", batch_size: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """(a line, its number of tokens), without end; `batch_size` chats are under way."""
+    """(a line, its number of tokens), without end; `batch_size` chats are under way, or what fit.
+
+    All wait while a prompt is read, so prompts wait until there are enough for one forward.
+    """
+    at_once = min(batch_size, scheduler.max_running)
     under_way = empty = 0
+    ready: list[Sequence] = []
     while True:
-        while under_way < batch_size:
-            scheduler.add(chats.begun())
+        while under_way < at_once:
+            ready.append(chats.begun())
             under_way += 1
+        if len(ready) >= scheduler.prompts_together or not scheduler.busy:
+            for sequence in ready:
+                scheduler.add(sequence)
+            ready.clear()
         for sequence, event in scheduler.advance():
             if isinstance(event, OutOfMemory):
                 raise TwellError("out of memory: lower --batch-size or --max-tokens") from event
@@ -140,7 +149,7 @@ def _rows(
             if event is not None:
                 continue
             if (answer := chats.answered(sequence, scheduler.eos_tokens)) is not None:
-                scheduler.add(answer)
+                ready.append(answer)
                 continue
             under_way -= 1
             row = chats.row(sequence, scheduler.eos_tokens)

@@ -28,7 +28,6 @@ from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 
-_PROMPTS_TOGETHER = 16  # read between two steps, at most
 _NO_NUMBERS = (
     "the model computed NaN in place of the next token's probabilities: change the prompt; if all "
     "prompts fail so, the model is broken or its dtype too narrow"
@@ -39,6 +38,8 @@ Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
 class Scheduler:
     """Continues sequences with a `decoder` whose cache is of `num_pages` pages (page 0 is lost)."""
+
+    prompts_together = 16  # read between two steps, at most
 
     def __init__(
         self, decoder: Decoder, num_pages: int, max_running: int, eos_tokens: frozenset[int]
@@ -274,7 +275,7 @@ class Scheduler:
     def _enter(self) -> None:
         """Let the first come that waits, and those behind it that one forward reads with it."""
         longest = total = 0
-        while self._has_room() and len(self._entering) < _PROMPTS_TOGETHER:
+        while self._has_room() and len(self._entering) < self.prompts_together:
             length = len(self.waiting[0].tokens)
             longest, total = max(longest, length), total + length
             filled_up = (len(self._entering) + 1) * longest
