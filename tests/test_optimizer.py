@@ -12,6 +12,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.training import optimizer
 from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal, slow_on_cpu
 
+EMBEDDINGS = ("embed_tokens", "lm_head")
 ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95)
 
 
@@ -109,6 +110,30 @@ def test_adamw_and_adapters(make_model):
     assert {group["lr"] for group in made.param_groups} == {0.01}
     count = sum(len(group["params"]) for group in made.param_groups)
     assert count == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_tokens_that_are_hardly_there_stay(make_model, kind, tied):
+    """Their gradient is a thousandth of the others': AdamW alone moves all rows equally far."""
+    path = make_model("llama", tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    embeddings = [p for n, p in model.named_parameters() if n.split(".")[-2] in EMBEDDINGS]
+    before = [p.detach().clone() for p in embeddings]
+    made = make_optimizer(model, (), ARGUMENTS, kind)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        for p in embeddings:
+            p.grad = torch.randn(p.shape, generator=generator) / p.numel() ** 0.5  # of norm 1
+            p.grad[::2] /= 1000
+        made.step()
+    for p, was in zip(embeddings, before, strict=True):
+        moved = (p.detach() - was).square().mean(1).sqrt()
+        assert 0 < moved[::2].max() < 0.05 * moved[1::2].min()
+    others = [group for group in made.param_groups if not group["matrices"]]
+    sizes = {id(p): group["eps"] for group in others for p in group["params"]}
+    held = [id(p) for p in embeddings]
+    assert all((sizes[number] > 1e-5) == (number in held) for number in sizes)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import torch
 
 from twellctl.convert import convert
 from twellctl.finetune import finetune
+from twellctl.models.loading import load_model
 from twellctl.training import build
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.captured_part import CapturedPart
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
+from twellctl.training.teacher import Teacher
 from twellctl.training.trainer import PARTS_BEFORE_CAPTURE
 
 pytestmark = [
@@ -28,7 +30,7 @@ def test_compiled_is_as_plain(make_model, text_file, tmp_path, monkeypatch, bf16
     gradient is the teacher's rounding alone, and the optimizer makes whole steps of it.
     """
     if not bf16:
-        monkeypatch.setattr(build, "trainer_arguments", _in_float32)
+        in_float32(monkeypatch)
     settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
     convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
@@ -44,13 +46,23 @@ def test_compiled_is_as_plain(make_model, text_file, tmp_path, monkeypatch, bf16
     assert compiled.density_by_layer == pytest.approx(plain.density_by_layer, rel=0.03)
 
 
-def _in_float32(*args):
-    return dataclasses.replace(trainer_arguments(*args), bf16=False)
+def in_float32(monkeypatch):
+    """All of a run, its teacher too: what that rounds would be most of the first steps."""
+
+    def arguments(*args):
+        return dataclasses.replace(trainer_arguments(*args), bf16=False)
+
+    def load(teacher, sharded=False):
+        model = load_model(teacher.checkpoint, dtype=torch.float32, activation=teacher.activation)
+        return model.requires_grad_(False)
+
+    monkeypatch.setattr(build, "trainer_arguments", arguments)
+    monkeypatch.setattr(Teacher, "load", load)
 
 
 def test_recorded_steps_are_as_those_that_are_not(make_model, text_file, tmp_path, monkeypatch):
     """Two parts a step, evaluations between, gates soft for a while: what changes is in tensors."""
-    monkeypatch.setattr(build, "trainer_arguments", _in_float32)
+    in_float32(monkeypatch)
     convert(make_model("llama", initializer_range=0.05), tmp_path / "relu")
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
     flags |= {"max_steps": 12, "eval_steps": 5, "eval_blocks": 4, "save_steps": 0}

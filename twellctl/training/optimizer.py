@@ -24,6 +24,7 @@ from twellctl.training.sharding import local
 
 SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
+EMBEDDINGS_EPS = 0.1  # AdamW's eps for embeddings and head, over an even share of a gradient of 1
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
 RATE_BY_SIZE = 0.015  # the default, over the rms of weights: 0.3 % of a matrix a step (LAB.md)
@@ -162,6 +163,8 @@ def make_optimizer(
 ) -> Muon:
     """Of all that is trained in `model`; with kind "adamw" matrices are like the rest.
 
+    The rows of tokens that the text hardly has get hardly any gradient. AdamW would divide that by
+    its own size and move them as far as all others; a large eps leaves them where they are.
     `ValueError` for another kind.
     """
     if kind not in ("muon", "adamw"):
@@ -170,13 +173,17 @@ def make_optimizer(
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     trained = [(n, p) for n, p in trained if not any(p is shift for shift in shifts)]
     inside = [p for n, p in trained if kind == "muon" and _is_inside(n, p)]
-    rest = [p for n, p in trained if kind != "muon" or not _is_inside(n, p)]
+    rest = [(n, p) for n, p in trained if kind != "muon" or not _is_inside(n, p)]
+    embeddings = [p for n, p in rest if p.ndim > 1 and ".layers." not in n]
+    others = [p for n, p in rest if p.ndim > 1 and ".layers." in n]
     rate, decay = arguments.learning_rate, arguments.weight_decay
     rest_rate = rate * (REST_RATE if kind == "muon" else 1)
+    eps = EMBEDDINGS_EPS / math.sqrt(max((p.numel() for p in embeddings), default=1))
     groups = [
         {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
-        {"params": [p for p in rest if p.ndim > 1], "lr": rest_rate, "weight_decay": decay},
-        {"params": [p for p in rest if p.ndim < 2], "lr": rest_rate},
+        {"params": embeddings, "lr": rest_rate, "weight_decay": decay, "eps": eps},
+        {"params": others, "lr": rest_rate, "weight_decay": decay},
+        {"params": [p for _, p in rest if p.ndim < 2], "lr": rest_rate},
         {"params": shifts, "lr": SHIFT_RATE},
     ]
     return Muon(

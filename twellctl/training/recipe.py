@@ -80,7 +80,7 @@ class Recipe:
         1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
     )
     state_weight: float = setting(
-        0.2,
+        0.6,
         "Weight, for each layer, of the relative squared distance between what it gives and what "
         "the teacher's gives, where the two have the same shape.",
         at_least=0,
