@@ -106,6 +106,7 @@ def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
         return read(scheduler, sequences, events)
 
     monkeypatch.setattr(Scheduler, "_read_chunk", reads)
+    monkeypatch.setitem(write.__globals__, "QUESTION_TOKENS", 8)  # 16 of them are one chunk
     done = write(silu_llama, tmp_path / "own.jsonl", tokens=3000, max_tokens=12, batch_size=64)
     assert sum(together) >= 2 * done.chats  # a question and an answer each
     assert sum(together) > 12 * len(together)

@@ -138,8 +138,8 @@ def _rows(
             ready.append(chats.begun())
             under_way += 1
         if len(ready) >= scheduler.prompts_together or not scheduler.busy:
-            for sequence in ready:
-                scheduler.add(sequence)
+            for sequence in sorted(ready, key=lambda sequence: sequence.num_prompt):
+                scheduler.add(sequence)  # one forward takes prompts of about the same length
             ready.clear()
         for sequence, event in scheduler.advance():
             if isinstance(event, OutOfMemory):
