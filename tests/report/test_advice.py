@@ -12,6 +12,12 @@ def said(found) -> str:
     return "\n".join(advice.of_profile(found))
 
 
+@pytest.fixture(autouse=True)
+def of_a_usual_size(monkeypatch):
+    """The profiles' layers of 1000 neurons shall not count as small."""
+    monkeypatch.setattr(advice, "SMALL", 1000)
+
+
 LAYER = profiles.layer(0.01)
 SPARSE = profiles.profile(*[LAYER] * 4, speed=profiles.speed(1.5, 1.5, 1.5, 1.5))
 
@@ -20,6 +26,14 @@ def test_of_a_good_model_there_is_one_sentence():
     assert advice.of_profile(SPARSE) == [
         "1.00 % of the neurons fire: few enough for prompts and for decoding."
     ]
+
+
+@pytest.mark.parametrize(("density", "prompts"), [(0.01, "few enough"), (0.03, "many")])
+def test_small_layers_promise_no_decoding(monkeypatch, density, prompts):
+    monkeypatch.setattr(advice, "SMALL", 1001)
+    first = said(profiles.profile(profiles.layer(density))).splitlines()[0]
+    assert f"of the neurons fire: {prompts} for long prompts. " in first
+    assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in first
 
 
 def changed(which: dict, **more):

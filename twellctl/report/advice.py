@@ -13,6 +13,7 @@ FEWER_KINDS = 1.5  # times as dense as the sparsest kind of text
 HEAVY = 8.0  # times the median: the density of one token in a hundred
 PREFILL, DECODE = 0.02, 0.05  # densities from which on dense was as fast on an H200, the latter
 # for 16 sequences side by side; one alone gains far above it
+SMALL = 2048  # neurons of a layer: fewer, and decoding was no faster at 1 and 3 % on an H200
 MET = 1.1  # times the target
 
 
@@ -43,7 +44,14 @@ def of_run(report: dict[str, Any]) -> list[str]:
 
 def _density(profile: Profile) -> Iterator[str]:
     density = profile.density
-    if density > DECODE:
+    if profile.intermediate_size < SMALL:
+        yield (
+            f"{percent(density)} of the neurons fire: "
+            f"{'few enough' if density <= PREFILL else 'many'} for long prompts. Layers of "
+            f"{profile.intermediate_size} neurons are small, and may decode no faster: bench "
+            "decode says."
+        )
+    elif density > DECODE:
         yield (
             f"{percent(density)} of the neurons fire: a gain where few sequences are written side "
             "by side, and no other. For more, fine-tune with a higher --target-sparsity."
