@@ -197,7 +197,7 @@ class KernelDecoder:
         for i, layer in enumerate(self._layers):
             if i:
                 h = rms_norm(self.kernels, x, layer.input_norm, self._eps)
-            qkv = self._linear(h, layer.qkv, ahead=self._sparse)
+            qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
             h = attend(
                 self.kernels,
                 plan,
