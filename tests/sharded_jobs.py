@@ -54,7 +54,9 @@ from twellctl.training.sharded_checkpoints import CheckpointWriter
 from twellctl.training.sharded_trainer import ShardedTrainer
 from twellctl.training.termination import answered
 
-ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95)
+ARGUMENTS = SimpleNamespace(
+    learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0
+)
 SHAPES = [(7, 5), (7, 5), (7, 5), (7, 5), (3, 8), (2, 9), (16, 4), (1, 6)]
 
 

@@ -1,5 +1,6 @@
 """finetune interrupted, killed, out of disk: the end is the same, bit for bit."""
 
+import json
 import os
 import random
 import re
@@ -143,6 +144,18 @@ def test_a_checkpoint_whose_state_is_broken(relu_llama, text_file, tmp_path, con
     state.write_text(content)
     with pytest.raises(TwellError, match=r"twell_state\.json is not valid JSON .*remove that"):
         finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
+
+
+def test_a_run_of_another_version_is_not_gone_on_with(relu_llama, text_file, tmp_path):
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(3))
+    state = run_folder(tmp_path / "out") / "checkpoint-3" / "twell_state.json"
+    before = json.loads(state.read_text())
+    state.write_text(json.dumps({k: v for k, v in before.items() if k != "run_format"}))
+    with pytest.raises(TwellError, match="was begun by another version of twellctl, which trains"):
+        finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
+    state.write_text(json.dumps(before))
+    finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
 
 
 @pytest.mark.parametrize("save_steps", [0, 1, 5])

@@ -13,7 +13,9 @@ from twellctl.training import optimizer
 from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal, slow_on_cpu
 
 EMBEDDINGS = ("embed_tokens", "lm_head")
-ARGUMENTS = SimpleNamespace(learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95)
+ARGUMENTS = SimpleNamespace(
+    learning_rate=0.01, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0
+)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 8), (3, 16, 4), (3, 4, 16)])

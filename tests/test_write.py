@@ -69,7 +69,7 @@ def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokeni
     ("drawn", "question"),
     [
         ("Why? [/INST] Because.", "Why?"),  # where the template ends a question, as plain text
-        ("Why?<|endoftext|>Because.", "Why?"),  # and at a token that is no text
+        ("Why?<|endoftext|>", "Why?"),  # and at a token that is no text
         ("Why?", "Why?"),
         ("  [/INST] Because.", None),
     ],
@@ -81,10 +81,26 @@ def test_a_question_ends_where_the_template_says(changed, drawn, question):
     sequence = made.begun()
     assert tokenizer.decode(sequence.tokens) == "[INST] "
     sequence.tokens += tokenizer.encode(drawn, add_special_tokens=False)
-    answer = made.answered(sequence, frozenset())
+    answer = made.answered(sequence, frozenset(made.special))
     assert (answer and answer.client[1]) == question
     if answer is not None:
         assert tokenizer.decode(answer.tokens) == f"[INST] {question} [/INST]"
+
+
+def test_nothing_is_written_behind_a_token_that_is_no_text(silu_llama, tokenizer, tmp_path):
+    """Some such end no text by the model's configs; what follows would be dropped, and counted."""
+    folder = tmp_path / "model"
+    shutil.copytree(silu_llama, folder)
+    special = tokenizer.convert_ids_to_tokens(list(range(300, 364)))
+    changed = loading.load_tokenizer(open_checkpoint(folder))
+    changed.add_special_tokens({"additional_special_tokens": special})
+    changed.save_pretrained(folder)
+    done = write(folder, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "max_tokens": 40})
+    made = chats(tmp_path / "own.jsonl")
+    read = [
+        encode_chat(changed, [{"role": "user", "content": q}]) + changed.encode(a) for q, a in made
+    ]
+    assert sum(map(len, read)) > 0.9 * done.tokens
 
 
 def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp_path):
@@ -110,6 +126,19 @@ def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
     done = write(silu_llama, tmp_path / "own.jsonl", tokens=3000, max_tokens=12, batch_size=64)
     assert sum(together) >= 2 * done.chats  # a question and an answer each
     assert sum(together) > 12 * len(together)
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 16])
+def test_few_do_not_wait_for_each_other(silu_llama, tmp_path, monkeypatch, at_once):
+    launch, running = Scheduler._launch, []
+
+    def launches(scheduler, events):
+        running.append(len(scheduler.running))
+        return launch(scheduler, events)
+
+    monkeypatch.setattr(Scheduler, "_launch", launches)
+    write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "batch_size": at_once})
+    assert sum(running) > 0.9 * at_once * len(running)
 
 
 def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):

@@ -161,21 +161,27 @@ def dry_run(
 
 def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple[np.ndarray, float]:
     """(blocks of the first text, again and again if it is short; tokens a byte of text)."""
-    path, num_bytes = folder / "tokens.bin", 0
+    path, sizes, num_texts = folder / "tokens.bin", [], 0
     tokenizer = load_tokenizer(checkpoint)
 
-    def texts() -> Iterator[str]:
-        nonlocal num_bytes
+    def texts() -> Iterator[str]:  # more of them than are written: they are encoded together
         for text in read_texts(recipe.data, recipe.text_column, tokenizer):
-            num_bytes += len(text.encode())
+            sizes.append(len(text.encode()))
             yield text
+
+    def taken(stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        nonlocal num_texts
+        for tokens in stream:
+            num_texts += 1
+            yield tokens
 
     count = 2 * STEPS * recipe.micro_batch_size * PartialState().num_processes
     stream = token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size"))
-    write_tokens(stream, path, count * recipe.seq_len)
+    write_tokens(taken(stream), path, count * recipe.seq_len)
     blocks = np.array(read_blocks(path, recipe.seq_len))
     if not len(blocks):
         raise TwellError(f"the text makes no block of {recipe.seq_len} tokens: give more text")
+    num_bytes = sum(sizes[:num_texts])
     return np.resize(blocks, (count, recipe.seq_len)), path.stat().st_size / 4 / num_bytes
 
 

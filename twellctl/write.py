@@ -81,6 +81,7 @@ def write(
     doing(f"loading {checkpoint.name}")
     eos = chats.tokenizer.eos_token_id
     scheduler = open_scheduler(load_model(checkpoint), eos, max_running=batch_size)
+    scheduler.eos_tokens |= chats.special  # nothing behind them is read
     chats.fit_into(scheduler.context)
     doing("writing")
     began, count, num_tokens = time.monotonic(), 0, 0
@@ -128,16 +129,17 @@ def _rows(
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """(a line, its number of tokens), without end; `batch_size` chats are under way, or what fit.
 
-    All wait while a prompt is read, so prompts wait until there are enough for one forward.
+    All wait while a prompt is read, so prompts wait until there are some for one forward.
     """
     at_once = min(batch_size, scheduler.max_running)
+    together = max(1, min(scheduler.prompts_together, at_once // 8))  # rows that may stand idle
     under_way = empty = 0
     ready: list[Sequence] = []
     while True:
         while under_way < at_once:
             ready.append(chats.begun())
             under_way += 1
-        if len(ready) >= scheduler.prompts_together or not scheduler.busy:
+        if len(ready) >= together or not scheduler.busy:
             for sequence in sorted(ready, key=lambda sequence: sequence.num_prompt):
                 scheduler.add(sequence)  # one forward takes prompts of about the same length
             ready.clear()
@@ -194,7 +196,7 @@ class _Chats:
             )
         self._closing = next(iter(behind.split()), "")  # where a question ends, by its text
         added = tokenizer.added_tokens_decoder.items()
-        self._special = {number for number, token in added if token.special}
+        self.special = {number for number, token in added if token.special}  # no text
 
     def fit_into(self, context: int) -> None:
         """Chats shall have `context` tokens at most; `TwellError` if longer ones are asked for."""
@@ -238,11 +240,11 @@ class _Chats:
         return (text.partition(self._closing)[0] if self._closing else text).strip()
 
     def _text(self, sequence: "Sequence", ends: frozenset[int]) -> str:
-        """What was drawn, up to the first token that is no text."""
+        """What was drawn, without the token that ended it."""
         drawn = sequence.tokens[sequence.num_prompt :]
-        is_end = (token in ends or token in self._special for token in drawn)
-        stop = next((i for i, end in enumerate(is_end) if end), len(drawn))
-        return self.tokenizer.decode(drawn[:stop], clean_up_tokenization_spaces=False)
+        if drawn and drawn[-1] in ends:
+            drawn = drawn[:-1]
+        return self.tokenizer.decode(drawn, clean_up_tokenization_spaces=False)
 
     def _asked(self, question: str) -> str:
         """The text of a chat up to where the answer begins."""

@@ -66,21 +66,24 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
 def token_stream(
     texts: Iterable[str], tokenizer: Any, vocabulary: int | None = None
 ) -> Iterator[np.ndarray]:
-    """int32 arrays of tokens, some texts at a time, an end-of-text id before each text.
+    """The int32 tokens of each text, an end-of-text id before them.
 
     Ids that a model of `vocabulary` tokens does not have are refused.
     """
     first, texts = end_of_text(tokenizer), iter(texts)
     while some := list(islice(texts, 256)):
-        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = np.concatenate([np.array([first, *ids], dtype=np.int32) for ids in encoded])
-        check_ids(int(tokens.max()), vocabulary)
-        yield tokens
+        for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+            tokens = np.array([first, *ids], dtype=np.int32)
+            check_ids(int(tokens.max()), vocabulary)
+            yield tokens
 
 
-def in_turn(streams: Iterable[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
-    """What several streams hold; of each equally many tokens, as long as it lasts."""
-    taken = dict.fromkeys(streams, 0)
+def in_turn(streams: Iterable[Iterator[np.ndarray]], longest: int) -> Iterator[np.ndarray]:
+    """What several streams hold; of each equally many tokens, as long as it lasts.
+
+    A text of more than `longest` tokens is cut, for others to come in between.
+    """
+    taken = {_cut(stream, longest): 0 for stream in streams}
     while taken:
         stream = min(taken, key=taken.__getitem__)
         tokens = next(stream, None)
@@ -89,6 +92,12 @@ def in_turn(streams: Iterable[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
             continue
         taken[stream] += len(tokens)
         yield tokens
+
+
+def _cut(stream: Iterator[np.ndarray], longest: int) -> Iterator[np.ndarray]:
+    for tokens in stream:
+        for start in range(0, len(tokens), longest):
+            yield tokens[start : start + longest]
 
 
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:

@@ -24,7 +24,7 @@ from twellctl.training.sharding import local
 
 SHIFT_RATE = 1e-2  # a step; gates are of order 1 wherever SiLU was their activation
 REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
-EMBEDDINGS_EPS = 0.1  # AdamW's eps for embeddings and head, over an even share of a gradient of 1
+EMBEDDINGS_EPS = 0.1  # AdamW's eps for embeddings and head, in even shares of a clipped gradient
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
 RATE_BY_SIZE = 0.015  # the default, over the rms of weights: 0.3 % of a matrix a step (LAB.md)
@@ -164,8 +164,9 @@ def make_optimizer(
     """Of all that is trained in `model`; with kind "adamw" matrices are like the rest.
 
     The rows of tokens that the text hardly has get hardly any gradient. AdamW would divide that by
-    its own size and move them as far as all others; a large eps leaves them where they are.
-    `ValueError` for another kind.
+    its own size and move them as far as all others; with a large eps they hardly move. It is made
+    for gradients of norm 1, or as they are clipped; while they are a tenth of that, all embeddings
+    move half as far. `ValueError` for another kind.
     """
     if kind not in ("muon", "adamw"):
         raise ValueError(f"no optimizer is called {kind}")
@@ -178,7 +179,8 @@ def make_optimizer(
     others = [p for n, p in rest if p.ndim > 1 and ".layers." in n]
     rate, decay = arguments.learning_rate, arguments.weight_decay
     rest_rate = rate * (REST_RATE if kind == "muon" else 1)
-    eps = EMBEDDINGS_EPS / math.sqrt(max((p.numel() for p in embeddings), default=1))
+    size = max((p.numel() for p in embeddings), default=1)
+    eps = EMBEDDINGS_EPS * min(1.0, arguments.max_grad_norm) / math.sqrt(size)
     groups = [
         {"params": inside, "matrices": True, "lr": rate, "weight_decay": decay},
         {"params": embeddings, "lr": rest_rate, "weight_decay": decay, "eps": eps},

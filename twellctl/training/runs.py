@@ -28,7 +28,9 @@ from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_r
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
+RUN_FORMAT = 1  # of what a run folder means: runs of another one are not resumed
 OPEN_FILES = 64  # at once; what more files --data names are read behind the first ones
+LONGEST_TEXT = 16384  # tokens in a row of one of several --data
 # what a resumed run may change, because it changes nothing of the result
 FREE = (
     "save_steps",
@@ -139,7 +141,10 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
         write_tokens(stream(recipe.eval_data), run / "eval.bin")
     count = min(len(recipe.data), OPEN_FILES)
     streams = (stream(recipe.data[i::count]) for i in range(count))
-    write_tokens(in_turn(streams), run / "tokens.bin", wanted)
+    longest = LONGEST_TEXT
+    if count > 1 and wanted is not None:
+        longest = min(longest, wanted // (4 * count) + 1)
+    write_tokens(in_turn(streams, longest), run / "tokens.bin", wanted)
 
 
 def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
@@ -170,7 +175,7 @@ def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
 def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write what else a run needs into a checkpoint: from now on it counts."""
     part = checkpoint / f"{STATE_FILE}.part"
-    part.write_text(to_json(state), encoding="utf-8")
+    part.write_text(to_json({"run_format": RUN_FORMAT} | state), encoding="utf-8")
     part.rename(checkpoint / STATE_FILE)
 
 
@@ -200,5 +205,11 @@ def drop_old_checkpoints(run: Path, best: str | None) -> None:
 
 
 def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
-    """What `mark_complete` wrote."""
-    return read_json(checkpoint / STATE_FILE, "remove that checkpoint, and --resume from another")
+    """What `mark_complete` wrote; `TwellError` for what another version of it did."""
+    state = read_json(checkpoint / STATE_FILE, "remove that checkpoint, and --resume from another")
+    if state.get("run_format") != RUN_FORMAT:
+        raise TwellError(
+            f"{checkpoint.parent} was begun by another version of twellctl, which trains "
+            "otherwise: go on with that version, or start anew with --overwrite"
+        )
+    return state
