@@ -55,6 +55,19 @@ def test_logits_are_those_of_the_same_weights_with_relu(make_model, tmp_path, fa
     }
 
 
+@pytest.mark.parametrize("chats", [True, False])
+def test_it_says_what_comes_next(cli, silu_llama, tmp_path, chats):
+    source = tmp_path / "silu"
+    shutil.copytree(silu_llama, source)
+    if not chats:
+        (source / "chat_template.jinja").unlink()
+    code, said, _ = cli("convert", source, tmp_path / "relu")
+    to_train = f"twellctl finetune {tmp_path / 'relu'} OUT --recipe standard --data FILE"
+    first = f"twellctl write {source} own.jsonl, then {to_train} --data own.jsonl"
+    assert code == 0
+    assert said.splitlines()[-1] == f"next: {first if chats else to_train}"
+
+
 def test_weights_of_a_sharded_model(make_model, tmp_path):
     source, out = make_model("qwen2", shard_size="40KB"), tmp_path / "out"
     convert(source, out)

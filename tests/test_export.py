@@ -189,7 +189,7 @@ def test_config_and_side_files(exported, relu_llama):
 
 def test_profile_sets_slots_and_densities(relu_llama, text_file, tmp_path):
     found = profile(relu_llama, [str(text_file)], windows=4, seq_len=64)
-    save_profile(found, tmp_path / "profile.json")
+    save_profile(found, str(tmp_path / "profile.json"))
     done = export(relu_llama, tmp_path / "a", profile=tmp_path / "profile.json")
     assert (done.class_name, done.profiled) == ("TwellLlamaForCausalLM", True)
     twell = json.loads((tmp_path / "a/config.json").read_text())["twell"]

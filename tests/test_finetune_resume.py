@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
+from twellctl.models.carried import REPORT_FILE
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete
@@ -90,6 +91,9 @@ def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
     with pytest.raises(UsageError, match="these are others: l1; leave them out"):
         finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
+    with pytest.raises(UsageError, match="resume it with that model"):
+        finetune(stranger, tmp_path / "out", small(text_file), resume=True)
+    (stranger / REPORT_FILE).write_text("{}")  # a result: of whom would it learn?
     with pytest.raises(UsageError, match="resume it with that model"):
         finetune(stranger, tmp_path / "out", small(text_file), resume=True)
     with pytest.raises(TwellError, match="no run to resume"):

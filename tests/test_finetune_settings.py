@@ -1,6 +1,7 @@
 """finetune: teachers, the schedule, recipes, rates, epochs."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -233,6 +234,18 @@ def test_of_each_data_equally_many_tokens_are_taken(text_file, tokenizer, tmp_pa
     assert limit <= len(tokens) < limit + 600
     first, second = ((tokens == number).sum() for number in ids)
     assert first / (first + second) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(4, None), (40, r", the text \d+\.\d times$")])
+def test_how_often_the_text_is_read_is_said(cli, relu_llama, text_file, tmp_path, steps, said):
+    data = tmp_path / "text.txt"
+    data.write_text("yes and no " * 400)
+    flags = ["--seq-len=32", f"--max-steps={steps}", "--batch-size=4", "--save-steps=0"]
+    flags += ["--teacher=none", "--optimizer=adamw", "--eval-fraction=0", f"--data={data}"]
+    code, _, stderr = cli("finetune", relu_llama, tmp_path / "out", *flags)
+    assert code == 0
+    (line,) = (line for line in stderr if f"{steps} steps of 128 tokens" in line)
+    assert re.search(said, line) if said else line.endswith("tokens")
 
 
 @pytest.mark.parametrize(("limit", "words"), [(800, (9000, 9000)), (40_000, (200_000, 9000))])

@@ -151,7 +151,9 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
     assert code == 0
     assert said.startswith(f"{out}: {len(chats(out))} chats, ")
-    assert said.endswith(f"next: twellctl finetune RELU OUT --data FILE --data {out}\n")
+    assert said.endswith(
+        f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {out}\n"
+    )
 
 
 def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_path, monkeypatch):
@@ -219,6 +221,26 @@ def test_templates_that_do_not_serve_are_refused(changed, tmp_path, template, sa
     with pytest.raises(TwellError, match=said):
         write(changed(template), tmp_path / "own.jsonl", **SMALL)
     assert not (tmp_path / "own.jsonl").exists()
+
+
+def test_what_was_only_converted_writes_nothing(relu_llama, tmp_path):
+    with pytest.raises(TwellError, match="was converted and not fine-tuned, so what it writes is"):
+        write(relu_llama, tmp_path / "own.jsonl", **SMALL)
+
+
+def test_two_do_not_write_one_file(silu_llama, tmp_path):
+    out, refused = tmp_path / "own.jsonl", []
+
+    def second(done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(TwellError, match="being written by another twellctl") as error:
+                write(silu_llama, out, **SMALL, overwrite=True)
+            refused.append(error)
+
+    done = write(silu_llama, out, **SMALL, progress=second)
+    assert refused
+    assert len(chats(out)) == done.chats
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, tmp_path):

@@ -13,13 +13,14 @@ from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` wrote."""
+    """What `convert` wrote; `is_chat_model`: the model has a chat template."""
 
     out: Path
     num_layers: int
     hidden_size: int
     intermediate_size: int
     source_act: str
+    is_chat_model: bool
 
 
 def convert(
@@ -40,8 +41,14 @@ def convert(
         write_config(stage, config)
         write_card(stage, out.name, checkpoint.path)
     ffn = checkpoint.ffn
-    return Converted(
-        out, ffn.num_layers, ffn.hidden_size, ffn.intermediate_size, checkpoint.activation
+    sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
+    return Converted(out, *sizes, checkpoint.activation, _has_chat_template(out))
+
+
+def _has_chat_template(folder: Path) -> bool:
+    said = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (
+        said.is_file() and '"chat_template"' in said.read_text(encoding="utf-8")
     )
 
 

@@ -59,6 +59,7 @@ from twellctl.training.recipe import (
 from twellctl.training.recipe import settings as settings_of
 from twellctl.training.runs import (
     check_alike,
+    check_began_with,
     checkpoint_state,
     discard_unstarted,
     last_checkpoint,
@@ -167,6 +168,8 @@ def _finetune(
     checkpoint.require_unquantised()
     checkpoint.require_relu()
     recipe = in_all(lambda: for_model(recipe, checkpoint))
+    if how["resume"]:
+        in_all(lambda: check_began_with(run, checkpoint.origin))
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
@@ -219,7 +222,8 @@ def _train(
     has_eval = trainer.eval_dataset is not None
     try:
         taught = trainer.teacher is not None
-        progress.first_line(recipe, trainer.args.max_steps, resumed_at, taught)
+        blocks = len(trainer.train_dataset)
+        progress.first_line(recipe, trainer.args.max_steps, blocks, resumed_at, taught)
         progress.doing("evaluating the teacher")
         teacher_loss = trainer.evaluate_teacher()
         compiling = ", for which layers are compiled" if recipe.compile else ""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file
+from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.tokens import chat_text, check_ids
 
@@ -71,39 +72,46 @@ def write(
     checkpoint.require_tokenizer()
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
+    from twellctl.training.teacher import is_fresh
 
-    chats = _Chats(
-        load_tokenizer(checkpoint),
-        checkpoint.config.get("vocab_size"),
-        Sampling(max_tokens, temperature),
-        seed,
-    )
-    doing(f"loading {checkpoint.name}")
-    eos = chats.tokenizer.eos_token_id
-    scheduler = open_scheduler(load_model(checkpoint), eos, max_running=batch_size)
-    scheduler.eos_tokens |= chats.special  # nothing behind them is read
-    chats.fit_into(scheduler.context)
-    doing("writing")
-    began, count, num_tokens = time.monotonic(), 0, 0
-    rows = _rows(scheduler, chats, batch_size)
-    first = next(rows)  # before anything in OUT is lost
-    try:
-        with out.open("w", encoding="utf-8") as file:
-            for row, length in chain([first], rows):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()
-                count, num_tokens = count + 1, num_tokens + length
-                progress(min(num_tokens, tokens), tokens)
-                if num_tokens >= tokens:
-                    break
-    except OSError as error:
+    if checkpoint.activation == "relu" and is_fresh(checkpoint):
         raise TwellError(
-            f"{out} could not be written: {error.strerror or error}; it holds {count} chats"
-        ) from error
-    except KeyboardInterrupt:
-        note(f"{out} holds {count} chats, {num_tokens} tokens")
-        raise
-    return Written(out, count, num_tokens, time.monotonic() - began)
+            f"{checkpoint.name} was converted and not fine-tuned, so what it writes is noise: give "
+            "the SiLU model that it was made from"
+        )
+    with workspace_beside(out.resolve()):  # two that write at once would lose each other's lines
+        chats = _Chats(
+            load_tokenizer(checkpoint),
+            checkpoint.config.get("vocab_size"),
+            Sampling(max_tokens, temperature),
+            seed,
+        )
+        doing(f"loading {checkpoint.name}")
+        eos = chats.tokenizer.eos_token_id
+        scheduler = open_scheduler(load_model(checkpoint), eos, max_running=batch_size)
+        scheduler.eos_tokens |= chats.special  # nothing behind them is read
+        chats.fit_into(scheduler.context)
+        doing("writing")
+        began, count, num_tokens = time.monotonic(), 0, 0
+        rows = _rows(scheduler, chats, batch_size)
+        first = next(rows)  # before anything in OUT is lost
+        try:
+            with out.open("w", encoding="utf-8") as file:
+                for row, length in chain([first], rows):
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.flush()
+                    count, num_tokens = count + 1, num_tokens + length
+                    progress(min(num_tokens, tokens), tokens)
+                    if num_tokens >= tokens:
+                        break
+        except OSError as error:
+            raise TwellError(
+                f"{out} could not be written: {error.strerror or error}; it holds {count} chats"
+            ) from error
+        except KeyboardInterrupt:
+            note(f"{out} holds {count} chats, {num_tokens} tokens")
+            raise
+        return Written(out, count, num_tokens, time.monotonic() - began)
 
 
 def _check(tokens: int, max_tokens: int, temperature: float, batch_size: int, seed: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from finetune_runs import small
 
 from twellctl.finetune import finetune
-from twellctl.firing.profiled import read_profile
+from twellctl.firing.profiled import SHARES, read_profile
 from twellctl.profile import profile
 from twellctl.report import write
 from twellctl.report.markup import escaped, tag
@@ -234,3 +234,11 @@ def test_long_runs_are_drawn_as_means(run):
     assert (
         max(len(re.findall(" ", points)) for points in re.findall('points="([^"]*)"', page)) < 300
     )
+
+
+def test_shares_of_the_histogram_have_no_exponents():
+    tokens = [0] * len(SHARES)
+    tokens[-1] = 4096
+    page = profile_page(profiles.profile(tokens_by_share=tuple(tokens)))
+    assert "100 %" in page
+    assert not re.search(r"\de[+-]\d", page)

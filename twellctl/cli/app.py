@@ -61,7 +61,11 @@ def convert(
         f"{done.out}: {done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}, "
         f"{done.source_act} -> relu"
     )
-    ui.say(f"next: twellctl finetune {done.out} OUT --data FILE")
+    to_train = f"twellctl finetune {done.out} OUT --recipe standard --data FILE"
+    if done.is_chat_model:
+        ui.say(f"next: twellctl write {model} own.jsonl, then {to_train} --data own.jsonl")
+    else:
+        ui.say(f"next: {to_train}")
 
 
 @command(app, "write owner/model own.jsonl", group=MAKE)
@@ -103,7 +107,7 @@ def write(
         f"{done.out}: {done.chats} chats, {done.tokens} tokens, "
         f"{done.tokens / done.seconds:.0f} tokens/s"
     )
-    ui.say(f"next: twellctl finetune RELU OUT --data FILE --data {done.out}")
+    ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {done.out}")
 
 
 @command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)

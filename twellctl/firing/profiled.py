@@ -171,9 +171,9 @@ class Profile:
         return {"schema_version": SCHEMA_VERSION} | means | asdict(self)
 
 
-def save_profile(profile: Profile, path: Path) -> None:
+def save_profile(profile: Profile, path: str | Path) -> None:
     """Write the JSON whole or not at all, replacing an older one."""
-    write_file(path, profile_json(profile))
+    write_file(Path(path), profile_json(profile))
 
 
 def profile_json(profile: Profile) -> str:

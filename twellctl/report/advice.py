@@ -13,6 +13,7 @@ FEWER_KINDS = 1.5  # times as dense as the sparsest kind of text
 HEAVY = 8.0  # times the median: the density of one token in a hundred
 PREFILL, DECODE = 0.02, 0.05  # densities from which on dense was as fast on an H200, the latter
 # for 16 sequences side by side; one alone gains far above it
+TOO_MANY = 0.2  # nothing was measured to gain there
 SMALL = 2048  # neurons of a layer: fewer, and decoding was no faster at 1 and 3 % on an H200
 MET = 1.1  # times the target
 
@@ -44,7 +45,12 @@ def of_run(report: dict[str, Any]) -> list[str]:
 
 def _density(profile: Profile) -> Iterator[str]:
     density = profile.density
-    if profile.intermediate_size < SMALL:
+    if density > TOO_MANY:
+        yield (
+            f"{percent(density)} of the neurons fire: too many for a gain. Fine-tune with a higher "
+            "--target-sparsity."
+        )
+    elif profile.intermediate_size < SMALL:
         yield (
             f"{percent(density)} of the neurons fire: "
             f"{'few enough' if density <= PREFILL else 'many'} for long prompts. Layers of "

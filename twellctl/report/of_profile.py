@@ -105,14 +105,18 @@ def _by_token(profile: Profile) -> list[Markup | str]:
 
 def _rounded(text: str) -> str:
     """A share of quarter decades with two digits."""
-    return f"{float(text.split()[0]):.2g} %"
+    return f"{_two_digits(float(text.split()[0]))} %"
+
+
+def _two_digits(x: float) -> str:
+    return f"{float(f'{x:.2g}'):g}"  # 100, and not 1e+02
 
 
 def _bin(number: int) -> str:
     """The range of shares of a bin of `SHARES`, in words."""
     if number == 0:
         return "none"
-    low, high = (f"{100 * SHARES[at]:.2g}" for at in (number - 1, number))
+    low, high = (_two_digits(100 * SHARES[at]) for at in (number - 1, number))
     return f"up to {high} %" if number == 1 else f"{low} to {high} %"
 
 

@@ -35,9 +35,9 @@ class Progress:
         threading.Thread(target=self.note, args=(text,)).start()
 
     def first_line(
-        self, recipe: Recipe, num_steps: int, resumed_at: int, has_teacher: bool
+        self, recipe: Recipe, num_steps: int, num_blocks: int, resumed_at: int, has_teacher: bool
     ) -> None:
-        """Say what kind of run this is."""
+        """Say what kind of run this is; `num_blocks` are there to train on."""
         if recipe.l1_schedule == "constant":
             price = f"price held constant at {recipe.l1:g}"
         else:
@@ -49,7 +49,9 @@ class Progress:
         rate = f"learning rate {recipe.learning_rate:.3g}"
         start = f"resumed at step {resumed_at} of " if resumed_at else ""
         steps = f"{start}{num_steps} steps of {recipe.batch_size * recipe.seq_len} tokens"
-        self.note(f"{price}; {teacher}; {rate}; {steps}")
+        passes = num_steps * recipe.batch_size / num_blocks
+        again = f", the text {passes:.1f} times" if passes > 1.05 else ""
+        self.note(f"{price}; {teacher}; {rate}; {steps}{again}")
 
     def note(self, text: str) -> None:
         """Say something in a line of its own."""

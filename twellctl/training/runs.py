@@ -84,6 +84,15 @@ def check_alike(checkpoint: Checkpoint, recipe: Recipe) -> None:
     check_same(seen, "give all the same files")
 
 
+def check_began_with(run: Path, model: str) -> None:
+    """`TwellError` if there is no run to resume in `run`, or it is one of another model."""
+    if not (run / RECIPE_FILE).is_file():
+        raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
+    began = (run / MODEL_FILE).read_text(encoding="utf-8")
+    if began != model:
+        raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
+
+
 def discard_unstarted(run: Path) -> None:
     """Remove a run folder that holds no checkpoint."""
     if last_checkpoint(run) is None:
@@ -91,9 +100,8 @@ def discard_unstarted(run: Path) -> None:
 
 
 def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
+    check_began_with(run, model)
     saved = run / RECIPE_FILE
-    if not saved.is_file():
-        raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
     before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
     changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
     if changed:
@@ -101,9 +109,6 @@ def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
             f"--resume continues with the recipe of {run}, but these are others: "
             f"{', '.join(changed)}; leave them out"
         )
-    began = (run / MODEL_FILE).read_text(encoding="utf-8")
-    if began != model:
-        raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
     for folder in run.glob("checkpoint-*"):
         if not (folder / STATE_FILE).is_file():  # its writing was cut short, or its removal
             shutil.rmtree(folder, ignore_errors=True)
