@@ -7,17 +7,20 @@ import warnings
 
 import pytest
 import torch
-from finetune_runs import small, weights
+from finetune_runs import InterruptAt, small, weights
 
 from twellctl import dry_run as module
 from twellctl.bench.expected_speed import ExpectedSpeed, Speedup
 from twellctl.dry_run import DryRun, as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
+from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.screens import ui
 from twellctl.text.data import read_texts, token_stream
 from twellctl.training.expected_loss import loss_outlook
+from twellctl.training.recipe import run_folder
+from twellctl.training.runs import last_checkpoint
 from twellctl.training.trainer import SparseTrainer
 
 
@@ -34,7 +37,9 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
         "no loss over SiLU is predicted: 0.0064 million tokens are too few for this target, the "
         "rule begins at 20 million"
     )
-    assert stdout[4:] == ["speed over dense, not measured: that takes an NVIDIA GPU"]
+    assert stdout[4] == "speed over dense, not measured: that takes an NVIDIA GPU"
+    assert stdout[5].startswith("a checkpoint takes 0.000")
+    assert len(stdout) == 6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -103,11 +108,28 @@ def test_on_a_gpu_the_speed_is_measured_at_the_target(relu_llama, text_file, mon
     assert told == [(str(relu_llama), 0.25, print)]
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys, optimizer):
+    recipe = small(text_file, save_steps=2, optimizer=optimizer)
+    found = dry_run(relu_llama, recipe)
+    with pytest.raises(Interrupted):
+        finetune(relu_llama, tmp_path / "out", recipe, progress=InterruptAt(3))
+    folder = last_checkpoint(run_folder(tmp_path / "out"))
+    names = ("model.safetensors", "optimizer.pt")
+    size = sum((folder / name).stat().st_size for name in names)
+    assert found.checkpoint_bytes == pytest.approx(size, rel=0.15)
+    ui.dry_run(found, "")
+    told = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
+    assert told in capsys.readouterr().out
+    assert dry_run(relu_llama, small(text_file, save_steps=0, max_steps=2)).checkpoint_bytes == 0
+
+
 def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
     speedups = Speedup("1 row", 1.744), Speedup("16 rows", 1.0)
     found = DryRun(
         num_steps=3255, num_tokens=79_994_880, num_trained=29_379_072, tokens_per_second=900_000.0,
         peak_bytes=2**30, total_bytes=2**36, memory="GPU memory", changes={}, without_loss=None,
+        checkpoint_bytes=0,
         loss=loss_outlook(79_994_880, 0.05, 29_366_784), speed=ExpectedSpeed(speedups, ("why",)),
     )  # fmt: skip
     ui.dry_run(found, "")

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.models.carried import REPORT_FILE
+from twellctl.models.checkpoint import REPORT_FILE
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete

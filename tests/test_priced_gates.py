@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.models.carried import REPORT_FILE
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.text.data import hold_out, read_blocks, read_texts, token_stream, write_tokens
 from twellctl.training.priced_gates import RIDGE, SLOPE, PricedGates

@@ -78,7 +78,8 @@ class DryRun:
     """What a run would take, and of what `memory`; what it is to cost in quality and gain in speed.
 
     `peak_bytes` is the most that was allocated in a process, on a CPU by all of it; `total_bytes`
-    is what the GPU has, or the system could give a process. `is_sharded`: over `num_processes`.
+    is what the GPU has, or the system could give a process. `checkpoint_bytes` are those of one on
+    disk, 0 without any. `is_sharded`: over `num_processes`.
     `on_several` says what runs of one process would take in several. `changes` are the settings
     without which it does not fit. `loss` is None where `without_loss` says why; `speed` is None
     without a target, and in all processes but the first.
@@ -87,6 +88,7 @@ class DryRun:
     num_steps: int
     num_tokens: int
     num_trained: int
+    checkpoint_bytes: int
     tokens_per_second: float
     peak_bytes: int
     total_bytes: int
@@ -328,10 +330,20 @@ def _measure(
     seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "checkpoint_bytes": _checkpoint_bytes(trainer) if recipe.save_steps else 0,
         "tokens_per_second": recipe.batch_size * recipe.seq_len / seconds,
         "peak_bytes": max(from_all(_peak_bytes())),
         "is_sharded": trainer.is_sharded,
     }
+
+
+def _checkpoint_bytes(trainer: SparseTrainer) -> int:
+    """Of the trained weights, with one state of Muon each, or two of AdamW."""
+    return sum(
+        weight.numel() * weight.element_size() * (2 if group["matrices"] else 3)
+        for group in trainer.muon.param_groups
+        for weight in group["params"]
+    )
 
 
 class _Clock(TrainerCallback):

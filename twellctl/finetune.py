@@ -23,8 +23,8 @@ from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
-from twellctl.models.carried import METRICS_FILE, REPORT_FILE, copy_side_files, write_config
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
+from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.loading import (
     as_stored,
     load_tokenizer,

@@ -72,9 +72,8 @@ def write(
     checkpoint.require_tokenizer()
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
-    from twellctl.training.teacher import is_fresh
 
-    if checkpoint.activation == "relu" and is_fresh(checkpoint):
+    if checkpoint.is_only_converted:
         raise TwellError(
             f"{checkpoint.name} was converted and not fine-tuned, so what it writes is noise: give "
             "the SiLU model that it was made from"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from twellctl.convert import convert
-from twellctl.models.carried import REPORT_FILE
+from twellctl.models.checkpoint import REPORT_FILE
 from twellctl.training.recipe import run_folder
 from twellctl.training.replicas import SMALL
 from twellctl.training.runs import STATE_FILE, last_checkpoint

@@ -12,10 +12,9 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.files.outputs import copy_file
 from twellctl.files.strict_json import to_json
-from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.checkpoint import REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
-REPORT_FILE = "twell_finetune.json"  # what a fine-tuning run ended with
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 SIDE_FILES = (
     "added_tokens.json",

@@ -22,6 +22,7 @@ from twellctl.models.shards import (
 )
 
 SILU = ("silu", "swish")
+REPORT_FILE = "twell_finetune.json"  # what a fine-tuning run ended with
 SIZES = (
     "head_dim",
     "hidden_size",
@@ -91,6 +92,12 @@ class Checkpoint:
     @property
     def is_silu(self) -> bool:
         return self.activation in SILU
+
+    @property
+    def is_only_converted(self) -> bool:
+        """Whether it is ReLU with the weights of a SiLU model, which twellctl did not train."""
+        trained = (self.path / REPORT_FILE).exists()
+        return self.activation == "relu" and self.twell["source_act"] != "relu" and not trained
 
     @property
     def is_fp8(self) -> bool:

@@ -151,6 +151,9 @@ def dry_run(result: Any, changes: str) -> None:
         say(_on_several(plan))
     _loss_to_expect(result)
     _speed_to_expect(result.speed)
+    if result.checkpoint_bytes:
+        size = result.checkpoint_bytes / 1e9
+        say(f"a checkpoint takes {size:.3g} GB on disk; two are kept, a third is there for moments")
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
 

@@ -32,7 +32,7 @@ from twellctl.training.recipe import Recipe
 from twellctl.training.sharded_trainer import ShardedTrainer
 from twellctl.training.sharded_weights import load_sharded
 from twellctl.training.sparsity import FfnPenalty
-from twellctl.training.teacher import Teacher, is_fresh
+from twellctl.training.teacher import Teacher
 from twellctl.training.trainer import SparseTrainer
 
 LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
@@ -77,7 +77,7 @@ def build_trainer(
     train, held_out = blocks
     sharded = is_to_be_sharded(checkpoint, recipe)
     model = _student(checkpoint, recipe, sharded)
-    fresh, num_neurons = is_fresh(checkpoint), checkpoint.ffn.intermediate_size
+    fresh, num_neurons = checkpoint.is_only_converted, checkpoint.ffn.intermediate_size
     soften = recipe.soften if fresh and recipe.penalty == "count" else 0.0
     progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, soften)

@@ -22,7 +22,6 @@ from twellctl.here.resources import resource_dir
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe, resolve_recipe
-from twellctl.training.teacher import is_fresh
 
 COST, GAIN = 0.0605, 0.0238
 FIRING = 2.4e6  # tokens times density, at which COST is paid
@@ -84,7 +83,7 @@ def why_no_outlook(checkpoint: Checkpoint, recipe: Recipe, tokens: int) -> str |
     """
     if recipe.l1_schedule == "constant":
         return "--l1-schedule constant has no target"
-    if not checkpoint.shards or not is_fresh(checkpoint):
+    if not checkpoint.shards or not checkpoint.is_only_converted:
         return f"{checkpoint.name} is not freshly converted from SiLU"
     if recipe.teacher == "none":
         return "the measured runs had a teacher"

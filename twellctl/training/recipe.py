@@ -253,7 +253,7 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
         path = resource_dir("recipes") / f"{recipe}.yaml"
     if not os.path.exists(path):
         known = ", ".join(recipe_names())
-        raise TwellError(f"no recipe {recipe}: give a YAML file, or one of {known}")
+        raise UsageError(f"no recipe {recipe}: give a YAML file, or one of {known}")
     try:
         content, twice = parse_settings(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

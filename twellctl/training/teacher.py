@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.models.carried import REPORT_FILE
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import default_device, load_model
 from twellctl.training.recipe import Recipe
@@ -41,7 +40,7 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
         return None
     if recipe.teacher != "auto":
         return _checked(student, open_checkpoint(recipe.teacher))
-    if is_fresh(student):
+    if student.is_only_converted:
         return Teacher(student, student.twell["source_act"])
     if student.twell["source_act"] == "relu":
         return None
@@ -51,11 +50,6 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
             "learn from with --teacher MODEL, or give --teacher none"
         )
     return _checked(student, open_checkpoint(student.twell["source"]))
-
-
-def is_fresh(student: Checkpoint) -> bool:
-    """Whether `student` is converted and not fine-tuned: its weights are of its old activation."""
-    return student.twell["source_act"] != "relu" and not (student.path / REPORT_FILE).exists()
 
 
 def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:
