@@ -146,7 +146,7 @@ def test_files_that_are_no_recipes(tmp_path, content, why):
 
 
 def test_no_such_recipe(tmp_path):
-    text = refusal(TwellError, "standart")
+    text = refusal(UsageError, "standart")
     assert "standart" in text
     assert all(name in text for name in recipe_names())
     assert "is no regular file" in refusal(TwellError, tmp_path)
