@@ -7,7 +7,7 @@ from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError
 from twellctl.files.outputs import staged
 from twellctl.models.card import write_card
-from twellctl.models.carried import copy_side_files, copy_weights, write_config
+from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -42,14 +42,7 @@ def convert(
         write_card(stage, out.name, checkpoint.path)
     ffn = checkpoint.ffn
     sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    return Converted(out, *sizes, checkpoint.activation, _has_chat_template(out))
-
-
-def _has_chat_template(folder: Path) -> bool:
-    said = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        said.is_file() and '"chat_template"' in said.read_text(encoding="utf-8")
-    )
+    return Converted(out, *sizes, checkpoint.activation, has_chat_template(out))
 
 
 def _with_relu(checkpoint: Checkpoint) -> dict:

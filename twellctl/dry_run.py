@@ -79,10 +79,10 @@ class DryRun:
 
     `peak_bytes` is the most that was allocated in a process, on a CPU by all of it; `total_bytes`
     is what the GPU has, or the system could give a process. `checkpoint_bytes` are those of one on
-    disk, 0 without any. `is_sharded`: over `num_processes`.
-    `on_several` says what runs of one process would take in several. `changes` are the settings
-    without which it does not fit. `loss` is None where `without_loss` says why; `speed` is None
-    without a target, and in all processes but the first.
+    disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what runs of one
+    process would take in several. `changes` are the settings without which it does not fit. `loss`
+    is None where `without_loss` says why; `speed` is None without a target, and in all processes
+    but the first.
     """
 
     num_steps: int

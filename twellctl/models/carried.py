@@ -11,15 +11,15 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 from twellctl.files.outputs import copy_file
-from twellctl.files.strict_json import to_json
+from twellctl.files.strict_json import read_json, to_json
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or in tokenizer_config.json
 SIDE_FILES = (
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_TEMPLATES,
     "generation_config.json",
     "merges.txt",
     "sentencepiece.bpe.model",
@@ -104,3 +104,10 @@ def _json_object(path: Path) -> dict | None:
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(to_json(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder has one."""
+    config = folder / "tokenizer_config.json"
+    in_config = config.is_file() and read_json(config).get("chat_template")
+    return bool(in_config) or any((folder / name).is_file() for name in CHAT_TEMPLATES)

@@ -165,8 +165,8 @@ def make_optimizer(
 
     The rows of tokens that the text hardly has get hardly any gradient. AdamW would divide that by
     its own size and move them as far as all others; with a large eps they hardly move. It is made
-    for gradients of norm 1, or as they are clipped; while they are a tenth of that, all embeddings
-    move half as far. `ValueError` for another kind.
+    for gradients of norm 1, or as they are clipped: while they are smaller, all embeddings move
+    less. `ValueError` for another kind.
     """
     if kind not in ("muon", "adamw"):
         raise ValueError(f"no optimizer is called {kind}")

@@ -52,9 +52,12 @@ def prepare_run(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    """The run folder with all that training reads: as it was left, or else a new, whole one."""
+    """The run folder with all that training reads: as it was left, or else a new, whole one.
+
+    With `resume` it is one that `check_began_with` has passed.
+    """
     if resume:
-        _check_resumable(run, recipe, checkpoint.origin)
+        _check_resumable(run, recipe)
         return
     _check_new(run, overwrite)
     with staged(run, overwrite=overwrite, ours=_is_run) as stage:
@@ -99,8 +102,7 @@ def discard_unstarted(run: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)
 
 
-def _check_resumable(run: Path, recipe: Recipe, model: str) -> None:
-    check_began_with(run, model)
+def _check_resumable(run: Path, recipe: Recipe) -> None:
     saved = run / RECIPE_FILE
     before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
     changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
