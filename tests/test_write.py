@@ -1,10 +1,12 @@
-"""write on the CPU: a model's questions and answers, where they end, what is refused."""
+"""write on the CPU: a model's chats and documents, where they end, what is refused."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from twellctl.decoding.engine import OutOfMemory, Sampling
 from twellctl.decoding.scheduler import Scheduler
@@ -13,9 +15,9 @@ from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.data import read_texts
 from twellctl.text.tokens import encode_chat
-from twellctl.write import QUESTION_TOKENS, _Chats, write
+from twellctl.write import QUESTION_TOKENS, _Chats, _Documents, write
 
-SMALL = {"tokens": 600, "max_tokens": 12, "batch_size": 5}
+SMALL = {"tokens": 600, "documents": 0.0, "max_tokens": 12, "batch_size": 5}
 INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 
@@ -44,7 +46,7 @@ def test_a_model_writes_questions_and_answers(silu_llama, tokenizer, tmp_path):
     out = tmp_path / "own.jsonl"
     done = write(silu_llama, out, **SMALL)
     made = chats(out)
-    assert (done.out, done.chats) == (out, len(made))
+    assert (done.out, done.texts) == (out, len(made))
     assert 600 <= done.tokens < 600 + 200
     assert all(question.strip() and answer.strip() for question, answer in made)
     assert len({question for question, _ in made}) == len(made)  # all different
@@ -54,7 +56,7 @@ def test_a_model_writes_questions_and_answers(silu_llama, tokenizer, tmp_path):
 def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokenizer, tmp_path):
     """At a temperature next to 0 it is the greedy one of transformers."""
     out = tmp_path / "own.jsonl"
-    write(silu_llama, out, tokens=1, max_tokens=12, batch_size=1, temperature=1e-4)
+    write(silu_llama, out, **SMALL | {"tokens": 1, "batch_size": 1}, temperature=1e-4)
     ((question, answer),) = chats(out)
     stock = loading.load_model(open_checkpoint(silu_llama))
     prompt = encode_chat(tokenizer, [{"role": "user", "content": question}])
@@ -63,6 +65,66 @@ def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokeni
     )
     said = tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
     assert answer == said.strip()
+
+
+def test_half_of_what_a_chat_model_writes_are_documents(silu_llama, tokenizer, tmp_path):
+    out = tmp_path / "own.jsonl"
+    done = write(silu_llama, out, **SMALL | {"tokens": 3000, "documents": None})
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    texts = [row["text"] for row in rows if set(row) == {"text"}]
+    assert 0.4 * done.texts < len(texts) < 0.6 * done.texts
+    assert len(texts) + sum(set(row) == {"messages"} for row in rows) == len(rows) == done.texts
+    assert len({text[:2] for text in texts}) > 0.7 * len(texts)  # by their first tokens
+    for column in ("text", "content"):  # as finetune reads it
+        assert len(list(read_texts([str(out)], column, tokenizer))) == len(rows)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12])
+def test_a_model_without_a_chat_template_writes_documents(changed, tmp_path, max_tokens):
+    out = tmp_path / "own.jsonl"
+    done = write(changed(None), out, **SMALL | {"documents": None, "max_tokens": max_tokens})
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [set(row) for row in rows] == [{"text"}] * done.texts
+
+
+def test_a_document_is_what_the_model_says_behind_its_first_token(silu_llama, tokenizer, tmp_path):
+    """At a temperature next to 0 it is the greedy one of transformers."""
+    out = tmp_path / "own.jsonl"
+    one = {"tokens": 1, "documents": 1.0, "batch_size": 1}
+    write(silu_llama, out, **SMALL | one, temperature=1e-4)
+    text = json.loads(out.read_text("utf-8"))["text"]
+    stock = loading.load_model(open_checkpoint(silu_llama))
+    first = tokenizer.encode(text, add_special_tokens=False)[:1]
+    ids = stock.dummy_inputs["input_ids"].new_tensor([first])
+    ids = stock.generate(ids, do_sample=False, max_new_tokens=12)[0]
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("single", ["F $A", "F $A E"])
+def test_documents_begin_as_the_tokenizer_begins_texts(tokenizer, single):
+    """With a token in front, and one at the end which does not belong there yet."""
+    several = copy.deepcopy(tokenizer)
+    front, end = several.convert_tokens_to_ids(["<|endoftext|>", "x"])
+    several.eos_token = "x"
+    several.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("F", front), ("E", end)]
+    )
+    made = _Documents(several, 512, Sampling(12), seed=0)
+    made.fit_into(256)
+    begun = made.begun()
+    assert begun.tokens[0] == front
+    assert begun.num_prompt == 2
+    begun.tokens += several.encode("yes", add_special_tokens=False)
+    text = made.row(begun, frozenset())["text"]
+    assert text == several.decode(begun.tokens[1:])
+
+
+@pytest.mark.parametrize(("kind", "share"), [("documents", 1.0), ("chats", 0.5)])
+def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, kind, share):
+    empty = _Chats if kind == "chats" else _Documents
+    monkeypatch.setattr(empty, "row", lambda *given: None)
+    with pytest.raises(TwellError, match=f"the model ended 101 {kind} in a row before their first"):
+        write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 10**6, "documents": share})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +144,7 @@ def test_a_question_ends_where_the_template_says(changed, drawn, question):
     assert tokenizer.decode(sequence.tokens) == "[INST] "
     sequence.tokens += tokenizer.encode(drawn, add_special_tokens=False)
     answer = made.answered(sequence, frozenset(made.special))
-    assert (answer and answer.client[1]) == question
+    assert (answer and answer.client.question) == question
     if answer is not None:
         assert tokenizer.decode(answer.tokens) == f"[INST] {question} [/INST]"
 
@@ -128,8 +190,8 @@ def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
         return read(scheduler, sequences, events)
 
     monkeypatch.setattr(Scheduler, "_read_chunk", reads)
-    done = write(silu_llama, tmp_path / "own.jsonl", tokens=3000, max_tokens=12, batch_size=64)
-    assert sum(together) >= 2 * done.chats  # a question and an answer each
+    done = write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "batch_size": 64})
+    assert sum(together) >= 2 * done.texts  # a question and an answer each
     assert sum(together) > 5 * len(together)  # of such long questions six fill a chunk
 
 
@@ -155,7 +217,7 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     assert "exists: choose another name, or replace it with --overwrite" in err[-1]
     code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
     assert code == 0
-    assert said.startswith(f"{out}: {len(chats(out))} chats, ")
+    assert said.startswith(f"{out}: {len(chats(out))} texts, ")
     assert said.endswith(
         f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {out}\n"
     )
@@ -181,7 +243,7 @@ def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path):
     out, said = tmp_path / "own.jsonl", []
     with pytest.raises(KeyboardInterrupt):
         write(silu_llama, out, **SMALL, progress=interrupt, note=said.append)
-    assert said[0].startswith(f"{out} holds {len(chats(out))} chats, ")
+    assert said[0].startswith(f"{out} holds {len(chats(out))} texts, ")
 
 
 def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
@@ -201,6 +263,7 @@ def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
         ({"tokens": 0}, "tokens must be 1 or more"),
         ({"max_tokens": 0}, "max-tokens must be 1 or more"),
         ({"batch_size": 0}, "batch-size must be 1 or more"),
+        ({"documents": 1.5}, "documents must be 0 to 1, a share"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"seed": -1}, "seed must be 0 to"),
         ({"max_tokens": 256 - QUESTION_TOKENS}, "max-tokens must be at most"),
@@ -244,14 +307,14 @@ def test_two_do_not_write_one_file(silu_llama, tmp_path):
 
     done = write(silu_llama, out, **SMALL, progress=second)
     assert refused
-    assert len(chats(out)) == done.chats
+    assert len(chats(out)) == done.texts
     assert list(tmp_path.iterdir()) == [out]
 
 
 def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, tmp_path):
     with pytest.raises(UsageError, match=r"no \.jsonl file"):
         write(silu_llama, tmp_path / "own.txt")
-    with pytest.raises(TwellError, match="the model's context of 96 tokens is too short for chats"):
+    with pytest.raises(TwellError, match="context of 96 tokens is too short to write in"):
         write(make_model("llama", max_position_embeddings=96), tmp_path / "own.jsonl", **SMALL)
     with pytest.raises(TwellError, match="but the model has 80 tokens"):
         write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **SMALL)

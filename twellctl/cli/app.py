@@ -73,17 +73,28 @@ def write(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
     tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 20_000_000,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    documents: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of texts that are documents, and no chats. [default: 0.5; 1 for a model "
+            "without a chat template]",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer or a document at most.")
+    ] = 512,
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn.")] = 0.8,
-    batch_size: Annotated[int, typer.Option(help="Chats to write at once.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Texts to write at once.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Let a chat model write chats to train on.
+    """Let a model write text to train on.
 
-    It draws users' questions, and answers them. Its sparse form, fine-tuned on them beside other
-    text, keeps its manner. What is in OUT after Ctrl-C can be used.
+    A chat model draws users' questions, and answers them; any model writes documents behind words
+    that are drawn. Its sparse form, fine-tuned on them beside other text, keeps its manner and more
+    of what it knew. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run
@@ -93,6 +104,7 @@ def write(
         model,
         out,
         tokens=tokens,
+        documents=documents,
         max_tokens=max_tokens,
         temperature=temperature,
         batch_size=batch_size,
@@ -104,7 +116,7 @@ def write(
         note=ui.note,
     )
     ui.say(
-        f"{done.out}: {done.chats} chats, {done.tokens} tokens, "
+        f"{done.out}: {done.texts} texts, {done.tokens} tokens, "
         f"{done.tokens / done.seconds:.0f} tokens/s"
     )
     ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {done.out}")
