@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from twellctl.bundle import twell_ways
+from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
@@ -85,6 +86,7 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
 
 
 def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Tensor:
+    assert len(x) <= FEW_TOKENS
     y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 

@@ -248,6 +248,23 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
     assert judge.launched <= judge.prepared
 
 
+@on_all_devices
+@of_all_shapes
+def test_steps_of_a_silu_model(judge, shape, monkeypatch):
+    model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1, hidden_act="silu")
+    if shape.name in NOT_TAKEN:
+        pytest.skip("no decode kernels take it")
+    assert why_not(model, monkeypatch) is None
+    decoder = KernelDecoder(model)
+    with torch.inference_mode():
+        decoder.open_cache(PAGES + 1)
+        assert decoder.max_rows == 256
+        for B in (1, 32, 33, 64, 65, 256):
+            logits, counts = decoder.step(*inputs(B, PAGES))
+            assert (logits.shape, counts.shape) == ((B, shape.vocabulary), (0, B))
+    assert judge.launched <= judge.prepared
+
+
 @pytest.mark.parametrize("device", ["H200"])
 @of_all_shapes
 def test_steps_of_one_row_over_fp8_weights(judge, shape, monkeypatch):

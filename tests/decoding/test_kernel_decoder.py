@@ -6,7 +6,7 @@ from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_model import gated_ffns, use_kernels
+from twellctl.bundle.twell_model import use_kernels
 from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import plan_attend
 from twellctl.decoding.engine import Sampling
@@ -70,6 +70,19 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
         assert {token.densities for token in tokens} == {()}
 
 
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_with_another_activation_than_relu(tiny, generated, prompts, family, act):
+    """Densely, and in more rows than a launch of the head takes."""
+    model = tiny(family, **SIZES | {"hidden_size": 256, "hidden_act": act})
+    known = [generated(model, prompt, 5) for prompt in prompts]
+    scheduler = open_scheduler(model, max_running=100, decoder=KernelDecoder(model))
+    found, tokens = run(scheduler, prompts * 20, 5)
+    assert scheduler.max_running == 100
+    assert found == known * 20
+    assert {token.densities for token in tokens} == {()}
+
+
 @pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
 def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_path, is_sparse):
     model = tiny("qwen3", **SIZES)
@@ -130,9 +143,19 @@ def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, k
     assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) == "NVRTC found no compiler"
 
 
-def relu6(model) -> None:
-    for ffn in gated_ffns(model):
-        ffn.act_fn = nn.ReLU6()
+def test_of_another_activation_no_sparse_kernel_is_compiled(tiny, as_on_a_gpu, kernels):
+    assert KernelDecoder.why_not(tiny(**SIZES, hidden_act="silu").bfloat16()) is None
+    assert {"choose", "embed_norm", "rms_norm", "attend_64_2", "few_linear_8"} <= set(
+        kernels.prepared
+    )
+    assert not any("few" in name and "linear" not in name for name in kernels.prepared)
+
+
+def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    model = tiny(**sizes, hidden_act="silu").bfloat16()
+    round_model(model)
+    assert "the FFNs of LlamaForCausalLM are in FP8 and not ReLU" in KernelDecoder.why_not(model)
 
 
 def wide_norm(model) -> None:
@@ -167,7 +190,6 @@ def biases_in_part(model) -> None:
         (hook, "self_attn.o_proj of LlamaForCausalLM has hooks"),
         (hook_on_ffn, "mlp of LlamaForCausalLM has hooks"),
         (hook_on_layer, "a layer of LlamaForCausalLM has hooks"),
-        (relu6, "the FFNs of LlamaForCausalLM are not ReLU"),
         (wide_norm, "take bf16, not float32"),
         (other_head, "the LM head of LlamaForCausalLM are not plain layers"),
     ],

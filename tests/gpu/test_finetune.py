@@ -50,7 +50,10 @@ def in_float32(monkeypatch):
     """All of a run, its teacher too: what that rounds would be most of the first steps."""
 
     def arguments(*args):
-        return dataclasses.replace(trainer_arguments(*args), bf16=False)
+        made = trainer_arguments(*args)
+        changed = dataclasses.replace(made, bf16=False)
+        changed._n_gpu = made.n_gpu  # which is no field: there may be more GPUs
+        return changed
 
     def load(teacher, sharded=False):
         model = load_model(teacher.checkpoint, dtype=torch.float32, activation=teacher.activation)

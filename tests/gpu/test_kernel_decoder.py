@@ -84,18 +84,21 @@ def shortfall(logits: torch.Tensor, chosen: torch.Tensor) -> float:
     return (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]).max().item()
 
 
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("form", ["sparse", "dense", "silu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_the_models_own(family, sparse):
-    model = make(family)
+def test_tokens_are_the_models_own(family, form):
+    """Of SiLU in more rows than one launch of the head takes."""
+    is_silu = form == "silu"
+    model = make(family, FAMILIES[family] | {"hidden_act": "silu" if is_silu else "relu"})
     judge = copy.deepcopy(model).double()
-    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in LENGTHS]
+    lengths = LENGTHS * 17 if is_silu else LENGTHS
+    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
     assert KernelDecoder.why_not(model) is None
 
     def run():
         scheduler = open_scheduler(
             model,
-            decoder=KernelDecoder(model, sparse),
+            decoder=KernelDecoder(model, sparse=form != "dense"),
             max_running=len(prompts),  # no power of two
             cache_bytes=1 << 28,
         )

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
 from twellctl.bundle.twell_few import few_gated, few_linear
@@ -106,6 +107,26 @@ def _in_place(
     return torch.addmm(
         residual if ffn.b_down is None else residual + ffn.b_down, hidden, ffn.w_down
     )
+
+
+def with_activation(activation: nn.Module) -> Way:
+    """Over all neurons, bf16, of an FFN with another activation than ReLU."""
+
+    def run(
+        kernels: KernelSet,
+        limits: Limits,
+        x: Tensor,
+        ffn: FFN,
+        *,
+        residual: Tensor,
+        counts: None = None,
+        overlap: bool = False,
+    ) -> Tensor:
+        product = partial(linear, kernels, limits, overlap=overlap)
+        hidden = activation(product(x, ffn.w_gate, ffn.b_gate)) * product(x, ffn.w_up, ffn.b_up)
+        return product(hidden, ffn.w_down, ffn.b_down, residual=residual)
+
+    return replace(BY_COLUMNS, run=run)
 
 
 # over all neurons, with a W_down that lies as an nn.Linear's

@@ -14,7 +14,8 @@ FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer ro
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
 step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
 that it can be (whole_step.py). Which of these forms is the fastest is measured in the first step
-of so many rows (step_forms.py).
+of so many rows (step_forms.py). With another activation than ReLU nothing can be left out: the
+FFN goes densely then, of more rows than the kernels take, and the head by some rows at a time.
 
 Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down by rows of neurons. In FP8
@@ -54,12 +55,15 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
-from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear
+from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
+    activation_of,
     entry_end,
     head_dim,
+    is_relu,
     most_rows,
+    rows_at_once,
     step_sizes,
     why_not,
     why_not_one_kernel,
@@ -80,8 +84,8 @@ _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positio
 class KernelDecoder:
     """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels.
 
-    The dense form tells no fired shares. It is to be made before the sparse one of the same model,
-    whose prompts go over TwELL from then on.
+    A model whose FFNs are not ReLU has that form alone. The dense form tells no fired shares. It
+    is to be made before the sparse one of the same model, whose prompts go over TwELL from then on.
     """
 
     capturable = True
@@ -92,11 +96,14 @@ class KernelDecoder:
         return why_not(model)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True):
+        self._is_relu = is_relu(model)
+        sparse = sparse and self._is_relu
         self._model, self._sparse = model, sparse
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
         self.max_rows, self._end = most_rows(model), entry_end(model)
+        self._at_once = rows_at_once(model)
         if sparse:
             _put_over_twell(model)
             if self._end:  # now, so that the cache is sized by what is left
@@ -114,6 +121,7 @@ class KernelDecoder:
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
         ]
+        self._with_activations = [with_activation(activation_of(f)) for f in gated_ffns(model)]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -173,6 +181,8 @@ class KernelDecoder:
         Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
         by the order of sums.
         """
+        if not self._is_relu:
+            return {BY_COLUMNS.name: partial(self._one_by_one, self._with_activations)}
         dense = BY_COLUMNS if not self._sparse or self._copies.fit() else IN_PLACE
         ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
@@ -217,10 +227,13 @@ class KernelDecoder:
         h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
-        logits = few_linear(
-            self.kernels, self._limits, h, head.weight, head.bias, wide=True, overlap=True
-        )
-        return logits, counts
+        logits = [
+            few_linear(
+                self.kernels, self._limits, few, head.weight, head.bias, wide=True, overlap=True
+            )
+            for few in h.split(self._at_once)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits), counts
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, or of a few, if the model is such."""

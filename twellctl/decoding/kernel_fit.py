@@ -8,14 +8,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
+from twellctl.bundle.twell_few import (
+    few_gated_kernels,
+    few_kernels,
+    takes_few,
+    takes_few_dense,
+)
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
-from twellctl.bundle.twell_model import activation_name, is_plain
+from twellctl.bundle.twell_model import activation_name, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import E4M3_END, PAGE
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
+from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.whole_step import StepSizes, most_rows_at_once, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
@@ -23,6 +29,7 @@ from twellctl.here.own_kernels import own_kernels
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_MOST_DENSE = 256  # rows of a model that goes by PyTorch's products: each more is another graph
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -64,6 +71,8 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
+    if not is_relu(model):
+        return "a step in one kernel has ReLU"
     layers = range(model.config.num_hidden_layers)
     if len({window_of(model, i) for i in layers}) > 1:
         return "a step in one kernel has the same window in all layers"
@@ -75,11 +84,27 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
 
 
 def most_rows(model: PreTrainedModel) -> int:
-    """How many rows the kernels take in one step here; 0: none."""
+    """How many rows a step may have here; 0: none."""
+    if (B := rows_at_once(model)) >= OWN_PRODUCTS and not is_relu(model):
+        return _MOST_DENSE
     N, limits = model.config.intermediate_size, device_limits(model.device.index)
-    how = limits, entry_end(model)
-    taken = (B for B in _BATCHES if takes_few(B, N, *how) and takes_few_dense(B, *how))
+    taken = (M for M in _BATCHES if M <= B and takes_few(M, N, limits, entry_end(model)))
     return max(taken, default=0)
+
+
+def rows_at_once(model: PreTrainedModel) -> int:
+    """How many rows the kernels of dense products take in one launch here; 0: none."""
+    how = device_limits(model.device.index), entry_end(model)
+    return max((B for B in _BATCHES if takes_few_dense(B, *how)), default=0)
+
+
+def is_relu(model: PreTrainedModel) -> bool:
+    """Whether all FFNs are ReLU: those of another activation go densely, by PyTorch's products."""
+    return all(_is_relu(activation_of(ffn)) for ffn in gated_ffns(model))
+
+
+def activation_of(ffn: nn.Module) -> nn.Module:
+    return getattr(ffn, activation_name(ffn))
 
 
 def step_sizes(model: PreTrainedModel) -> StepSizes:
@@ -118,14 +143,18 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    tokens = range(1, most_rows(model) + 1)
+    tokens = range(1, min(most_rows(model), rows_at_once(model)) + 1)
     end = entry_end(model)
     few = {
         name for M in tokens for name in (*few_kernels(M, limits, end), *few_gated_kernels(M, end))
     }
+    linears = {
+        name for M in tokens for name in few_kernels(M, limits) if name.startswith("few_linear")
+    }
+    if not is_relu(model):
+        few = linears
     if end:  # of the LM head
-        names = {name for M in tokens for name in few_kernels(M, limits)}
-        few |= {name for name in names if name.startswith("few_linear")}
+        few |= linears
         if takes_hopper_kernels(index):
             few.update(DENSE_E4M3_KERNELS)
     others = ["embed_norm", "rms_norm", "choose", attention]
@@ -150,8 +179,8 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
         parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
         if parts != _LAYER_PARTS:
             return f"the layers of {name} have other parts than the decode kernels know"
-        if not _is_relu(getattr(layer.mlp, activation_name(layer.mlp))):
-            return f"the FFNs of {name} are not ReLU"
+        if entry_end(model) and not _is_relu(activation_of(layer.mlp)):
+            return f"the FFNs of {name} are in FP8 and not ReLU"
         q_k_v = (getattr(layer.self_attn, f"{of}_proj", None) for of in "qkv")
         if len({linear.bias is None for linear in q_k_v if linear is not None}) > 1:
             return f"some of q, k and v of {name} have a bias, some have none"
