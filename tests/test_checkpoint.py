@@ -102,6 +102,13 @@ def test_config_that_does_not_fit(model, refused, changes, words):
     refused(model, str(model), *words)
 
 
+def test_a_revision_of_a_local_folder(model, cli, tmp_path):
+    code, out, err = cli("convert", model, tmp_path / "out", "--revision", "v2")
+    assert (code, out) == (2, "")
+    assert err == [f"error: {model} is a local folder, which has no --revision v2"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_architectures(make_model, refused):
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     refused(make_model("mixtral", **experts), "mixture of experts", "dense")

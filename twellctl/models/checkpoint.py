@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
 from twellctl.bundle.twell_fp8_config import is_fp8
-from twellctl.errors import TwellError, reason, shown
+from twellctl.errors import TwellError, UsageError, reason, shown
 from twellctl.files.strict_json import read_json
 from twellctl.models.shards import (
     FLOATS,
@@ -156,13 +156,15 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
 
     `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
     truncated shard, a quantised, MoE, multimodal or non-gated model, remote code, a "twell" block
-    of another version.
+    of another version. `UsageError` for a revision of a local folder.
     """
     if isinstance(model, Checkpoint):
         return model
     name, path = str(model) or ".", Path(model)
     if not path.exists():
         path = _download(name, revision)
+    elif revision is not None:
+        raise UsageError(f"{name} is a local folder, which has no --revision {revision}")
     if not (path / "config.json").is_file():
         why = other_weights(path) or "has no config.json: give a model folder of transformers"
         raise TwellError(f"{name} {why}")
