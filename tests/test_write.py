@@ -35,9 +35,14 @@ def changed(silu_llama, tmp_path):
     return change
 
 
+def lines(path) -> list[dict]:
+    with path.open(encoding="utf-8") as file:  # str.splitlines would part them at U+0085, too
+        return [json.loads(line) for line in file]
+
+
 def chats(path) -> list[tuple[str, str]]:
     """Questions and answers."""
-    rows = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+    rows = [row["messages"] for row in lines(path)]
     assert all([turn["role"] for turn in row] == ["user", "assistant"] for row in rows)
     return [(question["content"], answer["content"]) for question, answer in rows]
 
@@ -70,21 +75,23 @@ def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokeni
 def test_half_of_what_a_chat_model_writes_are_documents(silu_llama, tokenizer, tmp_path):
     out = tmp_path / "own.jsonl"
     done = write(silu_llama, out, **SMALL | {"tokens": 3000, "documents": None})
-    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    rows = lines(out)
     texts = [row["text"] for row in rows if set(row) == {"text"}]
     assert 0.4 * done.texts < len(texts) < 0.6 * done.texts
     assert len(texts) + sum(set(row) == {"messages"} for row in rows) == len(rows) == done.texts
     assert len({text[:2] for text in texts}) > 0.7 * len(texts)  # by their first tokens
     for column in ("text", "content"):  # as finetune reads it
         assert len(list(read_texts([str(out)], column, tokenizer))) == len(rows)
+    out.write_text(json.dumps({"text": "a", "body": "b"}) + "\n")
+    with pytest.raises(TwellError, match="no text in 'content', only text, body"):
+        list(read_texts([str(out)], "content", tokenizer))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12])
 def test_a_model_without_a_chat_template_writes_documents(changed, tmp_path, max_tokens):
     out = tmp_path / "own.jsonl"
     done = write(changed(None), out, **SMALL | {"documents": None, "max_tokens": max_tokens})
-    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert [set(row) for row in rows] == [{"text"}] * done.texts
+    assert [set(row) for row in lines(out)] == [{"text"}] * done.texts
 
 
 def test_a_document_is_what_the_model_says_behind_its_first_token(silu_llama, tokenizer, tmp_path):
@@ -182,6 +189,17 @@ def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp
     assert not first & other
 
 
+def test_another_seed_draws_other_first_tokens(silu_llama, tokenizer):
+    def drawn(seed: int) -> list[int]:
+        made = _Documents(tokenizer, 512, Sampling(12), seed=seed)
+        made.fit_into(256)
+        return [made.begun().tokens[-1] for _ in range(50)]
+
+    assert drawn(0) == drawn(0)
+    assert len(set(drawn(0))) > 30
+    assert sum(a == b for a, b in zip(drawn(0), drawn(1), strict=True)) < 5
+
+
 def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
     read, together = Scheduler._read_chunk, []
 
@@ -267,6 +285,7 @@ def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"seed": -1}, "seed must be 0 to"),
         ({"max_tokens": 256 - QUESTION_TOKENS}, "max-tokens must be at most"),
+        ({"max_tokens": 256, "documents": 1.0}, "max-tokens must be at most 255"),
     ],
 )
 def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said):
@@ -316,5 +335,7 @@ def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, 
         write(silu_llama, tmp_path / "own.txt")
     with pytest.raises(TwellError, match="context of 96 tokens is too short to write in"):
         write(make_model("llama", max_position_embeddings=96), tmp_path / "own.jsonl", **SMALL)
-    with pytest.raises(TwellError, match="but the model has 80 tokens"):
-        write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **SMALL)
+    for share in (0.0, 1.0):
+        one = SMALL | {"documents": share}
+        with pytest.raises(TwellError, match="but the model has 80 tokens"):
+            write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **one)

@@ -64,17 +64,18 @@ def write(
     """Let `model`, SiLU or ReLU, write some `tokens` into the jsonl file `out`.
 
     A line is a chat, `messages`: a question of `QUESTION_TOKENS` at most and an answer of
-    `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most; `documents` is the
-    share of texts that are begun so, None: half, and all where there is no chat template. What
-    reaches its limit is cut there. `batch_size` texts are written at once. Lines go to `out` as
-    they come, and those that are there can be used, however the run ends. Raises `TwellError`.
+    `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most behind its first one;
+    `documents` is the share of texts that are begun so, None: half, and all where there is no chat
+    template. What reaches its limit is cut there. `batch_size` texts at most are written at once,
+    fewer where a step takes no more rows. Lines go to `out` as they come, and those that are there
+    can be used, however the run ends. Raises `TwellError`.
     """
     out = Path(out)
     _check(tokens, documents, max_tokens, temperature, batch_size, seed)
     _check_out(out, overwrite)
     checkpoint = open_checkpoint(model, revision=revision)
     checkpoint.require_tokenizer()
-    from twellctl.decoding.opening import open_scheduler
+    from twellctl.decoding.opening import open_scheduler, told_of_decoder
     from twellctl.models.loading import load_model, load_tokenizer
 
     if checkpoint.is_only_converted:
@@ -95,12 +96,12 @@ def write(
         kinds = [_Documents(*how)] if documents else []
         kinds += [_Chats(*how)] if documents < 1 else []
         doing(f"loading {checkpoint.name}")
-        eos = tokenizer.eos_token_id
-        scheduler = open_scheduler(load_model(checkpoint), eos, max_running=batch_size)
+        loaded = load_model(checkpoint)
+        scheduler = open_scheduler(loaded, tokenizer.eos_token_id, max_running=batch_size)
         for kind in kinds:
             scheduler.eos_tokens |= kind.special  # nothing behind them is read
             kind.fit_into(scheduler.context)
-        doing("writing")
+        doing(f"writing by {told_of_decoder(loaded)}")
         began, num_texts, num_tokens = time.monotonic(), 0, 0
         rows = _rows(scheduler, _by_turns(kinds, documents), batch_size)
         first = next(rows)  # before anything in OUT is lost
@@ -339,7 +340,7 @@ class _Chats(_Kind):
 
 
 class _Documents(_Kind):
-    """Text behind a first token that is drawn from all that are whole characters."""
+    """Text behind a first token, drawn from all that are whole characters, which counts to none."""
 
     name = "documents"
     doubt = "it writes none"
@@ -370,4 +371,6 @@ class _Documents(_Kind):
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
         if not self._text(sequence.tokens[sequence.num_prompt :], ends):  # it ended at once
             return None
-        return {"text": self._text(sequence.tokens[len(self._before) :], ends)}
+        text = self._text(sequence.tokens[len(self._before) :], ends)
+        self._encoded(text)  # of a tokenizer that fits the model
+        return {"text": text}

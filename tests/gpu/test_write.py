@@ -1,4 +1,4 @@
-"""write on a GPU: many texts at once, chats each with its answer."""
+"""write on a GPU: many texts at once, chats each with its answer, over kernels or not."""
 
 import json
 
@@ -13,13 +13,22 @@ pytestmark = [
 ]
 
 
-def test_hundreds_of_texts_are_written_at_once(silu_llama, tmp_path):
-    out = tmp_path / "own.jsonl"
-    done = write(silu_llama, out, tokens=100_000, max_tokens=40, batch_size=256)
-    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+OVER_KERNELS = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+OVER_KERNELS |= {"dtype": "bfloat16", "initializer_range": 0.06}
+
+
+@pytest.mark.parametrize("changes", [{}, OVER_KERNELS], ids=["transformers", "kernels"])
+def test_hundreds_of_texts_are_written_at_once(make_model, tmp_path, changes):
+    model, out = make_model("llama", **changes), tmp_path / "own.jsonl"
+    told = []
+    how = {"tokens": 100_000, "max_tokens": 40, "batch_size": 256}
+    done = write(model, out, **how, doing=told.append)
+    assert any("twellctl's kernels" in said for said in told) == bool(changes)
+    with out.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
     assert done.texts == len(rows) > 256
     chats = [row["messages"] for row in rows if "messages" in row]
-    assert 0.4 * len(rows) < len(chats) < 0.6 * len(rows)
+    assert 0.35 * len(rows) < len(chats) < 0.65 * len(rows)
     assert done.tokens >= 100_000
     for question, answer in chats:
         assert (question["role"], answer["role"]) == ("user", "assistant")

@@ -85,16 +85,16 @@ def write(
         int, typer.Option(help="Tokens of an answer or a document at most.")
     ] = 512,
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn.")] = 0.8,
-    batch_size: Annotated[int, typer.Option(help="Texts to write at once.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Let a model write text to train on.
 
-    A chat model draws users' questions, and answers them; any model writes documents behind words
-    that are drawn. Its sparse form, fine-tuned on them beside other text, keeps its manner and more
-    of what it knew. What is in OUT after Ctrl-C can be used.
+    A chat model draws users' questions, and answers them; any model writes documents behind a first
+    word that is drawn. The sparse form of a chat model, fine-tuned on them beside other text, keeps
+    its manner and more of what it knew. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run

@@ -14,12 +14,12 @@ FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer ro
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
 step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
 that it can be (whole_step.py). Which of these forms is the fastest is measured in the first step
-of so many rows (step_forms.py). With another activation than ReLU nothing can be left out: the
-FFN goes densely then, of more rows than the kernels take, and the head by some rows at a time.
+of so many rows (step_forms.py). With another activation than ReLU nothing can be left out: then
+the FFN goes densely, a step may have up to 256 rows, and the head takes 64 of them a launch.
 
-Prompts go through the model's own forward (HFDecoder), its FFNs over TwELL, into the same cache.
-The model is made over for that: q, k and v lie together, and down by rows of neurons. In FP8
-W_down is there in both layouts.
+Prompts go through the model's own forward (HFDecoder), ReLU FFNs over TwELL, into the same cache.
+The model is made over for that: q, k and v lie together, and down of a sparse form by rows of
+neurons. In FP8 W_down is there in both layouts.
 """
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ from twellctl.here.own_kernels import own_kernels
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_MOST_DENSE = 256  # rows of a model that goes by PyTorch's products: each more is another graph
+_MOST_DENSE = 256  # rows of a step that is dense because its FFNs are not ReLU
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -99,7 +99,7 @@ def rows_at_once(model: PreTrainedModel) -> int:
 
 
 def is_relu(model: PreTrainedModel) -> bool:
-    """Whether all FFNs are ReLU: those of another activation go densely, by PyTorch's products."""
+    """Whether all FFNs are ReLU; those of another activation go densely."""
     return all(_is_relu(activation_of(ffn)) for ffn in gated_ffns(model))
 
 

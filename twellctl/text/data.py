@@ -50,8 +50,9 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
     """The texts of files and folders, in the order given, folders in the order of their names.
 
     A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with
-    `messages` goes through the chat template of `tokenizer`. A row of jsonl without either may have
-    `text`, as `twellctl write` writes it. `TwellError` names file and line of what is wrong.
+    `messages` goes through the chat template of `tokenizer`. A row of `text` alone, as `twellctl
+    write` writes it, is taken whatever the column is called. `TwellError` names file and line of
+    what is wrong.
     """
     for path in text_files(paths):
         some = False
@@ -221,7 +222,7 @@ def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
         return row[text_column]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return _chat_text(row["messages"], tokenizer, where)
-    if isinstance(row, dict) and isinstance(row.get("text"), str):
+    if isinstance(row, dict) and row.keys() == {"text"} and isinstance(row["text"], str):
         return row["text"]
     found = _some(row) if isinstance(row, dict) else type(row).__name__
     raise TwellError(
