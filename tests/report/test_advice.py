@@ -53,6 +53,14 @@ def changed(which: dict, **more):
             "At 4096 tokens layers 1 and 2 are faster dense",
         ),
         (
+            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, *[0.9] * 6)),
+            "At 4096 tokens layers 1, 2, 3, 4, 5 and 6 are faster dense",
+        ),
+        (
+            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, *[0.9] * 7)),
+            "At 4096 tokens 7 layers are faster dense",
+        ),
+        (
             changed({"density": 0.2, "nnz_mean": 200.0}),
             "Layer 0 fires more than 3 times the mean",
         ),

@@ -54,6 +54,15 @@ def whole() -> Read:
     return Read(profile_page(profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))))
 
 
+@pytest.mark.parametrize(
+    ("model", "called"),
+    [("/home/me/models/sparse", "sparse"), ("out/sparse", "out/sparse"), ("a/model", "a/model")],
+)
+def test_a_page_is_called_by_the_models_name(model, called):
+    made = dataclasses.replace(profiles.profile(), model=model)
+    assert f"<title>What fires in {called}</title>" in profile_page(made)
+
+
 def test_figures_of_a_profile_are_on_its_page(whole):
     for words in (
         "What fires in a/model", "1.13 %", "2.3456", "± 0.0123", "Pearson's correlation of the two "

@@ -16,6 +16,7 @@ PREFILL, DECODE = 0.02, 0.05  # densities from which on dense was as fast on an 
 TOO_MANY = 0.2  # by reckoning: above DECODE nothing was measured
 SMALL = 2048  # neurons of a layer; with 1536 decoding was no faster at 1 and 3 % on an H200
 MET = 1.1  # times the target
+MOST_NAMED = 6  # layers, by their numbers: the page's charts tell the others
 
 
 def of_profile(profile: Profile) -> list[str]:
@@ -148,8 +149,10 @@ def _numbers(profile: Profile, picked: Callable[[LayerProfile], bool]) -> list[i
 
 
 def _layers(numbers: list[int], one: str = "is", many: str = "are") -> str:
-    """Like "layer 3 is" and "layers 0, 1 and 7 are"."""
+    """Like "layer 3 is", "layers 0, 1 and 7 are" and, of many, "12 layers are"."""
     if len(numbers) == 1:
         return f"layer {numbers[0]} {one}"
+    if len(numbers) > MOST_NAMED:
+        return f"{len(numbers)} layers {many}"
     *others, last = map(str, numbers)
     return f"layers {', '.join(others)} and {last} {many}"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from twellctl.firing.profiled import SHARES, LayerProfile, PartDensity, PositionDensity, Profile
 from twellctl.report import advice, charts
@@ -25,7 +26,8 @@ def profile_page(profile: Profile) -> str:
         Section("Packed form: slots, overflow, dead neurons", _packed(profile)),
         Section("How it was measured", _facts(profile)),
     ]
-    title = f"What fires in {profile.model}"
+    model = Path(profile.model)
+    title = f"What fires in {model.name if model.is_absolute() else model}"
     return page(title, about, _tiles(profile), advice.of_profile(profile), sections)
 
 
