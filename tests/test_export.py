@@ -4,6 +4,7 @@ What must hold where twellctl is not installed runs in one child process, for al
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export, parse_size
 from twellctl.firing.profiled import save_profile
-from twellctl.models.checkpoint import fingerprint, open_checkpoint
+from twellctl.models.checkpoint import REPORT_FILE, fingerprint, open_checkpoint
 from twellctl.profile import profile
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
@@ -345,6 +346,18 @@ def test_buffers_are_set_up_as_in_the_stock_class(make_model, load_trusted, tmp_
     export(tmp_path / "relu", tmp_path / "falcon")
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")(IDS).logits
     torch.testing.assert_close(load_trusted(tmp_path / "falcon")(IDS).logits, wanted)
+
+
+def test_only_converted_models_are_warned_of(relu_llama, tmp_path):
+    trained, said = tmp_path / "trained", []
+    shutil.copytree(relu_llama, trained)
+    (trained / REPORT_FILE).write_text("{}")
+    export(trained, tmp_path / "first", note=said.append)
+    assert said == []
+    export(relu_llama, tmp_path / "second", note=said.append)
+    assert said == [
+        f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise"
+    ]
 
 
 def test_gradient_checkpointing(exported, load_trusted):

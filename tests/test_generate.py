@@ -115,7 +115,10 @@ def test_the_command_streams_and_tells(cli, relu_llama, stock, tokenizer):
     known = stock.tokens(ids, 8)
     kept = [token for token in known if token != tokenizer.eos_token_id]
     assert PROMPT + out == tokenizer.decode(ids + kept) + "\n"
-    (line,) = err
+    beware, line = err
+    assert beware == (
+        f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise"
+    )
     found = re.fullmatch(STATS, line)
     assert found, line
     assert (int(found[1]), int(found[2])) == (len(ids), len(known))
@@ -203,8 +206,8 @@ def test_a_failure_on_the_way_is_one_line(cli, relu_llama, monkeypatch):
     code, out, err = cli("generate", relu_llama, PROMPT, "--no-chat")
     assert code == 1
     assert out
-    assert " tokens, the first after " in err[0]
-    assert err[1:] == ["error: out of memory: shorten the prompt or lower max_tokens"]
+    assert " tokens, the first after " in err[1]
+    assert err[2:] == ["error: out of memory: shorten the prompt or lower max_tokens"]
 
 
 def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
@@ -233,7 +236,8 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
     assert process.returncode == 130
     assert first
     assert out.endswith(b"\n")
-    *loading, figures, last = err.decode().splitlines()
-    assert all(line.startswith("loading ") for line in loading)  # said on a slow machine only
+    *before, figures, last = err.decode().splitlines()
+    told = "loading ", "beware: "  # the first on a slow machine only
+    assert all(line.startswith(told) for line in before)
     assert re.match(r"\d+ \+ \d+ tokens, the first after", figures)
     assert last == "error: interrupted"

@@ -7,6 +7,7 @@ sha256, of FP8 weights too.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def export(
     quantize: str | None = None,
     shard_size: str | int | None = None,
     overwrite: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
 
@@ -72,6 +74,7 @@ def export(
         checkpoint = open_checkpoint(model)
         checkpoint.require_unquantised()
         checkpoint.require_relu()
+        checkpoint.beware_of_noise(note)
         measured = read_profile(profile) if isinstance(profile, str | Path) else profile
         twell = checkpoint.twell
         is_measured = bool(profile or evaluation or bench)

@@ -1,7 +1,7 @@
 """twellctl generate: one prompt continued in this process, by the engine that serve-local runs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +106,7 @@ def generate(
     top_k: int = 0,
     seed: int | None = None,
     chat: bool | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Load `model` (a ReLU folder, an export or a hub id); the text after `prompt`, to iterate.
 
@@ -118,6 +119,7 @@ def generate(
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
+    checkpoint.beware_of_noise(note)
     # torch takes seconds to import: a wrong model is told before
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer

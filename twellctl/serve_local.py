@@ -42,6 +42,7 @@ def serve_local(
     drain: float = 30,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Serve `model` (a ReLU folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
@@ -58,6 +59,7 @@ def serve_local(
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
+    checkpoint.beware_of_noise(note)
     with _short_turns(), _listener(host, port) as listener:
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         try:

@@ -260,6 +260,7 @@ def export(
             quantize=quantize,
             shard_size=shard_size,
             overwrite=overwrite,
+            note=ui.note,
         )
     )
 
@@ -316,6 +317,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         chat=chat,
+        note=ui.note,
     )
     try:
         ui.stream(made)
@@ -380,6 +382,7 @@ def serve_local(
         drain=drain,
         on_ready=serving.serving,
         log=serving.log if access_log else None,
+        note=ui.note,
     )
 
 

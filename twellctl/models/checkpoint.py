@@ -7,6 +7,7 @@ loaded or written. Nothing here reads a weight, except `fingerprint`.
 import hashlib
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +99,11 @@ class Checkpoint:
         """Whether it is ReLU with the weights of a SiLU model, which twellctl did not train."""
         trained = (self.path / REPORT_FILE).exists()
         return self.activation == "relu" and self.twell["source_act"] != "relu" and not trained
+
+    def beware_of_noise(self, note: Callable[[str], None]) -> None:
+        """Say so if the model was only converted."""
+        if self.is_only_converted:
+            note(f"beware: {self.name} was converted and not fine-tuned: what it writes is noise")
 
     @property
     def is_fp8(self) -> bool:
