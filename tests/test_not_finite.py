@@ -87,8 +87,9 @@ def test_profile_says_where_gates_are_no_numbers(relu_llama, text_file, tmp_path
 
 def test_generate_says_that_the_model_computed_nan(overflowing, relu_llama, cli):
     code, out, err = cli("generate", relu_llama, "x = 1", "--max-tokens", 4)
-    assert (code, out, len(err)) == (1, "", 1), err
-    assert "the model computed NaN in place of the next token's probabilities" in err[0]
+    assert (code, out, len(err)) == (1, "", 2), err
+    assert err[0].startswith("beware: ")
+    assert "the model computed NaN in place of the next token's probabilities" in err[1]
 
 
 def test_a_server_answers_500_and_health_says_so(overflowing, relu_llama):

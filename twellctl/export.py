@@ -74,7 +74,6 @@ def export(
         checkpoint = open_checkpoint(model)
         checkpoint.require_unquantised()
         checkpoint.require_relu()
-        checkpoint.beware_of_noise(note)
         measured = read_profile(profile) if isinstance(profile, str | Path) else profile
         twell = checkpoint.twell
         is_measured = bool(profile or evaluation or bench)
@@ -92,6 +91,7 @@ def export(
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
         write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
+    checkpoint.beware_of_noise(note)
     served = is_served_over_twell(config)
     class_name = config["auto_map"]["AutoModelForCausalLM"].split(".")[-1]
     slots = tuple(twell["slots"])

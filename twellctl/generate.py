@@ -119,7 +119,6 @@ def generate(
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
-    checkpoint.beware_of_noise(note)
     # torch takes seconds to import: a wrong model is told before
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
@@ -130,6 +129,7 @@ def generate(
     scheduler = open_scheduler(load_model(checkpoint), tokenizer.eos_token_id, max_running=1)
     budget = max_tokens or min(MAX_TOKENS, _room(scheduler, tokens))
     sampling = Sampling(budget, temperature, top_p, top_k, seed)
+    checkpoint.beware_of_noise(note)
     return Generation(scheduler, tokenizer, tokens, sampling, continued=not chat)
 
 

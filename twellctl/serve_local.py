@@ -59,9 +59,9 @@ def serve_local(
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
     checkpoint.require_tokenizer()
-    checkpoint.beware_of_noise(note)
     with _short_turns(), _listener(host, port) as listener:
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
+        checkpoint.beware_of_noise(note)
         try:
             limits = Limits(answer_seconds=timeout)
             how = {"access": access, "limits": limits, "drain": drain, "log": log}

@@ -275,7 +275,10 @@ def test_a_public_command_drains_then_hurries(relu_llama, signals):
             out, err = process.communicate(timeout=20)
         finally:
             process.kill()
-    assert (process.returncode, out, err) == (0, "", "")
+    assert (process.returncode, out) == (0, "")
+    assert (
+        err == f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise\n"
+    )
 
 
 @pytest.mark.parametrize(
