@@ -15,7 +15,7 @@ The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_
 step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
 that it can be (whole_step.py). Which of these forms is the fastest is measured in the first step
 of so many rows (step_forms.py). With another activation than ReLU nothing can be left out: then
-the FFN goes densely, a step may have up to 256 rows, and the head takes 64 of them a launch.
+the FFN goes densely, a step may have up to 256 rows, and the head takes at most 64 a launch.
 
 Prompts go through the model's own forward (HFDecoder), ReLU FFNs over TwELL, into the same cache.
 The model is made over for that: q, k and v lie together, and down of a sparse form by rows of
@@ -96,8 +96,9 @@ class KernelDecoder:
         return why_not(model)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True):
-        self._is_relu = is_relu(model)
-        sparse = sparse and self._is_relu
+        # of another activation than ReLU, which leaves nothing out
+        self._ways = None if is_relu(model) else [_way(ffn) for ffn in gated_ffns(model)]
+        sparse = sparse and self._ways is None
         self._model, self._sparse = model, sparse
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
@@ -121,7 +122,6 @@ class KernelDecoder:
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
         ]
-        self._with_activations = [with_activation(activation_of(f)) for f in gated_ffns(model)]
         self._eps = model.config.rms_norm_eps
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
@@ -181,8 +181,8 @@ class KernelDecoder:
         Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
         by the order of sums.
         """
-        if not self._is_relu:
-            return {BY_COLUMNS.name: partial(self._one_by_one, self._with_activations)}
+        if self._ways is not None:
+            return {BY_COLUMNS.name: partial(self._one_by_one, self._ways)}
         dense = BY_COLUMNS if not self._sparse or self._copies.fit() else IN_PLACE
         ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
@@ -302,6 +302,10 @@ class KernelDecoder:
             w_down = down.weight
         biases, scales = (gate.bias, up.bias, down.bias), (gate.scale, up.scale, down.scale)
         return FFN(gate.weight, up.weight, w_down, *biases, *scales)
+
+
+def _way(ffn: nn.Module) -> Way:
+    return with_activation(activation_of(ffn))
 
 
 def _by_neurons(ffn: FFN) -> FFN:
