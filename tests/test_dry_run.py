@@ -134,10 +134,10 @@ def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
     )  # fmt: skip
     ui.dry_run(found, "")
     assert capsys.readouterr().out.splitlines()[3:] == [
-        "loss over SiLU to expect at 5.00%: +0.023 +- 0.020 nats a token, by two small models' "
+        "loss over SiLU to expect at 5.00%: +0.029 +- 0.014 nats a token, by two small models' "
         "text; kinds of text differ by more",
-        "other runs: 3.00% with 80 million tokens +0.037, 1.00% with 80 million tokens +0.081, "
-        "5.00% with 20 million tokens +0.070, 5.00% with 300 million tokens ~+0.000 "
+        "other runs: 3.00% with 80 million tokens +0.043, 1.00% with 80 million tokens +0.086, "
+        "5.00% with 20 million tokens +0.075, 5.00% with 300 million tokens ~+0.007 "
         "(~: extrapolated)",
         "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
         "speed over dense, not measured: why",
@@ -149,7 +149,7 @@ def test_a_loss_that_is_extrapolated_is_said_so(relu_llama, text_file, capsys):
     ui.dry_run(found, "")
     said = capsys.readouterr().out.splitlines()[3:]
     assert said[0] == (
-        "loss over SiLU to expect at 5.00%: about +0.079 nats a token, extrapolated: 0.058 million "
+        "loss over SiLU to expect at 5.00%: about +0.083 nats a token, extrapolated: 0.058 million "
         "parameters (29 million to 135 million were measured), 17 million tokens (20 million to "
         "300 million were measured); its error is not known"
     )

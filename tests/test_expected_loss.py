@@ -48,7 +48,7 @@ EACH = np.arange(len(RUNS))
 
 
 def test_the_rule_is_the_fit_of_the_measured_runs():
-    assert len(RUNS) == 11
+    assert len(RUNS) == 12
     fitted = np.linalg.lstsq(RULE, LOSS, rcond=None)[0]
     assert np.round(fitted, 4).tolist() == [COST, GAIN]
     said = [expected_loss(run.tokens, run.density, run.parameters).nats for run in RUNS]
@@ -58,19 +58,19 @@ def test_the_rule_is_the_fit_of_the_measured_runs():
 def test_its_error_is_the_largest_of_a_setting_that_was_left_out():
     errors = left_out_errors(RULE, EACH)
     assert round(float(abs(errors).max()), 3) == ERROR
-    assert rms(errors) == pytest.approx(0.0097, abs=5e-5)
+    assert rms(errors) == pytest.approx(0.0061, abs=5e-5)
 
 
 def test_a_budget_that_was_left_out_is_predicted_nearly_as_well():
     errors = left_out_errors(RULE, TOKENS)
-    assert rms(errors) == pytest.approx(0.0100, abs=5e-5)
-    assert abs(errors).max() == pytest.approx(0.0212, abs=5e-5)
+    assert rms(errors) == pytest.approx(0.0059, abs=5e-5)
+    assert abs(errors).max() == pytest.approx(0.0141, abs=5e-5)
 
 
-def test_the_smaller_model_predicts_the_larger_one_less_well():
+def test_the_smaller_model_predicts_the_larger_one_as_well():
     sizes = np.array([run.parameters for run in RUNS])
     errors = left_out_errors(RULE, sizes)[sizes == sizes.max()]
-    assert abs(errors).max() == pytest.approx(0.0212, abs=5e-5)
+    assert abs(errors).max() == pytest.approx(0.0137, abs=5e-5)
 
 
 def test_other_forms_err_more():
@@ -93,6 +93,7 @@ def test_every_run_stands_in_the_lab_book():
         "cosine rate",
         "no shifts",
         "thresholds",
+        "lower rate",
     }
     assert {row["text"] for row in rows if row["used"] == "yes"} == {
         "package code",
@@ -125,12 +126,12 @@ def test_measured_runs_are_inside(run):
             ["8,030 million parameters (29 million to 135 million were measured)"],
         ),
         (2e9, 0.03, 30e6, ["2,000 million tokens (20 million to 300 million were measured)"]),
-        (80e6, 0.2, 30e6, ["20.00% firing (0.96% to 7.00% were measured)"]),
+        (80e6, 0.2, 30e6, ["20.00% firing (0.96% to 6.85% were measured)"]),
         (
             20e6,
             0.01,
             30e6,
-            ["0.2 million tokens x firing (0.6 million to 8.7 million were measured)"],
+            ["0.2 million tokens x firing (0.6 million to 9 million were measured)"],
         ),
         (6400, 0.05, 57504, ["0.058 million parameters", "0.0064 million tokens"]),
     ],
@@ -149,7 +150,7 @@ def test_whole_steps_of_a_recipes_budget_are_inside():
 
 def test_other_targets_and_budgets_are_told():
     outlook = loss_outlook(79_995_904, 1 - 0.95, 30_000_000)
-    assert outlook.expected.nats == pytest.approx(0.0231, abs=1e-4)
+    assert outlook.expected.nats == pytest.approx(0.0292, abs=1e-4)
     others = [(one.tokens, one.density) for one in outlook.others]
     same_tokens = [(79_995_904, 0.03), (79_995_904, 0.01)]
     assert others == [*same_tokens, (20e6, 1 - 0.95), (300e6, 1 - 0.95)]
