@@ -66,6 +66,7 @@ class Scripted:
     """
 
     context, vocab_size, eos_tokens = 256, 512, frozenset({0})
+    max_held = 320
 
     def __init__(
         self,

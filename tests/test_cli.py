@@ -118,3 +118,24 @@ def test_a_reader_that_has_had_enough_is_no_failure(relu_llama):
     process.stderr.close()
     assert process.wait() == 141
     assert "rror" not in said
+
+
+def test_what_stdout_cannot_spell_is_no_failure(silu_llama, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "twellctl", "convert", silu_llama, "ü1"],
+        cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"?1" in done.stdout
+
+
+def test_a_rank_that_is_no_number(cli, relu_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    words = (relu_llama, tmp_path / "out", "--data", text_file)
+    for command, said in (
+        (("finetune", *words), "RANK in the environment must be a whole number, got 'first'"),
+        (("convert", tmp_path / "none", tmp_path / "out"), "none"),
+    ):
+        code, _, err = cli(*command)
+        assert (code, len(err)) == (1, 1)
+        assert said in err[0]

@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import warnings
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from finetune_runs import InterruptAt, small, weights
+from finetune_runs import SMALL, InterruptAt, small, weights
 
 from twellctl import dry_run as module
 from twellctl.bench.expected_speed import ExpectedSpeed, Speedup
@@ -67,15 +70,60 @@ def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
     texts = read_texts([str(text_file)], "text")
     tokens = sum(len(some) for some in token_stream(texts, tokenizer))
     expected = 2 * tokens // (4 * 32)
-    assert dry_run(relu_llama, recipe).num_steps == pytest.approx(expected, rel=0.25)
+    found = dry_run(relu_llama, recipe)
+    assert found.num_steps == pytest.approx(expected, rel=0.25)
+    assert found.passes == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".txt"])
+def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, tmp_path, suffix):
+    texts = list(read_texts([str(text_file)], "text"))
+    file = tmp_path / f"text{suffix}"
+    if suffix == ".parquet":  # which compresses it
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="zstd")
+    elif suffix == ".jsonl":
+        rows = [json.dumps({"more": "x" * 2000, "text": text}) for text in texts]
+        file.write_text("\n\n".join(rows))
+    else:
+        file.write_text("".join(texts))
+    how = {"max_steps": None, "epochs": 1, "batch_size": 16}
+    wanted = dry_run(relu_llama, small(text_file, **how)).num_steps
+    found = dry_run(relu_llama, small(file, **how)).num_steps
+    assert found == pytest.approx(wanted, rel=0.03)
+
+
+def test_text_that_is_read_again_is_said_so(cli, relu_llama, text_file, tmp_path):
+    flags = [
+        f"--{key.replace('_', '-')}={value}" for key, value in (SMALL | {"max_steps": 5000}).items()
+    ]
+    code, said, _ = cli(
+        "finetune", relu_llama, tmp_path / "out", "--dry-run", f"--data={text_file}", *flags
+    )
+    assert code == 0
+    assert re.match(r"5000 steps, 640000 tokens, the text about \d+\.\d times, ", said)
+
+
+def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("yes and no " * 40)
+    said = []
+    for start in (
+        lambda recipe: finetune(relu_llama, tmp_path / "out", recipe),
+        lambda recipe: dry_run(relu_llama, recipe),
+    ):
+        with pytest.raises(TwellError, match="fewer than one batch of 24") as error:
+            start(small(file, batch_size=24))
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 def test_the_loss_is_that_of_the_run(relu_llama, text_file):
     recipe = small(text_file, target_sparsity=0.97)
     tensors = weights(relu_llama).values()
-    found = module._loss(open_checkpoint(relu_llama), recipe, 80_000_000)
-    wanted = loss_outlook(80_000_000, 1 - 0.97, sum(tensor.numel() for tensor in tensors))
-    assert found == wanted
+    found = module._loss(open_checkpoint(relu_llama), recipe, 80_000_000, 10_000_000)
+    parameters = sum(tensor.numel() for tensor in tensors)
+    assert found == loss_outlook(80_000_000, 1 - 0.97, parameters, 10_000_000)
+    assert found.expected.outside[-1] == "8 passes over the text (up to 4 were measured)"
 
 
 def test_settings_that_were_not_measured_have_no_loss(relu_llama, text_file, capsys):
@@ -127,9 +175,9 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
 def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
     speedups = Speedup("1 row", 1.744), Speedup("16 rows", 1.0)
     found = DryRun(
-        num_steps=3255, num_tokens=79_994_880, num_trained=29_379_072, tokens_per_second=900_000.0,
-        peak_bytes=2**30, total_bytes=2**36, memory="GPU memory", changes={}, without_loss=None,
-        checkpoint_bytes=0,
+        num_steps=3255, num_tokens=79_994_880, passes=1.0, num_trained=29_379_072,
+        tokens_per_second=900_000.0, peak_bytes=2**30, total_bytes=2**36, memory="GPU memory",
+        changes={}, without_loss=None, checkpoint_bytes=0,
         loss=loss_outlook(79_994_880, 0.05, 29_366_784), speed=ExpectedSpeed(speedups, ("why",)),
     )  # fmt: skip
     ui.dry_run(found, "")
@@ -151,7 +199,8 @@ def test_a_loss_that_is_extrapolated_is_said_so(relu_llama, text_file, capsys):
     assert said[0] == (
         "loss over SiLU to expect at 5.00%: about +0.083 nats a token, extrapolated: 0.058 million "
         "parameters (29 million to 135 million were measured), 17 million tokens (20 million to "
-        "300 million were measured); its error is not known"
+        "300 million were measured), 278 passes over the text (up to 4 were measured); its error "
+        "is not known"
     )
     assert said[1].startswith("other runs: 3.00% with 16.8 million tokens ~+0.")
 

@@ -99,6 +99,18 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
         assert not run_folder(out).exists()
 
 
+def test_an_out_without_a_name_is_refused(cli, relu_llama, text_file, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "..", "/"):
+        code, _, stderr = cli("finetune", relu_llama, out, "--data", text_file)
+        assert (code, len(stderr)) == (1, 1), stderr
+        assert stderr[0].startswith(f"error: {out} ")
+        assert ": choose another " in stderr[0]
+    assert run_folder(Path()) == tmp_path / "here.run"
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
 def test_several_files_after_one_flag_and_the_models_own_context(
     cli, relu_llama, text_file, tmp_path, monkeypatch
 ):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import numpy as np
 import pytest
@@ -263,23 +264,23 @@ def test_a_long_text_leaves_room_for_others(text_file, tokenizer, tmp_path, limi
     assert second >= min(words[1], 0.35 * limit)
 
 
-def test_more_files_than_may_be_open_are_all_read(text_file, tokenizer, tmp_path, monkeypatch):
-    opened, in_turn = [], runs.in_turn
-
-    def remembered(streams, longest):
-        opened.extend(streams)
-        return in_turn(opened, longest)
-
-    monkeypatch.setattr(runs, "in_turn", remembered)
-    monkeypatch.setattr(runs, "OPEN_FILES", 2)
-    data = [tmp_path / f"{word}.txt" for word in ("one", "two", "three", "four", "five")]
+def test_of_more_files_than_may_be_open_equally_much_is_taken(text_file, tokenizer, tmp_path):
+    """A row is one token, and the end of a text."""
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rows = json.dumps({"text": "x"}) + "\n", json.dumps({"text": "q"}) + "\n"
+    data = [tmp_path / f"{number}.jsonl" for number in range(300)]
     for path in data:
-        path.write_text(path.stem)
-    recipe = small(text_file, data=[str(path) for path in data], max_steps=None)
-    runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
-    assert len(opened) == 2
-    read = tokenizer.decode(np.fromfile(tmp_path / "tokens.bin", np.int32))
-    assert sorted(read.split("<|endoftext|>")) == sorted(["", *(path.stem for path in data)])
+        path.write_text(rows[path == data[-1]] * 60)
+    changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": 12_000}
+    recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (250, most))
+    try:
+        runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    (last,) = tokenizer.encode("q", add_special_tokens=False)
+    tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
+    assert (tokens == last).mean() == pytest.approx(0.5 / len(data), rel=0.05)
 
 
 def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from twellctl import quickstart as module
+from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted
 from twellctl.quickstart import QuickStarted, quickstart
 
@@ -29,6 +30,14 @@ def test_the_whole_job(tmp_path):
     twell = json.loads((out / "export/config.json").read_text())["twell"]
     assert twell["slots"] == [layer["slots"] for layer in profile["layers"]]
     assert AutoModelForCausalLM.from_pretrained(out / "export").config.hidden_act == "relu"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_cannot_be_drawn_from_is_refused_at_once(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(module, "_whole_job", None)
+    with pytest.raises(UsageError, match=f"seed must be 0 to 4294967295, got {seed}"):
+        quickstart(tmp_path / "demo", seed=seed)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_falling_short_is_said_and_exits_1(cli, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import yaml
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.resources import resource_dir
 from twellctl.training.recipe import (
+    UNNAMED_TEACHER,
     Recipe,
     flag_name,
     public_recipe,
@@ -167,7 +168,11 @@ def test_the_saved_recipe_repeats_the_run(tmp_path):
 def test_what_goes_out_with_a_model_names_no_path(tmp_path):
     paths = {"data": [str(tmp_path)], "eval_data": ["b"], "teacher": str(tmp_path)}
     first = resolve_recipe("standard", paths | {"l1": 1e-4})
-    assert public_recipe(first) == resolve_recipe("standard", {"l1": 1e-4})
+    public = public_recipe(first)
+    assert public == resolve_recipe("standard", {"l1": 1e-4, "teacher": UNNAMED_TEACHER})
+    assert public_recipe(public) == public
+    save_recipe(public, tmp_path / "recipe.yaml")
+    assert resolve_recipe(tmp_path / "recipe.yaml") == public
     of_the_hub = resolve_recipe("standard", {"teacher": "owner/model"})
     assert public_recipe(of_the_hub) == of_the_hub
 

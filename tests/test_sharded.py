@@ -300,6 +300,13 @@ def test_more_processes_than_gpus(monkeypatch):
         as_launched(Recipe())
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_count_of_processes_that_is_no_number(monkeypatch, name):
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(TwellError, match=f"^{name} .* must be a whole number, got 'two'"):
+        as_launched(Recipe())
+
+
 def test_what_several_gpus_would_hold(sources, monkeypatch):
     checkpoint = open_checkpoint(sources[False])
     least = least_bytes(checkpoint, Recipe())

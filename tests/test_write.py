@@ -18,6 +18,7 @@ from twellctl.text.tokens import encode_chat
 from twellctl.write import QUESTION_TOKENS, _Chats, _Documents, write
 
 SMALL = {"tokens": 600, "documents": 0.0, "max_tokens": 12, "batch_size": 5}
+OURS = '{"text": "so", "by": "twellctl write"}\n'
 INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 
@@ -76,12 +77,14 @@ def test_half_of_what_a_chat_model_writes_are_documents(silu_llama, tokenizer, t
     out = tmp_path / "own.jsonl"
     done = write(silu_llama, out, **SMALL | {"tokens": 3000, "documents": None})
     rows = lines(out)
-    texts = [row["text"] for row in rows if set(row) == {"text"}]
+    texts = [row["text"] for row in rows if set(row) == {"text", "by"}]
     assert 0.4 * done.texts < len(texts) < 0.6 * done.texts
-    assert len(texts) + sum(set(row) == {"messages"} for row in rows) == len(rows) == done.texts
+    chats = [row for row in rows if set(row) == {"messages", "by"}]
+    assert len(texts) + len(chats) == len(rows) == done.texts
     assert len({text[:2] for text in texts}) > 0.7 * len(texts)  # by their first tokens
     for column in ("text", "content"):  # as finetune reads it
         assert len(list(read_texts([str(out)], column, tokenizer))) == len(rows)
+    assert all(row["by"] == "twellctl write" for row in rows)
     out.write_text(json.dumps({"text": "a", "body": "b"}) + "\n")
     with pytest.raises(TwellError, match="no text in 'content', only text, body"):
         list(read_texts([str(out)], "content", tokenizer))
@@ -91,7 +94,7 @@ def test_half_of_what_a_chat_model_writes_are_documents(silu_llama, tokenizer, t
 def test_a_model_without_a_chat_template_writes_documents(changed, tmp_path, max_tokens):
     out = tmp_path / "own.jsonl"
     done = write(changed(None), out, **SMALL | {"documents": None, "max_tokens": max_tokens})
-    assert [set(row) for row in lines(out)] == [{"text"}] * done.texts
+    assert [set(row) for row in lines(out)] == [{"text", "by"}] * done.texts
 
 
 def test_a_document_is_what_the_model_says_behind_its_first_token(silu_llama, tokenizer, tmp_path):
@@ -228,10 +231,16 @@ def test_few_do_not_wait_for_each_other(silu_llama, tmp_path, monkeypatch, at_on
 
 def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     out = tmp_path / "own.jsonl"
-    out.write_text("mine\n")
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()]
+    for mine in ('{"text": "mine"}\n', "mine\n", "[1]\n", "\xff\n"):
+        out.write_text(mine, "latin-1")
+        for more in ([], ["--overwrite"]):
+            code, _, err = cli("write", silu_llama, out, *flags, *more)
+            assert (code, out.read_text("latin-1")) == (1, mine)
+            assert "exists and is no text that write has written: choose another" in err[-1]
+    out.write_text(OURS)
     code, _, err = cli("write", silu_llama, out, *flags)
-    assert (code, out.read_text()) == (1, "mine\n")
+    assert (code, out.read_text()) == (1, OURS)
     assert "exists: choose another name, or replace it with --overwrite" in err[-1]
     code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
     assert code == 0
@@ -247,10 +256,10 @@ def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_
 
     monkeypatch.setattr(Scheduler, "advance", fail)
     out = tmp_path / "own.jsonl"
-    out.write_text("mine\n")
+    out.write_text(OURS)
     with pytest.raises(TwellError, match="out of memory: lower --batch-size or --max-tokens"):
         write(silu_llama, out, **SMALL, overwrite=True)
-    assert out.read_text() == "mine\n"
+    assert out.read_text() == OURS
 
 
 def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path):

@@ -36,6 +36,7 @@ from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transf
 from twellctl.settings import flag_name
 from twellctl.text.data import (
     Blocks,
+    estimated_text_bytes,
     read_blocks,
     read_texts,
     text_files,
@@ -55,7 +56,7 @@ from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.processes import check_same, from_all, in_all
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, public_recipe, settings
-from twellctl.training.runs import check_alike
+from twellctl.training.runs import check_alike, held_out_fraction, split_blocks
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
@@ -77,16 +78,18 @@ class OnSeveral:
 class DryRun:
     """What a run would take, and of what `memory`; what it is to cost in quality and gain in speed.
 
-    `peak_bytes` is the most that was allocated in a process, on a CPU by all of it; `total_bytes`
-    is what the GPU has, or the system could give a process. `checkpoint_bytes` are those of one on
-    disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what runs of one
-    process would take in several. `changes` are the settings without which it does not fit. `loss`
-    is None where `without_loss` says why; `speed` is None without a target, and in all processes
-    but the first.
+    `passes` are those over the text, about, from the size of its files; so are `num_steps` of
+    epochs. `peak_bytes` is the most that was allocated in a process, on a CPU by all of it;
+    `total_bytes` is what the GPU has, or the system could give a process. `checkpoint_bytes` are
+    those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what
+    runs of one process would take in several. `changes` are the settings without which it does not
+    fit. `loss` is None where `without_loss` says why; `speed` is None without a target, and in all
+    processes but the first.
     """
 
     num_steps: int
     num_tokens: int
+    passes: float
     num_trained: int
     checkpoint_bytes: int
     tokens_per_second: float
@@ -143,15 +146,17 @@ def dry_run(
         else:
             changes, measured = _measure_what_fits(*how, note, doing)
     _free()
-    num_steps = _num_steps(recipe, per_byte)
+    text_tokens = max(1.0, per_byte * _text_bytes(checkpoint, recipe))
+    num_steps = _num_steps(recipe, text_tokens)
     num_tokens = num_steps * recipe.batch_size * recipe.seq_len
     without_loss = why_no_outlook(checkpoint, asked, num_tokens)
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_tokens,
+        passes=num_tokens / text_tokens,
         total_bytes=total_bytes(),
         memory=_memory(),
-        loss=None if without_loss else _loss(checkpoint, recipe, num_tokens),
+        loss=None if without_loss else _loss(checkpoint, recipe, num_tokens, text_tokens),
         without_loss=without_loss,
         speed=_speed(checkpoint, recipe, doing) if world.is_main_process else None,
         changes=changes,
@@ -178,23 +183,27 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
             yield tokens
 
     count = 2 * STEPS * recipe.micro_batch_size * PartialState().num_processes
+    batch = math.ceil((recipe.batch_size + 1) / (1 - held_out_fraction(recipe))) + 1
     stream = token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size"))
-    write_tokens(taken(stream), path, count * recipe.seq_len)
+    write_tokens(taken(stream), path, max(count, batch) * recipe.seq_len)
     blocks = np.array(read_blocks(path, recipe.seq_len))
-    if not len(blocks):
-        raise TwellError(f"the text makes no block of {recipe.seq_len} tokens: give more text")
+    if len(blocks) < batch:  # that is all of the text
+        split_blocks(len(blocks), recipe)
     num_bytes = sum(sizes[:num_texts])
     return np.resize(blocks, (count, recipe.seq_len)), path.stat().st_size / 4 / num_bytes
 
 
-def _num_steps(recipe: Recipe, tokens_per_byte: float) -> int:
-    """Of the run; with --epochs from the size of the text files, so about."""
+def _text_bytes(checkpoint: Checkpoint, recipe: Recipe) -> float:
+    """Of the text that is trained on, about."""
+    how = recipe.data, recipe.text_column, load_tokenizer(checkpoint)
+    return estimated_text_bytes(*how) * (1 - held_out_fraction(recipe))
+
+
+def _num_steps(recipe: Recipe, text_tokens: float) -> int:
+    """Of the run; with --epochs from the size of the text, so about."""
     if recipe.max_steps is not None:
         return recipe.max_steps
-    tokens = recipe.max_tokens
-    if tokens is None:
-        size = sum(path.stat().st_size for path in text_files(recipe.data))
-        tokens = recipe.epochs * size * tokens_per_byte * (1 - recipe.eval_fraction)
+    tokens = recipe.epochs * text_tokens if recipe.max_tokens is None else recipe.max_tokens
     return max(1, round(tokens / (recipe.batch_size * recipe.seq_len)))
 
 
@@ -381,9 +390,11 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _loss(checkpoint: Checkpoint, recipe: Recipe, num_tokens: int) -> LossOutlook:
+def _loss(
+    checkpoint: Checkpoint, recipe: Recipe, num_tokens: int, text_tokens: float
+) -> LossOutlook:
     parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return loss_outlook(num_tokens, 1 - recipe.target_sparsity, parameters)
+    return loss_outlook(num_tokens, 1 - recipe.target_sparsity, parameters, text_tokens)
 
 
 def _speed(

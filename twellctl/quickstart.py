@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from twellctl.convert import convert
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.files.outputs import is_model_of_ours, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
@@ -77,6 +77,8 @@ class QuickStarted:
 def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> QuickStarted:
     """Do the whole job into the folder `out`, in under three minutes on two CPU cores."""
     out = Path(out)
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
         with staged(out, overwrite=overwrite, ours=_is_quickstart) as stage:

@@ -134,7 +134,7 @@ async def _start(runner: web.AppRunner, listener: socket.socket) -> None:
     try:
         await web.SockSite(runner, listener).start()
     except OSError as error:
-        raise _no_port(listener.getsockname()[1], error) from error
+        raise _no_address(*listener.getsockname()[:2], error) from error
 
 
 def _served_name(checkpoint: Checkpoint) -> str:
@@ -183,14 +183,17 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise _no_port(port, error) from error
+        raise _no_address(host, port, error) from error
     return listener
 
 
-def _no_port(port: int, error: OSError) -> TwellError:
+def _no_address(host: str, port: int, error: OSError) -> TwellError:
     if error.errno == errno.EADDRINUSE:
         return TwellError(f"port {port} is in use: choose another with --port (0 takes a free one)")
-    return TwellError(f"port {port} cannot be used: {error.strerror or error}")
+    said = error.strerror or error
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return TwellError(f"host {host} cannot be used: {said}; give an address of this machine")
+    return TwellError(f"port {port} cannot be used: {said}; choose another with --port")
 
 
 def _url(listener: socket.socket) -> str:

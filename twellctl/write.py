@@ -22,6 +22,7 @@ from twellctl.files.outputs import check_file
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.tokens import chat_text, check_ids
+from twellctl.text.written import WRITTEN, is_written_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,9 +67,10 @@ def write(
     A line is a chat, `messages`: a question of `QUESTION_TOKENS` at most and an answer of
     `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most behind its first one;
     `documents` is the share of texts that are begun so, None: half, and all where there is no chat
-    template. What reaches its limit is cut there. `batch_size` texts at most are written at once,
-    fewer where a step takes no more rows. Lines go to `out` as they come, and those that are there
-    can be used, however the run ends. Raises `TwellError`.
+    template. What reaches its limit is cut there. `by` says that this command wrote it.
+    `batch_size` texts at most are written at once, fewer where a step takes no more rows. Lines go
+    to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
+    replaces what this command wrote, once there is a first line. Raises `TwellError`.
     """
     out = Path(out)
     _check(tokens, documents, max_tokens, temperature, batch_size, seed)
@@ -108,7 +110,7 @@ def write(
         try:
             with out.open("w", encoding="utf-8") as file:
                 for row, length in chain([first], rows):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(row | WRITTEN, ensure_ascii=False) + "\n")
                     file.flush()
                     num_texts, num_tokens = num_texts + 1, num_tokens + length
                     progress(min(num_tokens, tokens), tokens)
@@ -146,7 +148,7 @@ def _check(
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != ".jsonl":
         raise UsageError(f"{out} is no .jsonl file: finetune knows a text by its suffix")
-    check_file(out, "the jsonl file", "jsonl file", Path.is_file)
+    check_file(out, "the jsonl file", "text that write has written", is_written_file)
     if out.exists() and not overwrite:
         raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
 

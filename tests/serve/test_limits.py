@@ -27,7 +27,8 @@ from serving_client import (
 
 from twellctl.decoding.engine import OutOfMemory, QueueFull
 from twellctl.errors import UsageError
-from twellctl.serve_local import serve_local
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.serve_local import load_served_model, serve_local
 from twellctl.serving.openai_server import Limits
 from twellctl.serving.plan import ServedModel
 
@@ -176,6 +177,19 @@ def test_a_full_queue_says_when_to_come_again(tokenizer):
                     ask(client, stream=stream, n=2)
                 assert caught.value.code == "queue_full"
                 assert int(caught.value.response.headers["Retry-After"]) >= 1
+
+
+def test_more_choices_than_there_is_ever_room_for_are_a_bad_request(relu_llama):
+    served = load_served_model(open_checkpoint(relu_llama), max_running=1, max_waiting=1)
+    with running(served) as client:
+        for ask in (chat, complete):
+            with pytest.raises(openai.BadRequestError, match="n must be at most 2 ") as caught:
+                ask(client, n=3)
+            assert caught.value.param == "n"
+            assert len(ask(client, n=2).choices) == 2
+        with pytest.raises(openai.BadRequestError, match="times n must be at most 2 ") as caught:
+            complete(client, prompt=[[5], [6]], n=2)
+        assert caught.value.param == "prompt"
 
 
 def test_out_of_memory_ends_one_request_only(tokenizer):

@@ -1,6 +1,7 @@
 """serve-local: clients that leave, failures, signals, and what it does not start with."""
 
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -182,6 +183,21 @@ def test_busy_port_is_one_line(relu_llama):
         port = other.getsockname()[1]
         with pytest.raises(TwellError, match=f"port {port} is in use"):
             serve_local(relu_llama, port=port)
+
+
+@pytest.mark.parametrize("host", ["foo.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here_is_named(relu_llama, host):
+    with pytest.raises(TwellError, match=f"host {host} cannot be used: .*address of this machine"):
+        serve_local(relu_llama, host=host, api_key="k")
+
+
+def test_a_port_that_is_not_allowed_is_named(relu_llama, monkeypatch):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", denied)
+    with pytest.raises(TwellError, match="port 80 cannot be used: Permission denied"):
+        serve_local(relu_llama, port=80)
 
 
 def test_sigterm_ends_the_command_with_0(relu_llama):

@@ -20,6 +20,7 @@ def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     keep_bytecode()
+    ui.write_any_text()
     try:
         code = app(standalone_mode=False)
         if code == 130:  # how typer passes on Ctrl-C
@@ -61,7 +62,8 @@ def _let_the_first_speak() -> None:
 
     It ends the others soon after the first one has.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    told = os.environ.get("RANK", "0")
+    rank = int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
     time.sleep(SECONDS_TO_SPEAK + 2 * min(rank, 8) if rank else 0)
 
 

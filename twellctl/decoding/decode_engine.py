@@ -36,6 +36,7 @@ class DecodeEngine:
     def __init__(self, scheduler: Scheduler, max_waiting: int):
         self.context = scheduler.context
         self.vocab_size = scheduler.decoder.vocab_size
+        self.max_held = scheduler.max_running + max_waiting
         self.eos_tokens = scheduler.eos_tokens
         self._scheduler, self._max_waiting = scheduler, max_waiting
         self._wake = threading.Condition()  # guards what follows
@@ -84,7 +85,7 @@ class DecodeEngine:
         with self._wake:
             if self._closed:
                 raise EngineClosed("the server is stopping")
-            if self._num_here() >= self._scheduler.max_running + self._max_waiting:
+            if self._num_here() >= self.max_held:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
             self._wake.notify_all()

@@ -67,6 +67,7 @@ class Engine(Protocol):
 
     context: int
     vocab_size: int
+    max_held: int  # sequences that can run and wait at once
     eos_tokens: frozenset[int]
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token, None]:

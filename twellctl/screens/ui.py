@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +23,12 @@ activity = Activity(stderr)
 def be_quiet() -> None:
     """From now on stderr has errors only: no notes, no progress."""
     stderr.quiet = True
+
+
+def write_any_text() -> None:
+    """From now on stdout has a ? for what its encoding lacks, as stderr has an escape of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where it was closed
+        sys.stdout.reconfigure(errors="replace")
 
 
 def doing(text: str) -> None:
@@ -70,8 +77,6 @@ def read_stdin() -> str:
 
 def stream(pieces: Iterable[str]) -> None:
     """Text as it comes, to stdout, nothing added but a newline at the end."""
-    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
-        sys.stdout.reconfigure(errors="replace")
     some = False
     try:
         for piece in pieces:
@@ -140,7 +145,9 @@ def finetuned(result: Any) -> None:
 
 def dry_run(result: Any, changes: str) -> None:
     """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
-    say(f"{result.num_steps} steps, {result.num_tokens} tokens, {result.num_trained} parameters")
+    again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
+    tokens = f"{result.num_tokens} tokens{again}"
+    say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
     say(
         f"about {duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
         "evaluations and checkpoints not counted"

@@ -63,6 +63,7 @@ def check_name(model: ServedModel, name: str) -> None:
 def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     """The work of a chat request; raises `ApiError`."""
     check_name(model, request.options.model)
+    _check_room(model.engine, 1, request.options.n)
     try:
         prompt = encode_chat(model.tokenizer, request.messages)
     except ValueError as error:
@@ -75,6 +76,7 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
     options = request.options
     check_name(model, options.model)
+    _check_room(model.engine, len(request.prompts), options.n)
     tasks, prompt_tokens = [], 0
     for given in request.prompts:
         prompt = encode_text(model.tokenizer, given) if isinstance(given, str) else given
@@ -82,6 +84,17 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
         tasks += _tasks(len(tasks), prompt, prompt, options, budget)
         prompt_tokens += len(prompt)
     return Plan(tasks, prompt_tokens, options)
+
+
+def _check_room(engine: Engine, num_prompts: int, n: int) -> None:
+    """400 for more choices than there is ever room for: to come again would not help."""
+    if num_prompts * n > engine.max_held:
+        param, what = ("n", "") if num_prompts == 1 else ("prompt", "times n ")
+        raise invalid(
+            param,
+            f"{what}must be at most {engine.max_held} (--max-running and --max-waiting together)",
+            num_prompts * n,
+        )
 
 
 def _tasks(

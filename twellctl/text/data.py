@@ -17,8 +17,11 @@ from torch.utils.data import Dataset
 from twellctl.errors import TwellError, bounded, reason, shown
 from twellctl.files.strict_json import parse_json
 from twellctl.text.tokens import chat_text, check_ids, end_of_text
+from twellctl.text.written import is_written
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+_FIRST_ROWS = 256  # of a file, from which the size of its text is estimated
+_READ_BYTES = 1 << 16  # of a jsonl file at a time
 
 
 class Blocks(Dataset):
@@ -50,9 +53,8 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
     """The texts of files and folders, in the order given, folders in the order of their names.
 
     A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with
-    `messages` goes through the chat template of `tokenizer`. A row of `text` alone, as `twellctl
-    write` writes it, is taken whatever the column is called. `TwellError` names file and line of
-    what is wrong.
+    `messages` goes through the chat template of `tokenizer`. `text` that `twellctl write` wrote is
+    taken whatever the column is called. `TwellError` names file and line of what is wrong.
     """
     for path in text_files(paths):
         some = False
@@ -62,6 +64,14 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
                 yield text
         if not some:
             raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
+
+
+def estimated_text_bytes(paths: list[str], text_column: str, tokenizer: Any = None) -> float:
+    """Bytes of all texts that `read_texts` gives, in UTF-8: by the first rows of each file."""
+    return sum(
+        _SIZES[path.suffix](path, _READERS[path.suffix](path, text_column, tokenizer))
+        for path in text_files(paths)
+    )
 
 
 def token_stream(
@@ -172,20 +182,32 @@ def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = parse_json(_decoded(line, where), finite=False)
+        except ValueError as error:
+            raise TwellError(
+                f"{where} is not valid JSON ({reason(error)}): correct or leave out this line"
+            ) from error
+        yield _row_text(row, text_column, tokenizer, where)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The file is open only while some are read: there may be more files than may be open."""
+    place = 0
+    while lines := _some_lines(path, place):
+        place += sum(map(len, lines))
+        yield from lines
+
+
+def _some_lines(path: Path, place: int) -> list[bytes]:
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    row = parse_json(_decoded(line, where), finite=False)
-                except ValueError as error:
-                    raise TwellError(
-                        f"{where} is not valid JSON ({reason(error)}): correct or leave out this "
-                        "line"
-                    ) from error
-                yield _row_text(row, text_column, tokenizer, where)
+        with path.open("rb") as file:
+            file.seek(place)
+            return file.readlines(_READ_BYTES)
     except OSError as error:
         raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -217,12 +239,38 @@ _READERS = {
 }
 
 
+def _jsonl_bytes(path: Path, texts: Iterator[str]) -> float:
+    lines = [line for line in islice(_lines(path), _FIRST_ROWS) if line.strip()]
+    size = sum(map(len, lines))
+    return path.stat().st_size * _utf8(islice(texts, len(lines))) / size if size else 0
+
+
+def _parquet_bytes(path: Path, texts: Iterator[str]) -> float:
+    import pyarrow.parquet
+
+    first = list(islice(texts, _FIRST_ROWS))  # says what is wrong, if the file cannot be read
+    num_rows = pyarrow.parquet.read_metadata(path).num_rows
+    return num_rows * _utf8(first) / len(first) if first else 0
+
+
+def _utf8(texts: Iterable[str]) -> int:
+    return sum(len(text.encode("utf-8")) for text in texts)
+
+
+_SIZES = {
+    ".txt": lambda path, texts: path.stat().st_size,
+    ".jsonl": _jsonl_bytes,
+    ".json": _jsonl_bytes,
+    ".parquet": _parquet_bytes,
+}
+
+
 def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     if isinstance(row, dict) and isinstance(row.get(text_column), str):
         return row[text_column]
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return _chat_text(row["messages"], tokenizer, where)
-    if isinstance(row, dict) and row.keys() == {"text"} and isinstance(row["text"], str):
+    if is_written(row) and isinstance(row.get("text"), str):
         return row["text"]
     found = _some(row) if isinstance(row, dict) else type(row).__name__
     raise TwellError(

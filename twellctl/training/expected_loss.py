@@ -28,6 +28,7 @@ FIRING = 2.4e6  # tokens times density, at which COST is paid
 ERROR = 0.014  # of a setting, when the rule was fitted to all others: the largest
 TOLERANCE = 1.05  # so far beyond the runs the rule still counts as measured
 TOO_FAR = 10  # so many times fewer tokens x density than any run had: the rule says nothing
+MOST_PASSES = 4  # over the text, of the measured runs
 TARGETS, BUDGETS = (0.05, 0.03, 0.01), (20e6, 80e6, 300e6)  # of others; the shipped recipes'
 _USED = "yes"  # of runs.csv: what the rule is fitted to; else it says why not
 # what all recipes have in common that the rule is fitted to
@@ -87,6 +88,8 @@ def why_no_outlook(checkpoint: Checkpoint, recipe: Recipe, tokens: int) -> str |
         return f"{checkpoint.name} is not freshly converted from SiLU"
     if recipe.teacher == "none":
         return "the measured runs had a teacher"
+    if recipe.teacher != "auto":
+        return "the measured runs learned from their own SiLU form, and not from another --teacher"
     fitted = resolve_recipe("standard"), Recipe()
     for name in _FITTED:
         if (given := getattr(recipe, name)) not in [getattr(one, name) for one in fitted]:
@@ -97,21 +100,32 @@ def why_no_outlook(checkpoint: Checkpoint, recipe: Recipe, tokens: int) -> str |
     return None
 
 
-def loss_outlook(tokens: int, density: float, parameters: int) -> LossOutlook:
-    """What a run of `tokens` on a model of `parameters` is to cost at `density`."""
+def loss_outlook(
+    tokens: int, density: float, parameters: int, text_tokens: float = math.inf
+) -> LossOutlook:
+    """What a run of `tokens` on a model of `parameters` is to cost at `density`.
+
+    The text has `text_tokens`; a longer run reads it again.
+    """
+    of = parameters, text_tokens
 
     others = [(tokens, other) for other in TARGETS if not _reaches(other, density, density)]
     others += [(other, density) for other in BUDGETS if not _reaches(other, tokens, tokens)]
     return LossOutlook(
-        expected_loss(tokens, density, parameters),
-        tuple(expected_loss(*run, parameters) for run in others if not _is_too_far(*run)),
+        expected_loss(tokens, density, *of),
+        tuple(expected_loss(*run, *of) for run in others if not _is_too_far(*run)),
     )
 
 
-def expected_loss(tokens: float, density: float, parameters: int) -> ExpectedLoss:
-    """By the rule."""
+def expected_loss(
+    tokens: float, density: float, parameters: int, text_tokens: float = math.inf
+) -> ExpectedLoss:
+    """By the rule; as in `loss_outlook`."""
     nats = COST * math.sqrt(FIRING / (tokens * density)) - GAIN
-    return ExpectedLoss(tokens, density, nats, _outside(tokens, density, parameters))
+    outside = _outside(tokens, density, parameters)
+    if (passes := tokens / text_tokens) > MOST_PASSES * TOLERANCE:
+        outside += (f"{passes:.0f} passes over the text (up to {MOST_PASSES} were measured)",)
+    return ExpectedLoss(tokens, density, nats, outside)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, shown
 from twellctl.training.recipe import Recipe
 
 
@@ -14,6 +14,8 @@ def as_launched(recipe: Recipe) -> Recipe:
 
     An accelerate config with FSDP2 is `--shard always`.
     """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        _check_number(name)
     _check_num_processes()
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         _check_fsdp()
@@ -23,6 +25,17 @@ def as_launched(recipe: Recipe) -> Recipe:
     if recipe.lora_rank and recipe.shard == "always":
         raise UsageError("LoRA is trained in replicas: leave out --lora-rank or --shard")
     return recipe
+
+
+def _check_number(name: str) -> None:
+    value = os.environ.get(name, "0")
+    try:
+        int(value)
+    except ValueError:
+        raise TwellError(
+            f"{name} in the environment must be a whole number, got {shown(value)}: unset it, or "
+            "start with torchrun"
+        ) from None
 
 
 def _check_num_processes() -> None:

@@ -17,6 +17,7 @@ from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
+UNNAMED_TEACHER = "a local model"  # in the place of its path
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class Recipe:
 
 def run_folder(out: Path) -> Path:
     """Where the run that will become `out` keeps its checkpoints."""
-    return out.with_name(out.name + ".run")
+    out = out if out.name.strip(".") else out.resolve()  # ".", ".." and "/" are no names
+    return out.parent / f"{out.name}.run"
 
 
 def resolve_recipe(
@@ -208,9 +210,12 @@ def recipe_to_resume(out: Path, resume: bool) -> Path | None:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """`recipe` without the paths of this machine, as it goes out with a model."""
+    """`recipe` without the paths of this machine, as it goes out with a model.
+
+    A teacher in a folder becomes `UNNAMED_TEACHER`, which no run takes for one.
+    """
     is_local = recipe.teacher not in ("auto", "none") and Path(recipe.teacher).exists()
-    hidden = {"teacher": "auto"} if is_local else {}
+    hidden = {"teacher": UNNAMED_TEACHER} if is_local else {}
     return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
 
 

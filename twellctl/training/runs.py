@@ -29,7 +29,6 @@ from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_r
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
 RUN_FORMAT = 1  # of what a run folder means: runs of another one are not resumed
-OPEN_FILES = 64  # at once; what more files --data names are read behind the first ones
 LONGEST_TEXT = 16384  # tokens in a row of one of several --data
 # what a resumed run may change, because it changes nothing of the result
 FREE = (
@@ -135,10 +134,8 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
     if recipe.max_steps is not None:
         wanted = recipe.max_steps * recipe.batch_size * recipe.seq_len
     if wanted is not None:
-        held_out = 0 if recipe.eval_data else recipe.eval_fraction
-        wanted = (
-            int((wanted + recipe.batch_size * recipe.seq_len) / (1 - held_out)) + recipe.seq_len
-        )
+        step = recipe.batch_size * recipe.seq_len
+        wanted = int((wanted + step) / (1 - held_out_fraction(recipe))) + recipe.seq_len
 
     def stream(paths: list[str]) -> Iterator[np.ndarray]:
         texts = read_texts(paths, recipe.text_column, tokenizer)
@@ -146,24 +143,33 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
 
     if recipe.eval_data:
         write_tokens(stream(recipe.eval_data), run / "eval.bin")
-    count = min(len(recipe.data), OPEN_FILES)
-    streams = (stream(recipe.data[i::count]) for i in range(count))
-    longest = LONGEST_TEXT
+    longest, count = LONGEST_TEXT, len(recipe.data)
     if count > 1 and wanted is not None:
         longest = min(longest, wanted // (4 * count) + 1)
+    streams = (stream([path]) for path in recipe.data)
     write_tokens(in_turn(streams, longest), run / "tokens.bin", wanted)
 
 
-def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
-    """(training, held-out) blocks of a run folder; training ones in whole batches."""
-    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
-    train, held_out = hold_out(len(blocks), 0 if recipe.eval_data else recipe.eval_fraction)
+def split_blocks(num_blocks: int, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) blocks by number; training ones in whole batches, one at least."""
+    train, held_out = hold_out(num_blocks, held_out_fraction(recipe))
     if len(train) < recipe.batch_size:
         raise TwellError(
             f"the text makes {len(train)} blocks of {recipe.seq_len} tokens, fewer than one batch "
             f"of {recipe.batch_size}: give more text, or lower --seq-len or --batch-size"
         )
-    train = train[: len(train) // recipe.batch_size * recipe.batch_size]
+    return train[: len(train) // recipe.batch_size * recipe.batch_size], held_out
+
+
+def held_out_fraction(recipe: Recipe) -> float:
+    """Of the training text, that is held out."""
+    return 0.0 if recipe.eval_data else recipe.eval_fraction
+
+
+def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
+    """(training, held-out) blocks of a run folder; training ones in whole batches."""
+    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
+    train, held_out = split_blocks(len(blocks), recipe)
     others = blocks
     if recipe.eval_data:
         others = read_blocks(run / "eval.bin", recipe.seq_len)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import default_device, load_model
-from twellctl.training.recipe import Recipe
+from twellctl.training.recipe import UNNAMED_TEACHER, Recipe
 from twellctl.training.sharded_weights import load_sharded
 
 
@@ -38,6 +38,8 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
     """
     if recipe.teacher == "none" or not recipe.teacher_weight:
         return None
+    if recipe.teacher == UNNAMED_TEACHER:
+        raise UsageError("the run of this recipe had a teacher of its own: name it with --teacher")
     if recipe.teacher != "auto":
         return _checked(student, open_checkpoint(recipe.teacher))
     if student.is_only_converted:
