@@ -125,7 +125,8 @@ def test_bad_calls_are_refused(relu_llama, make_model, text_file):
         evaluate(relu_llama, text_file, limit=0)
     short = make_model("llama", max_position_embeddings=64)
     with pytest.raises(UsageError, match=r"2 to 64, the context of .*, got 256"):
-        evaluate(relu_llama, text_file, reference=short)
+        evaluate(relu_llama, text_file, reference=short, seq_len=256)
+    assert evaluate(relu_llama, text_file, reference=short, windows=2).text.seq_len == 64
     other = make_model("llama", hidden_act="gelu")
     with pytest.raises(TwellError, match="has hidden_act 'gelu'"):
         evaluate(other, text_file)

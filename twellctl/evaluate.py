@@ -146,8 +146,8 @@ def _windows(
     seq_len: int | None,
 ) -> GroupedWindows:
     """Windows of the text that all `subjects` can read."""
-    for subject in subjects:  # one token has no next one
-        seq_len = window_length(subject.checkpoint, windows, seq_len, least=2)
+    how = {"least": 2}  # one token has no next one
+    seq_len = min(window_length(one.checkpoint, windows, seq_len, **how) for one in subjects)
     own = subjects[0]
     vocabulary = own.checkpoint.config.get("vocab_size")
     return grouped_windows(data, text_column, own.tokenizer, windows, seq_len, vocabulary)

@@ -5,12 +5,13 @@
 A file is a task, a folder holds several. `gold` is the place of the right choice, from 0.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.errors import TwellError, reason, shown
+from twellctl.errors import TwellError, UsageError, reason, shown
 from twellctl.files.strict_json import parse_json, read_file
 
 SUFFIXES = (".jsonl", ".json")
@@ -37,6 +38,8 @@ class Task:
 
 def is_local(task: str) -> bool:
     """Whether `task` names a file or folder of questions, there or not, and no task of lm-eval."""
+    if not task:
+        raise UsageError("an empty name was given for a task: name a file or folder")
     path = Path(task)
     is_path = path.name != task and path.suffix not in HARNESS_SUFFIXES
     return path.is_dir() or path.suffix in SUFFIXES or is_path
@@ -64,7 +67,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_task(file: Path, limit: int | None) -> Task:
-    lines = enumerate(read_file(file).split(b"\n"), 1)
+    lines = enumerate(read_file(file).removeprefix(BOM_UTF8).split(b"\n"), 1)
     questions = [_question(line, f"{file}:{number}") for number, line in lines if line.strip()]
     if not questions:
         raise TwellError(f"{file} holds no question: give a file with some, or leave it out")

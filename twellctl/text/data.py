@@ -5,8 +5,10 @@ with an end-of-text id before each, and the stream is cut into blocks: no paddin
 counts.
 """
 
+import codecs
+import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from twellctl.errors import TwellError, bounded, reason, shown
+from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.strict_json import parse_json
 from twellctl.text.tokens import chat_text, check_ids, end_of_text
 from twellctl.text.written import is_written
@@ -138,7 +140,8 @@ def spread_windows(stream: Iterable[np.ndarray], count: int, seq_len: int) -> to
             f"the text holds {len(ids)} tokens, less than one window of {seq_len}: "
             "give more text, or a smaller --seq-len"
         )
-    starts = torch.linspace(0, len(ids) - seq_len, count).long().unique()
+    last = len(ids) - seq_len
+    starts = torch.linspace(0, last, count).long().clamp_(max=last).unique()  # rounded, as floats
     return ids[starts[:, None] + torch.arange(seq_len)].long()
 
 
@@ -160,9 +163,11 @@ def text_files(paths: list[str]) -> list[Path]:
     """The files that `paths`, files and folders, stand for; one that is no text is refused."""
     files: list[Path] = []
     for name in paths:
+        if not name:
+            raise UsageError("an empty name was given for a text: name a file or folder")
         path = Path(name)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
+            found = sorted(p for p in _files_below(path) if p.suffix in SUFFIXES)
             if not found:
                 raise TwellError(f"{path} holds no {', '.join(SUFFIXES)} file")
             files += found
@@ -175,6 +180,21 @@ def text_files(paths: list[str]) -> list[Path]:
         else:
             files.append(path)
     return files
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Also of folders that links lead to; `TwellError` for one that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise TwellError(f"{error.filename} cannot be read: {error.strerror}")
+
+    seen = set()
+    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(here)) in seen:  # a link leads back
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (path for name in names if (path := Path(here, name)).is_file())
 
 
 def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
@@ -224,9 +244,10 @@ def _read_parquet(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]
             raise TwellError(
                 f"{path} has no column {shown(text_column)}, only {_some(names)}: see --text-column"
             )
-        for batch in file.iter_batches(batch_size=1024, columns=wanted[:1]):
-            for number, row in enumerate(batch.to_pylist()):
-                yield _row_text(row, text_column, tokenizer, f"{path}, row {number}")
+        batches = file.iter_batches(batch_size=1024, columns=wanted[:1])
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows):
+            yield _row_text(row, text_column, tokenizer, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TwellError(f"{path} is no readable parquet file: {reason(error)}") from error
 
@@ -272,6 +293,11 @@ def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
         return _chat_text(row["messages"], tokenizer, where)
     if is_written(row) and isinstance(row.get("text"), str):
         return row["text"]
+    if isinstance(row, dict) and text_column in row:
+        raise TwellError(
+            f"{where}: {shown(text_column)} must be a text, got {shown(row[text_column])}: "
+            "correct or leave out this row"
+        )
     found = _some(row) if isinstance(row, dict) else type(row).__name__
     raise TwellError(
         f"{where} has no text in {shown(text_column)}, only {found}: see --text-column"
@@ -303,7 +329,7 @@ def _bytes(path: Path) -> bytes:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8")
+        return content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TwellError(
             f"{where} is not valid UTF-8 (byte {error.start}): convert it with 'iconv -t utf-8'"
