@@ -158,8 +158,8 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would take, time and memory, and what it is to bring: the loss "
-            "over SiLU and, measured on a GPU, the speed.",
+            help="Only say what it would take, time, memory and disk, and what it is to bring: the "
+            "loss over SiLU and, measured on a GPU, the speed.",
         ),
     ] = False,
     flags: dict[str, Any],
@@ -414,7 +414,7 @@ def doctor(
 ) -> None:
     """Say what works here and what to install.
 
-    With a folder: whether its weights and its bundle are sound.
+    With a folder: whether its config.json fits its weights, and its code is unchanged.
     """
     ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run

@@ -151,9 +151,10 @@ class Recipe:
     )
     compile: bool | None = setting(
         None,
-        "Compile the layers (of --gradient-checkpointing the FFNs), and unless they are sharded "
-        "replay the parts of steps as a CUDA graph: half a minute at the start, then up to three "
-        "times as fast. [default: on a GPU, without LoRA]",
+        "Compile the layers (of --gradient-checkpointing the FFNs). With --penalty count, and "
+        "layers neither sharded nor checkpointed, the parts of steps are replayed as a CUDA graph, "
+        "too: half a minute at the start, then up to three times as fast. [default: on a GPU, "
+        "without LoRA]",
     )
 
     save_steps: int = setting(
