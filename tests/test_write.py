@@ -14,8 +14,9 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.data import read_texts
+from twellctl.text.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.text.tokens import encode_chat
-from twellctl.write import QUESTION_TOKENS, _Chats, _Documents, write
+from twellctl.write import write
 
 SMALL = {"tokens": 600, "documents": 0.0, "max_tokens": 12, "batch_size": 5}
 OURS = '{"text": "so", "by": "twellctl write"}\n'
@@ -119,7 +120,7 @@ def test_documents_begin_as_the_tokenizer_begins_texts(tokenizer, single):
     several.backend_tokenizer.post_processor = TemplateProcessing(
         single=single, special_tokens=[("F", front), ("E", end)]
     )
-    made = _Documents(several, 512, Sampling(12), seed=0)
+    made = Documents(several, 512, Sampling(12), seed=0)
     made.fit_into(256)
     begun = made.begun()
     assert begun.tokens[0] == front
@@ -131,7 +132,7 @@ def test_documents_begin_as_the_tokenizer_begins_texts(tokenizer, single):
 
 @pytest.mark.parametrize(("kind", "share"), [("documents", 1.0), ("chats", 0.5)])
 def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, kind, share):
-    empty = _Chats if kind == "chats" else _Documents
+    empty = Chats if kind == "chats" else Documents
     monkeypatch.setattr(empty, "row", lambda *given: None)
     with pytest.raises(TwellError, match=f"the model ended 101 {kind} in a row before their first"):
         write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 10**6, "documents": share})
@@ -148,7 +149,7 @@ def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, ki
 )
 def test_a_question_ends_where_the_template_says(changed, drawn, question):
     tokenizer = loading.load_tokenizer(open_checkpoint(changed(INST)))
-    made = _Chats(tokenizer, 512, Sampling(12), seed=0)
+    made = Chats(tokenizer, 512, Sampling(12), seed=0)
     made.fit_into(256)
     sequence = made.begun()
     assert tokenizer.decode(sequence.tokens) == "[INST] "
@@ -169,13 +170,13 @@ def test_nothing_is_written_behind_a_token_that_is_no_text(
     words = tokenizer.convert_ids_to_tokens(sorted(special))
     changed.add_special_tokens({"additional_special_tokens": words})
     changed.save_pretrained(folder)
-    drawn, row = [], _Chats.row
+    drawn, row = [], Chats.row
 
     def remembered(made, sequence, ends):
         drawn.append(sequence.tokens[sequence.num_prompt :])
         return row(made, sequence, ends)
 
-    monkeypatch.setattr(_Chats, "row", remembered)
+    monkeypatch.setattr(Chats, "row", remembered)
     write(folder, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "max_tokens": 40})
     assert any(tokens[-1] in special for tokens in drawn)
     assert not any(special.intersection(tokens[:-1]) for tokens in drawn)
@@ -194,7 +195,7 @@ def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp
 
 def test_another_seed_draws_other_first_tokens(silu_llama, tokenizer):
     def drawn(seed: int) -> list[int]:
-        made = _Documents(tokenizer, 512, Sampling(12), seed=seed)
+        made = Documents(tokenizer, 512, Sampling(12), seed=seed)
         made.fit_into(256)
         return [made.begun().tokens[-1] for _ in range(50)]
 
