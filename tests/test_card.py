@@ -87,6 +87,17 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     assert values == pytest.approx(wanted, abs=1e-6)
 
 
+def test_metrics_name_the_text_that_they_were_measured_on(sparse, measured, tmp_path):
+    report = json.loads((sparse / "twell_finetune.json").read_text())
+    ours = {("held-out text", kind): report[key] for kind, key in (
+        ("cross-entropy", "cross_entropy"), ("density", "density"))}  # fmt: skip
+    of_profile = {("text of its profile", "density"): measured.density}
+    export(sparse, tmp_path / "out", profile=dataclasses.replace(measured, loss=None))
+    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
+    values = {(one.dataset_name, one.metric_type): one.metric_value for one in read}
+    assert values == pytest.approx(ours | of_profile, abs=1e-6)
+
+
 def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
     export(sparse, tmp_path / "one")
     export(tmp_path / "one", tmp_path / "two")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,32 @@ def test_odd_cards_of_the_source(source, tmp_path, card):
     (source / "README.md").write_text(card)
     convert(source, tmp_path / "relu")
     assert "license" not in (tmp_path / "relu/README.md").read_text()
+
+
+@pytest.mark.parametrize("knows_its_place", [True, False])
+def test_side_files_may_hold_what_only_python_writes(source, tmp_path, knows_its_place):
+    odd = {"model_max_length": float("inf"), "scale": float("nan"), "note": "\ud800"}
+    odd |= {"name_or_path": str(tmp_path)} if knows_its_place else {}
+    path = source / "tokenizer_config.json"
+    told = {k: v for k, v in json.loads(path.read_text()).items() if k != "special_tokens_map_file"}
+    path.write_text(json.dumps(told | odd))
+    converted = convert(source, tmp_path / "out")
+    assert converted.is_chat_model
+    written = json.loads((tmp_path / "out" / path.name).read_text())
+    odd.pop("name_or_path", None)
+    assert json.dumps(written) == json.dumps(told | odd)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a b").input_ids
+
+
+def test_whether_it_chats_is_asked_before_out_is_there(source, tmp_path, monkeypatch):
+    def fails(folder):
+        assert not (tmp_path / "out").exists()
+        raise TwellError("no")
+
+    monkeypatch.setattr(sys.modules["twellctl.convert"], "has_chat_template", fails)
+    with pytest.raises(TwellError, match="no"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "config.json", "model.safetensors"])

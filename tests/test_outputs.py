@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from twellctl.files import outputs, workspace
+from twellctl.files.strict_json import read_json
 
 convert_module = sys.modules["twellctl.convert"]
 
@@ -87,6 +88,30 @@ def test_out_is_the_model_or_holds_it(model, refused, tmp_path, monkeypatch):
     refused(words, link, model, "--overwrite")
     monkeypatch.chdir(model)
     refused(words, ".", ".", "--overwrite")
+
+
+def test_out_is_the_current_folder_or_holds_it(model, refused, tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    words = ("is or contains the current folder", "choose another folder")
+    for out in (".", "..", tmp_path / "here", tmp_path / "here" / "below"):
+        refused(words, model, out, "--overwrite")
+
+
+def test_a_current_folder_that_is_gone(model, cli, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    assert cli("convert", model, tmp_path / "out")[0] == 0
+
+
+def test_names_that_are_not_utf8(model, cli, tmp_path):
+    out = tmp_path / "r\udce9"
+    assert cli("convert", model, out)[0] == 0
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "# r\\udce9\n" in card
+    outputs.write_file(tmp_path / "file.json", '{"data": "caf\udce9"}')
+    assert read_json(tmp_path / "file.json") == {"data": "caf\\udce9"}
 
 
 def test_unwritable_parent(model, refused, tmp_path, monkeypatch):

@@ -63,6 +63,20 @@ def test_what_lasts_is_said_and_what_does_not_is_not(console, monkeypatch):
     assert made.file.getvalue() == "what lasts ...\n"
 
 
+def test_tables_lose_no_figure(monkeypatch):
+    columns = ["model", "cross-entropy", "steady tokens/s", "ratio"]
+    rows = [["a long name " * 8 + "x" * 90, "49.1234 ± 0.0012", "123456789.0123", "1.23x"]]
+    for terminal, width in ((False, 80), (True, 80), (True, 40)):
+        made = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+        monkeypatch.setattr(ui, "stdout", made)
+        ui.table("title", columns, rows)
+        said = made.file.getvalue()
+        for figure in (*rows[0][1:], "cross-entropy", "ratio"):
+            assert figure in said, (terminal, width)
+        assert said.count("x") == 91  # the name's are all there, and the ratio's
+        assert (rows[0][0] in said) is not terminal
+
+
 def test_quiet_leaves_errors_only(console):
     made = console(terminal=False)
     ui.be_quiet()

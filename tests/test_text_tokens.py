@@ -81,6 +81,14 @@ def test_a_prompt_that_ends_within_a_character_is_gone_on_from(tokenizer):
     assert pieces(tokenizer, tokens[1:], tokens[:1]) == (["é"], "")
 
 
+@pytest.mark.parametrize("prompt", ["aሰላም", "a🦄🦄🦄日", "a🦄🦄🦄b"])
+def test_a_prompt_of_bytes_is_gone_on_from(sentencepiece, prompt):
+    """Its last eight tokens may begin within a character."""
+    tokens = sentencepiece.encode(prompt + "日a", add_special_tokens=False)
+    got, rest = pieces(sentencepiece, tokens[-4:], tokens[:-4])
+    assert (got, rest) == (["", "", "日", "a"], "")
+
+
 @pytest.mark.parametrize(
     ("stops", "text", "expected"),
     [

@@ -40,9 +40,10 @@ def convert(
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
         write_card(stage, out.name, checkpoint.path)
+        is_chat_model = has_chat_template(stage)
     ffn = checkpoint.ffn
     sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    return Converted(out, *sizes, checkpoint.activation, has_chat_template(out))
+    return Converted(out, *sizes, checkpoint.activation, is_chat_model)
 
 
 def _with_relu(checkpoint: Checkpoint) -> dict:

@@ -14,7 +14,7 @@ from pathlib import Path
 from twellctl.bundle.twell_config import check_twell
 from twellctl.bundle.twell_fp8_config import QUANTIZE, quantization_config
 from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import staged
+from twellctl.files.outputs import encodable, staged
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
@@ -85,7 +85,7 @@ def export(
         timed = bench and read_bench(Path(bench), weights, quantize)
         if quantize is not None:
             origin = checkpoint.hub_id or checkpoint.path.resolve().name
-            twell = twell | {"rounded_from": origin}
+            twell = twell | {"rounded_from": encodable(origin)}
         config = checkpoint.config | {"twell": twell}
         config |= _write_weights_and_bundle(checkpoint, stage, quantize, shard_bytes)
         copy_side_files(checkpoint, stage)

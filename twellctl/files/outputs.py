@@ -8,6 +8,7 @@ and when it is whole the two change places.
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from twellctl.errors import TwellError
 from twellctl.files.exchange import exchange
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what a name that is not UTF-8 has in Python
 
 
 def is_model_of_ours(folder: Path) -> bool:
@@ -70,8 +73,14 @@ def staged(out: Path, **how) -> Iterator[Path]:
         yield stage
 
 
+def encodable(text: str, backslash: str = "\\") -> str:
+    """`text` with lone surrogates, which UTF-8 lacks, written out as \\udce9 is."""
+    return _SURROGATE.sub(lambda lone: f"{backslash}u{ord(lone[0]):x}", text)
+
+
 def write_file(path: Path, text: str) -> None:
-    """Write the file `path` whole or not at all, replacing an older one."""
+    """Write the file `path`, JSON or a page, whole or not at all, replacing an older one."""
+    text = encodable(text, r"\\")  # two: after one, JSON would have the surrogate again
     with workspace_beside(path) as workspace:
         (workspace / "new").write_text(text, encoding="utf-8")
         (workspace / "new").replace(path)
@@ -140,6 +149,8 @@ class Claim:
         check_inputs(out, self.inputs)
         if out.is_symlink() or (out.exists() and not out.is_dir()) or not target.name:
             raise TwellError(f"{out} exists and is not a folder: choose another name")
+        if _holds_current_folder(target):
+            raise TwellError(f"{out} is or contains the current folder: choose another folder")
         if out.exists():
             if not self.overwrite:
                 raise TwellError(
@@ -169,6 +180,14 @@ class Claim:
             stage.rename(self.target)
         finally:
             restore(self.target)
+
+
+def _holds_current_folder(target: Path) -> bool:
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed under the shell
+        return False
+    return target == here or target in here.parents
 
 
 def make_readable(folder: Path) -> None:

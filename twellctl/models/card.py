@@ -13,6 +13,7 @@ from typing import Any
 
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, reason
+from twellctl.files.outputs import encodable
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, front_matter
@@ -98,6 +99,7 @@ def write_card(
 
     Its figures come from `profile`, `evaluation` and `bench`, else from what `folder` itself holds.
     """
+    name = encodable(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     figures = Figures(_report(folder), profile, evaluation, bench)
     base = config["twell"].get("source")
@@ -158,8 +160,8 @@ def _density(twell: dict, report: dict, profile: Profile | None) -> str:
     if densities := twell.get("densities"):
         return f"{sum(densities) / len(densities):.2%} {share}, as a profile measured."
     if "density" in report:
-        text = "the last step" if report.get("cross_entropy") is None else "held-out text"
-        return f"{report['density']:.2%} {share}: measured on {text} when fine-tuning ended."
+        where = _text_of(report)
+        return f"{report['density']:.2%} {share}: measured on {where} when fine-tuning ended."
     return "How many of its neurons fire has not been measured."
 
 
@@ -230,17 +232,22 @@ def _recipe(report: dict[str, Any]) -> str | None:
 
 def _metrics(figures: Figures) -> list[Metric]:
     """The figures that hubs show: loss, share of neurons that fire, accuracies."""
-    loss, density = figures.report.get("cross_entropy"), figures.report.get("density")
+    report, found = figures.report, []
+    texts = {_text_of(report): (report.get("cross_entropy"), report.get("density"))}
     if figures.profile is not None:
-        loss, density = figures.profile.loss, figures.profile.density
-    found = [
-        ("held-out text", "cross-entropy", "cross-entropy, nats a token", loss),
-        ("held-out text", "density", "share of the neurons that fire", density),
-    ]
+        texts["text of its profile"] = (figures.profile.loss, figures.profile.density)
+    for text, (loss, density) in texts.items():
+        found.append((text, "cross-entropy", "cross-entropy, nats a token", loss))
+        found.append((text, "density", "share of the neurons that fire", density))
     for task in (figures.evaluation or {}).get("tasks") or []:
         best = task["accuracy"]["acc_norm"] or task["accuracy"]["acc"]
         found.append((cell(task["task"]), "accuracy", "accuracy", best["mean"]))
     return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
+
+
+def _text_of(report: dict[str, Any]) -> str:
+    """What the figures were measured on with which fine-tuning ended."""
+    return "the last step" if report.get("cross_entropy") is None else "held-out text"
 
 
 def _with_error(value: float, error: float | None) -> str:

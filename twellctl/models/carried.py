@@ -11,7 +11,7 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 from twellctl.files.outputs import copy_file
-from twellctl.files.strict_json import read_json, to_json
+from twellctl.files.strict_json import to_json
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
@@ -61,7 +61,8 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
 def write_config(folder: Path, config: dict) -> None:
     """config.json as transformers writes it."""
     kept = {key: value for key, value in config.items() if key not in _OF_A_MACHINE}
-    _write_json(folder / "config.json", kept)
+    text = to_json(kept, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def own_file(path: Path, folder: Path | None = None) -> Path:
@@ -88,7 +89,8 @@ def _copy_side_file(source: Path, target: Path) -> None:
         return
     content = _json_object(real) if source.name.endswith("_config.json") else None
     if content is not None and content.keys() & set(_OF_A_MACHINE):
-        _write_json(target, {k: v for k, v in content.items() if k not in _OF_A_MACHINE})
+        kept = {k: v for k, v in content.items() if k not in _OF_A_MACHINE}
+        target.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     else:
         shutil.copyfile(real, target)
 
@@ -102,12 +104,9 @@ def _json_object(path: Path) -> dict | None:
     return content if isinstance(content, dict) else None
 
 
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(to_json(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer of a model folder has one."""
     config = folder / "tokenizer_config.json"
-    in_config = config.is_file() and read_json(config).get("chat_template")
+    content = (_json_object(config) if config.is_file() else None) or {}
+    in_config = content.get("chat_template")
     return bool(in_config) or any((folder / name).is_file() for name in CHAT_TEMPLATES)

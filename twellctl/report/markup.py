@@ -3,6 +3,8 @@
 import html
 from collections.abc import Iterable, Sequence
 
+from twellctl.files.outputs import encodable
+
 
 class Markup(str):
     """Text that is markup already."""
@@ -28,8 +30,7 @@ def escaped(text: str) -> Markup:
     """`text` as markup that shows it; `Markup` as it is."""
     if isinstance(text, Markup):
         return text
-    shown = text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate is no UTF-8
-    return Markup(html.escape(shown))
+    return Markup(html.escape(encodable(text)))
 
 
 def joined(parts: Iterable[str]) -> Markup:
@@ -55,4 +56,4 @@ def folded(summary: str, *inside: str) -> Markup:
 def _as_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return str(value).encode("utf-8", "backslashreplace").decode()
+    return encodable(str(value))

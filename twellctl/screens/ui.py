@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from twellctl.errors import TwellError, printable
@@ -18,6 +20,7 @@ from twellctl.screens.activity import Activity
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 activity = Activity(stderr)
+_ANY_WIDTH = 100_000
 
 
 def be_quiet() -> None:
@@ -106,16 +109,23 @@ def generated(figures: Any) -> None:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table whose first column is text and whose others are numbers."""
+    """A table whose first column is text, which folds, and whose others are numbers, kept whole."""
     made = Table(
         title=escape(printable(title)), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0)
     )
+    rows = [list(map(printable, row)) for row in rows]
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        figures = [row[number] for row in rows]
+        whole = max(map(cell_len, [*column.split(), *figures]), default=0)
+        how = {"justify": "right", "min_width": whole} if number else {}
+        made.add_column(column, overflow="fold", **how)
     for row in rows:
-        made.add_row(*map(printable, row))
+        made.add_row(*row)
     activity.over()
-    stdout.print(made)
+    if not stdout.is_terminal:  # there a line may be of any length
+        options = stdout.options.update(max_width=_ANY_WIDTH)
+        made.width = Measurement.get(stdout, options, made).maximum
+    stdout.print(made, crop=False)
 
 
 def finetuned(result: Any) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
+_BYTES = 4  # of a character, at most, each of which may be a token
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
@@ -67,7 +68,10 @@ class Detokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int] = ()):
         """`prompt`: the tokens that the text continues; none for a text of its own."""
         self._tokenizer = tokenizer
-        self._window = list(prompt[-_CONTEXT:])
+        for size in range(_CONTEXT, _CONTEXT + _BYTES):
+            self._window = list(prompt[-size:])
+            if not self._text().startswith(_UNDECODED):  # it does not begin within a character
+                break
         self._num_read = len(self._window)
         self._num_sent = len(self._text().rstrip(_UNDECODED))
 
