@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from twellctl.convert import convert
 from twellctl.files import outputs, workspace
 from twellctl.files.strict_json import read_json
 
@@ -68,6 +69,12 @@ def test_out_exists(model, refused, tmp_path):
     refused((f"{out} exists", "--overwrite"), model, out)
     (out / "notes.txt").write_text("mine")
     refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
+    for name in (".git", "checkpoint-3"):  # in a model of ours
+        mine = tmp_path / f"with{name}"
+        convert(model, mine)
+        (mine / name).mkdir()
+        refused((f"holds {name}, which is none of ours", "destroy it"), model, mine, "--overwrite")
+        shutil.rmtree(mine)
     (out / "config.json").write_text('{"name": "of some other program"}')
     refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
     (tmp_path / "file").write_text("mine")

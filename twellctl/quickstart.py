@@ -28,7 +28,7 @@ from transformers import (
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.files.outputs import is_model_of_ours, staged
+from twellctl.files.outputs import NONE_OF_OURS, is_model_of_ours, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.models.loading import default_device, quiet_transformers
@@ -81,7 +81,7 @@ def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> Qu
         raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
-        with staged(out, overwrite=overwrite, ours=_is_quickstart) as stage:
+        with staged(out, overwrite=overwrite, not_ours=_not_ours) as stage:
             tuned, text = _whole_job(stage, seed)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
@@ -96,8 +96,8 @@ def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> Qu
     )
 
 
-def _is_quickstart(folder: Path) -> bool:
-    return is_model_of_ours(folder / "export")
+def _not_ours(folder: Path) -> str | None:
+    return None if is_model_of_ours(folder / "export") else NONE_OF_OURS
 
 
 def _whole_job(out: Path, seed: int) -> tuple[FineTuned, str]:

@@ -19,6 +19,9 @@ from twellctl.files.exchange import exchange
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
 
+NONE_OF_OURS = "is none of ours"
+# that commands, Python and the hub's tools put into a model's folder
+_FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__", ".cache"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what a name that is not UTF-8 has in Python
 
 
@@ -29,6 +32,14 @@ def is_model_of_ours(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and "twell" in config
+
+
+def not_ours_in_model(folder: Path) -> str | None:
+    """What twellctl did not write: the model in `folder`, or a folder beside it; None: nothing."""
+    if not is_model_of_ours(folder):
+        return NONE_OF_OURS
+    others = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in _FOLDERS)
+    return f"holds {others[0]}, which is none of ours" if others else None
 
 
 def check_inputs(out: Path, inputs: Iterable[Path]) -> None:
@@ -46,14 +57,15 @@ def claimed(
     *,
     overwrite: bool = False,
     inputs: Iterable[Path] = (),
-    ours: Callable[[Path], bool] = is_model_of_ours,
+    not_ours: Callable[[Path], str | None] = not_ours_in_model,
 ) -> Iterator["Claim"]:
     """Keep `out` for this process while the block runs.
 
     `TwellError`, before any work, for an `out` that cannot be written, that another process is
-    writing, that exists (with `overwrite`: that is not `ours`), or that one of `inputs` lies in.
+    writing, that exists (with `overwrite`: of which `not_ours` says something), or that one of
+    `inputs` lies in.
     """
-    claim = Claim(out, out.resolve(), overwrite, tuple(inputs), ours)
+    claim = Claim(out, out.resolve(), overwrite, tuple(inputs), not_ours)
     claim.check()
     new_parents = [parent for parent in claim.target.parents if not parent.exists()]
     try:
@@ -121,7 +133,7 @@ class Claim:
     target: Path
     overwrite: bool
     inputs: tuple[Path, ...]
-    ours: Callable[[Path], bool]
+    not_ours: Callable[[Path], str | None]
 
     @contextlib.contextmanager
     def staged(self) -> Iterator[Path]:
@@ -156,10 +168,8 @@ class Claim:
                 raise TwellError(
                     f"{out} exists: choose another name, or replace it with --overwrite"
                 )
-            if any(out.iterdir()) and not self.ours(out):
-                raise TwellError(
-                    f"{out} is none of ours, --overwrite would destroy it: choose another name"
-                )
+            if any(out.iterdir()) and (said := self.not_ours(out)) is not None:
+                raise TwellError(f"{out} {said}, --overwrite would destroy it: choose another name")
         parent = target.parent
         while not parent.exists():
             parent = parent.parent

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import staged
+from twellctl.files.outputs import NONE_OF_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.settings import flag_name
@@ -59,7 +59,7 @@ def prepare_run(
         _check_resumable(run, recipe)
         return
     _check_new(run, overwrite)
-    with staged(run, overwrite=overwrite, ours=_is_run) as stage:
+    with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
         save_recipe(recipe, stage / RECIPE_FILE)
         (stage / MODEL_FILE).write_text(checkpoint.origin, encoding="utf-8")
         _write_run_tokens(stage, recipe, tokenizer, checkpoint.config.get("vocab_size"))
@@ -117,6 +117,10 @@ def _check_resumable(run: Path, recipe: Recipe) -> None:
 
 def _is_run(run: Path) -> bool:
     return (run / RECIPE_FILE).is_file()
+
+
+def _not_ours(run: Path) -> str | None:
+    return None if _is_run(run) else NONE_OF_OURS
 
 
 def _check_new(run: Path, overwrite: bool) -> None:
