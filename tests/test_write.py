@@ -10,11 +10,11 @@ from tokenizers.processors import TemplateProcessing
 
 from twellctl.decoding.engine import OutOfMemory, Sampling
 from twellctl.decoding.scheduler import Scheduler
+from twellctl.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.errors import TwellError, UsageError
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.text.data import read_texts
-from twellctl.text.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.text.tokens import encode_chat
 from twellctl.write import write
 

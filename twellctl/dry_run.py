@@ -139,14 +139,13 @@ def dry_run(
         note = doing = _say_nothing
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
-        blocks, per_byte = _first_blocks(checkpoint, recipe, Path(folder))
+        blocks, text_tokens = _first_blocks(checkpoint, recipe, Path(folder))
         how = checkpoint, recipe, blocks, Path(folder)
         if world.num_processes > 1:
             changes, measured = {}, _measure_together(*how, doing)
         else:
             changes, measured = _measure_what_fits(*how, note, doing)
     _free()
-    text_tokens = max(1.0, per_byte * _text_bytes(checkpoint, recipe))
     num_steps = _num_steps(recipe, text_tokens)
     num_tokens = num_steps * recipe.batch_size * recipe.seq_len
     without_loss = why_no_outlook(checkpoint, asked, num_tokens)
@@ -167,7 +166,7 @@ def dry_run(
 
 
 def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple[np.ndarray, float]:
-    """(blocks of the first text, again and again if it is short; tokens a byte of text)."""
+    """(blocks of the first text, again and again if it is short; tokens to train on, about)."""
     path, sizes, num_texts = folder / "tokens.bin", [], 0
     tokenizer = load_tokenizer(checkpoint)
 
@@ -190,13 +189,10 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
     if len(blocks) < batch:  # that is all of the text
         split_blocks(len(blocks), recipe)
     num_bytes = sum(sizes[:num_texts])
-    return np.resize(blocks, (count, recipe.seq_len)), path.stat().st_size / 4 / num_bytes
-
-
-def _text_bytes(checkpoint: Checkpoint, recipe: Recipe) -> float:
-    """Of the text that is trained on, about."""
-    how = recipe.data, recipe.text_column, load_tokenizer(checkpoint)
-    return estimated_text_bytes(*how) * (1 - held_out_fraction(recipe))
+    per_byte = path.stat().st_size / 4 / num_bytes
+    all_bytes = estimated_text_bytes(recipe.data, recipe.text_column, tokenizer)
+    text_tokens = max(1.0, per_byte * all_bytes * (1 - held_out_fraction(recipe)))
+    return np.resize(blocks, (count, recipe.seq_len)), text_tokens
 
 
 def _num_steps(recipe: Recipe, text_tokens: float) -> int:

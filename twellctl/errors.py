@@ -1,8 +1,10 @@
 """What this tool cannot take, in one line: what is wrong, what was seen, what to do."""
 
+import re
 import reprlib
 
 _LONGEST = 1000  # characters of a message: what others wrote may be of any length
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what a name that is not UTF-8 has in Python
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
@@ -47,6 +49,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def encodable(text: str, backslash: str = "\\") -> str:
+    """`text` with lone surrogates, which UTF-8 lacks, written out as \\udce9 is."""
+    return _SURROGATE.sub(lambda lone: f"{backslash}u{ord(lone[0]):x}", text)
 
 
 def bounded(text: str, longest: int = _LONGEST) -> str:

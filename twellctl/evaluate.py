@@ -146,11 +146,11 @@ def _windows(
     seq_len: int | None,
 ) -> GroupedWindows:
     """Windows of the text that all `subjects` can read."""
-    how = {"least": 2}  # one token has no next one
-    seq_len = min(window_length(one.checkpoint, windows, seq_len, **how) for one in subjects)
+    # at least 2: one token has no next one
+    lengths = [window_length(one.checkpoint, windows, seq_len, least=2) for one in subjects]
     own = subjects[0]
     vocabulary = own.checkpoint.config.get("vocab_size")
-    return grouped_windows(data, text_column, own.tokenizer, windows, seq_len, vocabulary)
+    return grouped_windows(data, text_column, own.tokenizer, windows, min(lengths), vocabulary)
 
 
 def _check_tokenizers(subjects: Sequence[_Subject], data: list[str], text_column: str) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from twellctl.bundle.twell_config import check_twell
 from twellctl.bundle.twell_fp8_config import QUANTIZE, quantization_config
-from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import encodable, staged
+from twellctl.errors import TwellError, UsageError, encodable
+from twellctl.files.outputs import staged
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card

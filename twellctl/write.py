@@ -2,7 +2,7 @@
 
 What a sparse form of a model never reads in training it forgets. A chat model answers in a way that
 no text of other authors has, and it knows more than any text at hand. So it writes chats and
-documents (twellctl/text/drawn.py), many at a time.
+documents (drawn.py), many at a time.
 """
 
 import json
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
+from twellctl.drawn import Chats, Documents, Kind
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.text.drawn import Chats, Documents, Kind
 from twellctl.text.written import WRITTEN, is_written_file
 
 if TYPE_CHECKING:

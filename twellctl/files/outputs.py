@@ -8,13 +8,12 @@ and when it is whole the two change places.
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, encodable
 from twellctl.files.exchange import exchange
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
@@ -22,7 +21,6 @@ from twellctl.files.workspace import lay_aside, remove, restore, workspace_besid
 NONE_OF_OURS = "is none of ours"
 # that commands, Python and the hub's tools put into a model's folder
 _FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__", ".cache"}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # what a name that is not UTF-8 has in Python
 
 
 def is_model_of_ours(folder: Path) -> bool:
@@ -83,11 +81,6 @@ def staged(out: Path, **how) -> Iterator[Path]:
     """Claim `out` (`how` as in `claimed`) and yield an empty folder that becomes `out`."""
     with claimed(out, **how) as claim, claim.staged() as stage:
         yield stage
-
-
-def encodable(text: str, backslash: str = "\\") -> str:
-    """`text` with lone surrogates, which UTF-8 lacks, written out as \\udce9 is."""
-    return _SURROGATE.sub(lambda lone: f"{backslash}u{ord(lone[0]):x}", text)
 
 
 def write_file(path: Path, text: str) -> None:

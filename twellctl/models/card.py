@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.bundle.twell_fp8_config import is_fp8
-from twellctl.errors import TwellError, reason
-from twellctl.files.outputs import encodable
+from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, front_matter

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable, Sequence
 
-from twellctl.files.outputs import encodable
+from twellctl.errors import encodable
 
 
 class Markup(str):
