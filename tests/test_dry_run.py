@@ -182,10 +182,10 @@ def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
     )  # fmt: skip
     ui.dry_run(found, "")
     assert capsys.readouterr().out.splitlines()[3:] == [
-        "loss over SiLU to expect at 5.00%: +0.029 +- 0.014 nats a token, by two small models' "
+        "loss over SiLU to expect at 5.00%: +0.029 +- 0.013 nats a token, by two small models' "
         "text; kinds of text differ by more",
-        "other runs: 3.00% with 80 million tokens +0.043, 1.00% with 80 million tokens +0.086, "
-        "5.00% with 20 million tokens +0.075, 5.00% with 300 million tokens ~+0.007 "
+        "other runs: 3.00% with 80 million tokens +0.042, 1.00% with 80 million tokens +0.086, "
+        "5.00% with 20 million tokens +0.075, 5.00% with 300 million tokens ~+0.006 "
         "(~: extrapolated)",
         "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
         "speed over dense, not measured: why",
