@@ -20,7 +20,8 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.screens import ui
-from twellctl.text.data import read_texts, token_stream
+from twellctl.text.blocks import token_stream
+from twellctl.text.reading import read_texts
 from twellctl.training.expected_loss import loss_outlook
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint

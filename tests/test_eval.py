@@ -14,7 +14,8 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.profile import profile
-from twellctl.text.data import read_texts, spread_windows, token_stream
+from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.reading import read_texts
 from twellctl.training import head_loss
 
 

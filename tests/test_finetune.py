@@ -19,7 +19,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.loading import MASKLESS
-from twellctl.text.data import Blocks
+from twellctl.text.blocks import Blocks
 from twellctl.training import build, trainer
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder

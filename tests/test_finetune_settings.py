@@ -18,7 +18,7 @@ from twellctl.evaluate import evaluate
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
-from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.text.blocks import read_blocks, token_stream, write_tokens
 from twellctl.training import runs
 from twellctl.training.arguments import micro_batch
 from twellctl.training.progress import Progress

@@ -14,7 +14,8 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.exportable import exportable_skeleton
 from twellctl.models.loading import load_model
 from twellctl.models.shards import INDEX, read_header, read_shards
-from twellctl.text.data import read_texts, token_stream
+from twellctl.text.blocks import token_stream
+from twellctl.text.reading import read_texts
 from twellctl.training.recipe import resolve_recipe, save_recipe
 
 RECIPE = (

@@ -17,7 +17,7 @@ from twellctl.convert import convert
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.text.data import read_blocks, token_stream, write_tokens
+from twellctl.text.blocks import read_blocks, token_stream, write_tokens
 from twellctl.training.progress import Progress
 from twellctl.training.sparsity import FfnPenalty, compiled_plain
 

@@ -14,7 +14,8 @@ from twellctl.convert import convert
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.text.data import hold_out, read_blocks, read_texts, token_stream, write_tokens
+from twellctl.text.blocks import hold_out, read_blocks, token_stream, write_tokens
+from twellctl.text.reading import read_texts
 from twellctl.training.priced_gates import RIDGE, SLOPE, PricedGates
 from twellctl.training.progress import Progress
 

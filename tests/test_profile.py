@@ -20,7 +20,8 @@ from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
 from twellctl.screens import ui
-from twellctl.text.data import read_texts, token_stream
+from twellctl.text.blocks import token_stream
+from twellctl.text.reading import read_texts
 
 
 def gates_of(folder, ids) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from twellctl.convert import convert
 from twellctl.firing.counts import LayerCount, by_share
 from twellctl.firing.profiled import SHARES
 from twellctl.profile import profile
-from twellctl.text.data import read_texts, token_stream
+from twellctl.text.blocks import token_stream
+from twellctl.text.reading import read_texts
 
 WINDOWS, LENGTH = 20, 48
 

@@ -10,7 +10,8 @@ import pytest
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import is_local, read_tasks
-from twellctl.text.data import read_texts, spread_windows, text_files
+from twellctl.text.blocks import spread_windows
+from twellctl.text.reading import read_texts, text_files
 
 
 def rows(*texts) -> bytes:

@@ -14,7 +14,7 @@ from twellctl.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.errors import TwellError, UsageError
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.text.data import read_texts
+from twellctl.text.reading import read_texts
 from twellctl.text.tokens import encode_chat
 from twellctl.write import write
 

@@ -34,15 +34,8 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.settings import flag_name
-from twellctl.text.data import (
-    Blocks,
-    estimated_text_bytes,
-    read_blocks,
-    read_texts,
-    text_files,
-    token_stream,
-    write_tokens,
-)
+from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
+from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.expected_loss import LossOutlook, loss_outlook, why_no_outlook

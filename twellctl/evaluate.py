@@ -20,7 +20,7 @@ from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_p
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import default_device, load_model, load_tokenizer
-from twellctl.text.data import read_texts
+from twellctl.text.reading import read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 Paths = str | Path | Sequence[str | Path]

@@ -34,7 +34,8 @@ from twellctl.firing.profiled import save_profile
 from twellctl.models.loading import default_device, quiet_transformers
 from twellctl.profile import profile
 from twellctl.screens import ui
-from twellctl.text.data import Blocks, read_blocks, read_texts, token_stream, write_tokens
+from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
+from twellctl.text.reading import read_texts
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 

@@ -40,7 +40,8 @@ from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
-from twellctl.text.data import read_texts, spread_windows, token_stream
+from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.reading import read_texts
 
 CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 8192

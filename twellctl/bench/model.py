@@ -57,7 +57,8 @@ from twellctl.firing.counts import Union, count_layers
 from twellctl.firing.profiled import LayerProfile
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, without_mask
-from twellctl.text.data import read_texts, spread_windows, token_stream
+from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.reading import read_texts
 
 REFERENCE_TOKENS = 512
 COUNTED_TOKENS = 32768  # about so many, in whole sequences

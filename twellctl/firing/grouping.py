@@ -18,7 +18,8 @@ from torch import Tensor
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.losses import Losses
 from twellctl.firing.profiled import KindDensity, PositionDensity
-from twellctl.text.data import read_texts, spread_windows, text_files, token_stream
+from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.reading import read_texts, text_files
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from twellctl.models.loading import (
     load_model,
     without_mask,
 )
-from twellctl.text.data import Blocks
+from twellctl.text.blocks import Blocks
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.from_scratch import check_from_scratch
 from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1

@@ -13,16 +13,8 @@ from twellctl.files.outputs import NONE_OF_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.settings import flag_name
-from twellctl.text.data import (
-    Blocks,
-    hold_out,
-    in_turn,
-    read_blocks,
-    read_texts,
-    text_files,
-    token_stream,
-    write_tokens,
-)
+from twellctl.text.blocks import Blocks, hold_out, in_turn, read_blocks, token_stream, write_tokens
+from twellctl.text.reading import read_texts, text_files
 from twellctl.training.processes import check_same
 from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_recipe
 

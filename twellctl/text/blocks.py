@@ -1,0 +1,125 @@
+"""Texts as tokens, and tokens in blocks.
+
+Texts are joined into one stream with an end-of-text id before each, and the stream is cut into
+blocks: no padding, every token counts.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from twellctl.errors import TwellError
+from twellctl.text.tokens import check_ids, end_of_text
+
+
+def token_stream(
+    texts: Iterable[str], tokenizer: Any, vocabulary: int | None = None
+) -> Iterator[np.ndarray]:
+    """The int32 tokens of each text, an end-of-text id before them.
+
+    Ids that a model of `vocabulary` tokens does not have are refused.
+    """
+    first, texts = end_of_text(tokenizer), iter(texts)
+    while some := list(islice(texts, 256)):
+        for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+            tokens = np.array([first, *ids], dtype=np.int32)
+            check_ids(int(tokens.max()), vocabulary)
+            yield tokens
+
+
+def in_turn(streams: Iterable[Iterator[np.ndarray]], longest: int) -> Iterator[np.ndarray]:
+    """What several streams hold; of each equally many tokens, as long as it lasts.
+
+    A text of more than `longest` tokens is cut, for others to come in between.
+    """
+    taken = {_cut(stream, longest): 0 for stream in streams}
+    while taken:
+        stream = min(taken, key=taken.__getitem__)
+        tokens = next(stream, None)
+        if tokens is None:
+            del taken[stream]
+            continue
+        taken[stream] += len(tokens)
+        yield tokens
+
+
+def _cut(stream: Iterator[np.ndarray], longest: int) -> Iterator[np.ndarray]:
+    for tokens in stream:
+        for start in range(0, len(tokens), longest):
+            yield tokens[start : start + longest]
+
+
+def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
+    """Write a stream to `path` as raw int32, whole or not at all; it ends after `limit` tokens."""
+    part, count = path.with_suffix(".part"), 0
+    with part.open("wb") as file:
+        for tokens in stream:
+            file.write(tokens.tobytes())
+            count += len(tokens)
+            if limit is not None and count >= limit:
+                break
+    part.rename(path)
+
+
+def read_blocks(path: Path, seq_len: int) -> np.ndarray:
+    """The blocks `[num_blocks, seq_len]` of a token file, mapped, not loaded."""
+    tokens = np.memmap(path, dtype=np.int32, mode="r")
+    count = len(tokens) // seq_len
+    return tokens[: count * seq_len].reshape(count, seq_len)
+
+
+def spread_windows(stream: Iterable[np.ndarray], count: int, seq_len: int) -> torch.Tensor:
+    """`[count, seq_len]` token ids at even strides through all the text; fewer if it is short."""
+    ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *stream]))
+    if len(ids) < seq_len:
+        raise TwellError(
+            f"the text holds {len(ids)} tokens, less than one window of {seq_len}: "
+            "give more text, or a smaller --seq-len"
+        )
+    last = len(ids) - seq_len
+    starts = torch.linspace(0, last, count).long().clamp_(max=last).unique()  # rounded, as floats
+    return ids[starts[:, None] + torch.arange(seq_len)].long()
+
+
+def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) blocks by number: up to eight runs of neighbours, evenly spread."""
+    wanted = round(num_blocks * fraction)
+    if fraction > 0 and not wanted:
+        wanted = min(1, num_blocks - 1)
+    held = np.zeros(num_blocks, dtype=bool)
+    stripes = min(8, wanted)
+    for stripe in range(stripes):
+        length = wanted * (stripe + 1) // stripes - wanted * stripe // stripes
+        start = num_blocks * (2 * stripe + 1) // (2 * stripes) - length // 2
+        held[start : start + length] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+class Blocks(Dataset):
+    """Blocks `[num_blocks, seq_len]` of a stream, or those `picked` by number; nothing is copied.
+
+    Item i is `{"input_ids": int64 [seq_len]}`.
+    """
+
+    def __init__(self, blocks: np.ndarray, picked: np.ndarray | None = None):
+        self.blocks = blocks
+        self.picked = np.arange(len(blocks)) if picked is None else picked
+
+    def __len__(self) -> int:
+        return len(self.picked)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: blocks[0] for name, blocks in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """A batch, `{"input_ids": int64 [len(indices), seq_len]}`, by numpy alone, in one piece.
+
+        The GPU waits for it between two steps, and torch would wake its threads to put it together.
+        """
+        picked = np.asarray(self.blocks)[self.picked[indices]]
+        return {"input_ids": torch.from_numpy(picked.astype(np.int64))}
