@@ -126,7 +126,7 @@ def generate(
     tokenizer = load_tokenizer(checkpoint)
     chat = _is_chat(checkpoint, tokenizer, chat)
     tokens = _encoded(checkpoint, tokenizer, prompt, chat)
-    scheduler = open_scheduler(load_model(checkpoint), tokenizer.eos_token_id, max_running=1)
+    scheduler = open_scheduler(load_model(checkpoint), [tokenizer.eos_token_id], max_running=1)
     budget = max_tokens or min(MAX_TOKENS, _room(scheduler, tokens))
     sampling = Sampling(budget, temperature, top_p, top_k, seed)
     checkpoint.beware_of_noise(note)

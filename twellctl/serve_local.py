@@ -80,7 +80,7 @@ def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
     model = load_model(checkpoint)
     about = {"device": told_of_place(model), "engine": told_of_decoder(model)}
-    engine = open_engine(model, tokenizer.eos_token_id, **limits)
+    engine = open_engine(model, [tokenizer.eos_token_id], **limits)
     return ServedModel(_served_name(checkpoint), tokenizer, engine, about)
 
 

@@ -91,9 +91,10 @@ def write(
         kinds += [Chats(*how)] if documents < 1 else []
         doing(f"loading {checkpoint.name}")
         loaded = load_model(checkpoint)
-        scheduler = open_scheduler(loaded, tokenizer.eos_token_id, max_running=batch_size)
+        # nothing behind special tokens is read
+        ends = {tokenizer.eos_token_id}.union(*(kind.special for kind in kinds))
+        scheduler = open_scheduler(loaded, ends, max_running=batch_size)
         for kind in kinds:
-            scheduler.eos_tokens |= kind.special  # nothing behind them is read
             kind.fit_into(scheduler.context)
         doing(f"writing by {told_of_decoder(loaded)}")
         began, num_texts, num_tokens = time.monotonic(), 0, 0

@@ -48,7 +48,7 @@ def test_engine_takes_end_tokens_but_no_habits_from_generation_config(
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 30
     model.generation_config.eos_token_id = [0, expected[-1]]
-    engine = open_engine(model, 300)
+    engine = open_engine(model, [300])
     try:
         assert engine.eos_tokens == {0, expected[-1], 300}
         tokens = engine_tokens(engine, PROMPT, 60, tokenizer)

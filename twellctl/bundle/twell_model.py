@@ -60,6 +60,11 @@ def activation_name(ffn: nn.Module) -> str:
     raise ValueError(f"{type(ffn).__name__} has neither act_fn nor activation_fn")
 
 
+def activation_of(ffn: nn.Module) -> nn.Module:
+    """The FFN's activation."""
+    return getattr(ffn, activation_name(ffn))
+
+
 class TwellFFN:
     """Mixed into the class of a gated FFN module: the same submodules, the forward over TwELL."""
 
@@ -79,7 +84,7 @@ class TwellFFN:
     def forward(self, x: Tensor) -> Tensor:
         fused = hasattr(self, "gate_up_proj")
         projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
-        activation = getattr(self, activation_name(self))
+        activation = activation_of(self)
         linears = (*projections, self.down_proj)
         meter = self.twell_meter
         in_fp8 = all(is_plain(m, Fp8Linear) for m in linears)

@@ -18,6 +18,7 @@ class Sampling:
     seed: int | None = None  # None: another draw each time
     top_logprobs: int | None = None  # None: no log-probabilities; 0 to 20: how many others beside
     densities: bool = False  # tell which share of each layer's neurons fired
+    ignore_eos: bool = False  # go on behind a token that ends a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Engine(Protocol):
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token, None]:
         """The tokens after `prompt`, as they come, up to and with one of `eos_tokens`.
 
-        Closing the generator stops the work. Raises `EngineError`.
+        With `ignore_eos` they end with the last of `max_tokens`. Closing the generator stops the
+        work. Raises `EngineError`.
         """
         ...
 

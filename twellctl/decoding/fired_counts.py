@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twellctl.bundle.twell_format import fires
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_of, gated_ffns
 
 
 class FiredCounts:
@@ -44,7 +44,7 @@ class FiredCounts:
         self.neurons[i] = fired.shape[-1]
 
     def _hook(self, i: int, ffn: nn.Module, num_rows: int) -> RemovableHandle:
-        activation = getattr(ffn, activation_name(ffn))
+        activation = activation_of(ffn)
 
         def last(tokens: Tensor) -> Tensor:
             return tokens.reshape(num_rows, -1, tokens.shape[-1])[:, -1]

@@ -35,6 +35,7 @@ from twellctl.bundle.twell_few import few_linear
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
+    activation_of,
     by_rows_of_neurons,
     gated_ffns,
     put_over_twell,
@@ -58,7 +59,6 @@ from twellctl.decoding.down_copies import BothLayouts, DownCopies
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
-    activation_of,
     entry_end,
     head_dim,
     is_relu,

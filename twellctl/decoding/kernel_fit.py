@@ -11,7 +11,7 @@ from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
-from twellctl.bundle.twell_model import activation_name, gated_ffns, is_plain
+from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import E4M3_END, PAGE
@@ -96,10 +96,6 @@ def rows_at_once(model: PreTrainedModel) -> int:
 def is_relu(model: PreTrainedModel) -> bool:
     """Whether all FFNs are ReLU; those of another activation go densely."""
     return all(_is_relu(activation_of(ffn)) for ffn in gated_ffns(model))
-
-
-def activation_of(ffn: nn.Module) -> nn.Module:
-    return getattr(ffn, activation_name(ffn))
 
 
 def step_sizes(model: PreTrainedModel) -> StepSizes:

@@ -1,6 +1,7 @@
 """From a loaded model to its engine: which decoder, how much room, which tokens end a sequence."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 def open_engine(
     model: PreTrainedModel,
-    extra_eos: int | None = None,
+    extra_eos: Iterable[int | None] = (),
     *,
     cache_bytes: int | None = None,
     max_running: int = MAX_RUNNING,
@@ -44,7 +45,7 @@ def open_engine(
 
 def open_scheduler(
     model: PreTrainedModel,
-    extra_eos: int | None = None,
+    extra_eos: Iterable[int | None] = (),
     *,
     cache_bytes: int | None = None,
     max_running: int = MAX_RUNNING,
@@ -52,11 +53,11 @@ def open_scheduler(
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
-    `extra_eos`: the tokenizer's end token, beside those the model's configs name. `cache_bytes`
-    bounds the key-value cache; None: a share of the GPU's free memory, or `CPU_CACHE_BYTES`.
-    `decoder`: another one than `open_decoder` would choose.
+    `extra_eos`: tokens that end a text, like the tokenizer's, beside those that the model's configs
+    name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
+    `CPU_CACHE_BYTES`. `decoder`: another one than `open_decoder` would choose.
     """
-    eos_tokens = eos_tokens_of(model, extra_eos)
+    eos_tokens = _eos_tokens(model, extra_eos)
     decoder = decoder or open_decoder(model)
     if cache_bytes is None:
         cache_bytes = _free_bytes(decoder.device)
@@ -88,9 +89,9 @@ def _choose(model: PreTrainedModel) -> tuple[type[Decoder], str | None]:
     return LoneDecoder, why
 
 
-def eos_tokens_of(model: PreTrainedModel, extra_eos: int | None = None) -> frozenset[int]:
+def _eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) -> frozenset[int]:
     """The tokens that end a text, by the model's configs, and `extra_eos`."""
-    found = {extra_eos}
+    found = set(extra_eos)
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         found.update(eos if isinstance(eos, list) else [eos])

@@ -192,7 +192,8 @@ class Scheduler:
         self.generated_tokens += 1
         self.failed = 0
         events.append((sequence, token))
-        if token.id in self.eos_tokens or len(sequence.tokens) >= sequence.most_tokens:
+        ended = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
+        if ended or len(sequence.tokens) >= sequence.most_tokens:
             self._end(sequence, events)
 
     def _end(

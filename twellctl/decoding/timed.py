@@ -29,21 +29,17 @@ def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: in
         raise EngineError(said)
     tokens: list[list[int]] = [[] for _ in prompts]
     seconds, last = [], None
-    eos_tokens, scheduler.eos_tokens = scheduler.eos_tokens, frozenset()
-    try:
-        for events in scheduler.run(prompts, Sampling(num_tokens, 0)):
-            now = time.perf_counter()
-            told = 0
-            for sequence, event in events:
-                if isinstance(event, EngineError):
-                    raise event
-                if event is not None:
-                    tokens[sequence.client].append(event.id)
-                    told += 1
-            whole = told == len(prompts) and min(map(len, tokens)) > 1
-            if whole and last is not None:
-                seconds.append(now - last)
-            last = now if told else last
-    finally:
-        scheduler.eos_tokens = eos_tokens
+    for events in scheduler.run(prompts, Sampling(num_tokens, 0, ignore_eos=True)):
+        now = time.perf_counter()
+        told = 0
+        for sequence, event in events:
+            if isinstance(event, EngineError):
+                raise event
+            if event is not None:
+                tokens[sequence.client].append(event.id)
+                told += 1
+        whole = told == len(prompts) and min(map(len, tokens)) > 1
+        if whole and last is not None:
+            seconds.append(now - last)
+        last = now if told else last
     return TimedRun(tokens, seconds)

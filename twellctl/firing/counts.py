@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.firing.profiled import SHARES, LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
@@ -34,7 +34,7 @@ class FiredMeter:
 
     def __enter__(self) -> "FiredMeter":
         for layer_idx, ffn in enumerate(gated_ffns(self.model)):
-            activation = getattr(ffn, activation_name(ffn))
+            activation = activation_of(ffn)
             self._hooks.append(activation.register_forward_hook(self._hook(layer_idx)))
         return self
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_name, activation_of, gated_ffns
 from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass, once the forward is a ReLU
@@ -97,7 +97,7 @@ class PricedGates:
         sizes = self.num_neurons, self.hidden_size
         self.gates = [PricedGate(*sizes, settings) for _ in self.ffns]
         self._settings, self._written, self._num_tokens = settings, None, 0
-        self._stock = [getattr(ffn, activation_name(ffn)) for ffn in self.ffns]
+        self._stock = [activation_of(ffn) for ffn in self.ffns]
         self._hooks = []
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             setattr(ffn, activation_name(ffn), gate.train(ffn.training))
