@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
@@ -181,18 +181,21 @@ def _listener(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError) as error:
         listener.close()
         raise _no_address(host, port, error) from error
     return listener
 
 
-def _no_address(host: str, port: int, error: OSError) -> TwellError:
+def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:
+    """A `TypeError` is of a name that no host can have."""
+    said = error if isinstance(error, TypeError) else error.strerror or error
+    if isinstance(error, TypeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return TwellError(
+            f"host {encodable(host)} cannot be used: {said}; give an address of this machine"
+        )
     if error.errno == errno.EADDRINUSE:
         return TwellError(f"port {port} is in use: choose another with --port (0 takes a free one)")
-    said = error.strerror or error
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return TwellError(f"host {host} cannot be used: {said}; give an address of this machine")
     return TwellError(f"port {port} cannot be used: {said}; choose another with --port")
 
 

@@ -185,7 +185,7 @@ def test_busy_port_is_one_line(relu_llama):
             serve_local(relu_llama, port=port)
 
 
-@pytest.mark.parametrize("host", ["foo.invalid", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["foo.invalid", "192.0.2.1", "ä" * 80])
 def test_a_host_that_is_not_here_is_named(relu_llama, host):
     with pytest.raises(TwellError, match=f"host {host} cannot be used: .*address of this machine"):
         serve_local(relu_llama, host=host, api_key="k")
