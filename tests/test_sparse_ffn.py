@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bundle import (
@@ -28,7 +29,7 @@ from twellctl.bundle.twell_ffn import (
     takes_hopper_kernels,
     why_no_kernels,
 )
-from twellctl.bundle.twell_format import gated_ffn
+from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_log import reasons_said, say_once
 from twellctl.bundle.twell_run import run_by_route
@@ -49,12 +50,25 @@ def problem(dtype=torch.bfloat16, biases: bool = False) -> tuple[Tensor | None, 
     return tuple(t if t is None else t.to(dtype) for t in (x, w_gate, w_up, w_down, *rest))
 
 
+def equation(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+) -> Tensor:
+    gate = keep_fired(F.linear(x, w_gate, b_gate))
+    return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
+
+
 @pytest.mark.parametrize("route", twell_route.ROUTES)
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
     tensors = problem(dtype, biases)
-    wanted = gated_ffn(*tensors, slots=3)
+    wanted = equation(*tensors)
     found = sparse_ffn(*tensors, slots=3, sources=SOURCES, route=route)
     assert torch.equal(found, wanted)
     assert not caplog.records
@@ -69,7 +83,7 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
     rows = x.reshape(-1, 64)
     w_gate, w_up, w_down, *rest = weights
     found = dense_ffn(rows, FFN(w_gate, w_up, w_down.t(), *rest))
-    wanted = gated_ffn(rows, *weights)
+    wanted = equation(rows, *weights)
     assert torch.equal(found.isnan(), wanted.isnan())
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -77,7 +91,7 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
 def test_gradients_are_those_of_the_plain_form():
     tensors = [t.requires_grad_() for t in problem(torch.float32, biases=True)]
     found = sparse_ffn(*tensors, sources=SOURCES)
-    wanted = gated_ffn(*tensors)
+    wanted = equation(*tensors)
     grads = (torch.autograd.grad(y.square().sum(), tensors) for y in (found, wanted))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
@@ -86,7 +100,7 @@ def test_gradients_are_those_of_the_plain_form():
 def test_autocast_computes_in_its_dtype():
     tensors = problem(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, found = gated_ffn(*tensors), sparse_ffn(*tensors, sources=SOURCES)
+        wanted, found = equation(*tensors), sparse_ffn(*tensors, sources=SOURCES)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, wanted)
 

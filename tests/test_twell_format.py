@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from twellctl.bundle.twell_config import check_twell, new_twell
-from twellctl.bundle.twell_format import fired_positions, fires, gated_ffn, keep_fired, pack, unpack
+from twellctl.bundle.twell_format import fired_positions, fires, keep_fired, pack, unpack
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,102 +172,6 @@ def test_refused_with_a_sentence():
     for tile, slots in ((16, 17), (16, 0), (0, 0), (65537, 1)):
         with pytest.raises(ValueError, match="1 <= slots <= tile"):
             pack(torch.zeros(1, 16), tile, slots)
-
-
-def dense_ffn(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None):
-    gate = keep_fired(F.linear(x, w_gate, b_gate))
-    return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
-
-
-def ffn_inputs(M, K, N, dtype, bias, fused=False):
-    """x, weights and biases that want gradients; weights views of one when `fused`, as in Phi-3."""
-    w_gate_up = torch.randn(2 * N, K, dtype=dtype) / K**0.5
-    w_gate, w_up = w_gate_up.chunk(2) if fused else (w.clone() for w in w_gate_up.chunk(2))
-    tensors = [
-        torch.randn(M, K, dtype=dtype),
-        w_gate,
-        w_up,
-        torch.randn(K, N, dtype=dtype) / N**0.5,
-    ]
-    if bias:
-        tensors += [torch.randn(n, dtype=dtype) / 2 for n in (N, N, K)]
-    return [tensor.detach().requires_grad_() for tensor in tensors]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_ffn_equals_the_dense_equation(dtype, bias, seed):
-    tolerance = {
-        torch.bfloat16: 2e-2,
-        torch.float16: 2e-3,
-        torch.float32: 1e-5,
-        torch.float64: 1e-12,
-    }
-    for M, slots in ((9, 32), (9, 6), (1, 1), (0, 4)):  # none, some and all rows in the backup
-        inputs = ffn_inputs(M, 24, 80, dtype, bias, fused=slots == 6)
-        wanted = dense_ffn(*inputs)
-        got = gated_ffn(*inputs, tile=32, slots=slots)
-        assert torch.equal(got, wanted)
-        grad_y = torch.randn_like(wanted)
-        wanted_grads = torch.autograd.grad(wanted, inputs, grad_y)
-        grads = torch.autograd.grad(got, inputs, grad_y)
-        for grad, want in zip(grads, wanted_grads, strict=True):
-            bound = tolerance[dtype] * (1 + want.norm().item())
-            torch.testing.assert_close(grad, want, rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize("slots", [8, 3])
-def test_ffn_gradcheck(slots, seed):
-    inputs = ffn_inputs(3, 4, 12, torch.float64, True)
-    assert torch.autograd.gradcheck(lambda *t: gated_ffn(*t, tile=8, slots=slots), inputs)
-
-
-def test_ffn_of_any_batch_shape_and_strides(seed):
-    _, *weights = ffn_inputs(1, 24, 80, torch.float32, True)
-    wide = torch.randn(6, 4, 48)
-    for x in (wide[:, :, ::2], wide[..., :24].transpose(0, 1), wide[0, 0, :24], wide[:, :, :24]):
-        assert torch.equal(gated_ffn(x, *weights, slots=9), dense_ffn(x, *weights))
-    transposed = [w.t().contiguous().t() for w in weights[:3]]
-    x = torch.randn(5, 24)
-    torch.testing.assert_close(gated_ffn(x, *transposed), dense_ffn(x, *weights[:3]))
-
-
-def test_ffn_under_autocast(seed):
-    inputs = ffn_inputs(9, 24, 80, torch.float32, True)
-    grads = []
-    for ffn in (dense_ffn, gated_ffn):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = ffn(*inputs)
-        assert y.dtype == torch.bfloat16
-        grads.append((y, *torch.autograd.grad(y.float().square().sum(), inputs)))
-    for wanted, got in zip(*grads, strict=True):
-        assert got.dtype == wanted.dtype
-        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
-    assert torch.equal(grads[0][0], grads[1][0])
-
-
-def test_ffn_with_frozen_weights(seed):
-    inputs = [t.detach() for t in ffn_inputs(9, 24, 80, torch.float32, True)]
-    assert not gated_ffn(*inputs).requires_grad
-    inputs[0].requires_grad_()
-    wanted = torch.autograd.grad(dense_ffn(*inputs).sum(), inputs[0])[0]
-    torch.testing.assert_close(torch.autograd.grad(gated_ffn(*inputs).sum(), inputs[0])[0], wanted)
-
-
-def test_ffn_of_non_finite_gates():
-    """A NaN comes out as NaN where the dense equation gives one, and only there."""
-    inputs = [t.detach() for t in ffn_inputs(6, 24, 80, torch.float32, False)]
-    inputs[0][2, 3] = float("nan")
-    inputs[0][4, 0] = float("inf")
-    assert torch.equal(gated_ffn(*inputs).isnan(), dense_ffn(*inputs).isnan())
-    torch.testing.assert_close(gated_ffn(*inputs), dense_ffn(*inputs), equal_nan=True)
-
-
-def test_a_second_derivative_is_refused():
-    x, *weights = ffn_inputs(3, 4, 12, torch.float64, False)
-    (grad,) = torch.autograd.grad(gated_ffn(x, *weights).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,7 @@ class _Subject:
         return marks
 
     def _go_over_twell(self) -> None:
-        """On a GPU let each sparse FFN go the way that is measured to be fastest there.
-
-        On the CPU TwELL is plain PyTorch, slower than the dense model.
-        """
+        """On a GPU let each sparse FFN go the way that is measured to be fastest there."""
         if self.model.device.type == "cuda" and not self.checkpoint.is_silu:
             put_over_twell(self.model, self.checkpoint.twell)
             use_kernels(self.model, own_kernels())

@@ -1,8 +1,8 @@
 """The gated FFN as one torch operator: kernels where they run and pay, else plain torch.
 
-`sparse_ffn` takes any input that `twell_format.gated_ffn` takes and gives the same result;
-`train_ffn` is the same for training. What the kernels do not take goes to plain torch, with one
-line in the log for each reason. The operators are opaque to torch.compile and may be captured in a
+`sparse_ffn` takes any input that torch's own products take and gives the same result; `train_ffn`
+is the same for training. What the kernels do not take goes to those products, with one line in the
+log for each reason. The operators are opaque to torch.compile and may be captured in a
 CUDA graph.
 
 Exports carry copies of this code, which transformers imports under a package of its own for each.
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .twell_config import SLOTS, TILE
 from .twell_dense_e4m3 import dense_e4m3_linear
-from .twell_format import gated_ffn
 from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, why_no_products
 from .twell_launch import kernels_for, register_sources
 from .twell_log import reasons_said, say_once
@@ -63,7 +62,10 @@ def sparse_ffn(
     route: str = "auto",
     density: float | None = None,
 ) -> Tensor:
-    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, like `gated_ffn`.
+    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`.
+
+    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Under autocast it
+    computes in the autocast dtype.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
     (the fastest of this GPU's ways over what fires), "portable" (of those of any), "dense" (torch's
@@ -278,28 +280,23 @@ def _gated_ffn(
     route: str,
 ) -> Tensor:
     """The operator `gated_ffn`."""
-    if not x.is_cuda:
-        numbers = {"tile": tile, "slots": slots}
-        return gated_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down, **numbers)
     check_numbers(slots, tile)
-    rows = x.reshape(-1, x.shape[-1])
+    rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w_down.shape[0])
     if not rows.numel():
-        return x.new_empty(*x.shape[:-1], w_down.shape[0])
+        return x.new_empty(shape)
     ffn = FFN(w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-    route = requested(route) if sources else "dense"
+    route = requested(route) if sources and x.is_cuda else "dense"
+    if route == "dense":
+        return dense_products(rows, ffn).view(shape)
     hopper = takes_hopper_kernels(rows.device.index, route)
-    if route != "dense" and (
-        said := why_not_ffn(rows, ffn, tile)
+    if said := (
+        why_not_ffn(rows, ffn, tile)
         or why_not_here(sources, rows.device.index, hopper)
         or why_not_route(route, hopper)
     ):
         say_once(said)
-        route = "dense"
-    if route == "dense":
-        y = dense_products(rows, ffn)
-    else:
-        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper)
-    return y.view(*x.shape[:-1], y.shape[-1])
+        return dense_products(rows, ffn).view(shape)
+    return run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper).view(shape)
 
 
 def _fp8_ffn(

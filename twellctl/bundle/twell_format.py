@@ -1,4 +1,4 @@
-"""TwELL, tile-wise ELLPACK, in plain torch: judge of every kernel, and the path without any.
+"""TwELL, tile-wise ELLPACK, in plain torch: the judge of every kernel.
 
 A gate `[M, N]` (M tokens, N neurons) is cut into tiles of `tile` consecutive columns. Of each
 (row, tile) the columns whose gate lies above 0 are kept, in ascending order, in `slots` places:
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .twell_config import MAX_COLUMNS, SLOTS, TILE
 
@@ -114,78 +113,6 @@ def unpack(packed: Packed) -> Tensor:
     gate[row, column] = value
     gate[packed.overflowed] = packed.backup
     return gate
-
-
-class _SparseFFN(torch.autograd.Function):
-    """The gated FFN. For backward it keeps x, the packed gate, and up only where the gate fired."""
-
-    @staticmethod
-    def forward(ctx, x, w_gate, w_up, w_down, b_gate, b_up, b_down, tile, slots):
-        packed = pack(F.linear(x, w_gate, b_gate), tile, slots)
-        gate = unpack(packed)
-        up = F.linear(x, w_up, b_up)
-        row, column, _ = fired_positions(packed)
-        up_fired, up_backup = up[row, column], up[packed.overflowed]
-        weights = (w_gate, w_up, w_down)
-        ctx.save_for_backward(
-            x, *weights, up_fired, up_backup,
-            packed.counts, packed.entries, packed.columns, packed.values,
-            packed.backup, packed.backup_row,
-        )  # fmt: skip
-        ctx.packed_shape = (packed.num_columns, packed.tile)
-        ctx.has_bias = tuple(bias is not None for bias in (b_gate, b_up, b_down))
-        return F.linear(gate * up, w_down, b_down)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y):
-        x, w_gate, w_up, w_down, up_fired, up_backup, *fields = ctx.saved_tensors
-        packed = Packed(*fields, *ctx.packed_shape)
-        row, column, _ = fired_positions(packed)
-        gate = unpack(packed)
-        up = torch.zeros_like(gate)
-        up[row, column] = up_fired
-        up[packed.overflowed] = up_backup
-
-        grad_hidden = grad_y @ w_down
-        grad_up = grad_hidden * gate
-        # what did not fire passes no gradient, whatever grad_hidden holds there
-        grad_gate = torch.where(fires(gate), grad_hidden * up, 0)
-        grad_x = grad_gate @ w_gate + grad_up @ w_up
-        grad_weights = (grad_gate.T @ x, grad_up.T @ x, grad_y.T @ (gate * up))
-        grad_biases = (
-            grad.sum(0) if has else None
-            for has, grad in zip(ctx.has_bias, (grad_gate, grad_up, grad_y), strict=True)
-        )
-        return grad_x, *grad_weights, *grad_biases, None, None
-
-
-def gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
-) -> Tensor:
-    """`down(relu(gate(x)) * up(x))` over a packed gate: `[..., K]` to `[..., K]`.
-
-    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Equal to the dense
-    equation; differentiable once. Under autocast it computes in the autocast dtype.
-    """
-    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-    with torch.autocast(device, enabled=False):
-        rows = tensors[0].reshape(-1, x.shape[-1])
-        y = _SparseFFN.apply(rows, *tensors[1:], tile, slots)
-    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _check(gate: Tensor, tile: int, slots: int) -> None:
