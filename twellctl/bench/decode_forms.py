@@ -28,7 +28,7 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_weight
 from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
-from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_ways import Problem, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN
@@ -98,8 +98,8 @@ def rounded_weights(weights: FewWeights) -> FewWeights:
 
 def weights_of(module: nn.Module) -> FewWeights:
     """Of a gated FFN module of transformers, in bf16 or in FP8."""
-    halves = 2 if hasattr(module, "gate_up_proj") else 1
-    projections = [module.gate_up_proj] if halves == 2 else [module.gate_proj, module.up_proj]
+    projections = gate_and_up(module)
+    halves = 2 // len(projections)
 
     def parts(name: str) -> list[Tensor | None]:
         """Of gate, up and down."""

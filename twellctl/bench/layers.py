@@ -15,7 +15,7 @@ from twellctl.bench.device import device_name, free_memory
 from twellctl.bench.results import DENSE, TWELL, Point
 from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.twell_side import as_loaded, ffn_over_twell, require_kernels
-from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.profiled import LayerProfile, LayerSpeed, Speed
 
@@ -94,8 +94,7 @@ def _time(weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, 
 
 def _weights(ffn: nn.Module) -> FfnWeights:
     """Those of a stock FFN module, gate and up in one matrix."""
-    down = ffn.down_proj
-    parts = [ffn.gate_up_proj] if hasattr(ffn, "gate_up_proj") else [ffn.gate_proj, ffn.up_proj]
+    down, parts = ffn.down_proj, gate_and_up(ffn)
     biases = [part.bias for part in parts if part.bias is not None]
     gate_up = torch.cat([part.weight for part in parts])
     return FfnWeights(gate_up, down.weight, torch.cat(biases) if biases else None, down.bias)

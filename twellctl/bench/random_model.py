@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bench.synthetic import BIAS_STD, FULL
-from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_config_file, refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
@@ -232,7 +232,8 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
 
 def _gate(ffn: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight `[N, K]` and bias `[N]` of the gate, views."""
-    if not hasattr(ffn, "gate_up_proj"):
-        return ffn.gate_proj.weight, ffn.gate_proj.bias
-    weight, bias = ffn.gate_up_proj.weight, ffn.gate_up_proj.bias
+    first, *second = gate_and_up(ffn)
+    weight, bias = first.weight, first.bias
+    if second:
+        return weight, bias
     return weight.chunk(2)[0], None if bias is None else bias.chunk(2)[0]

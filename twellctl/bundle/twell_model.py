@@ -52,6 +52,12 @@ def gated_ffns(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def gate_and_up(ffn: nn.Module) -> tuple[nn.Module, ...]:
+    """The projections to gate and up of a gated FFN: two, or one to both, gate first."""
+    fused = hasattr(ffn, "gate_up_proj")
+    return (ffn.gate_up_proj,) if fused else (ffn.gate_proj, ffn.up_proj)
+
+
 def activation_name(ffn: nn.Module) -> str:
     """The attribute under which this family keeps the FFN's activation."""
     for name in ("act_fn", "activation_fn"):
@@ -82,9 +88,8 @@ class TwellFFN:
         return _new_over_twell, (stock,), *state
 
     def forward(self, x: Tensor) -> Tensor:
-        fused = hasattr(self, "gate_up_proj")
-        projections = (self.gate_up_proj,) if fused else (self.gate_proj, self.up_proj)
-        activation = activation_of(self)
+        projections, activation = gate_and_up(self), activation_of(self)
+        fused = len(projections) == 1
         linears = (*projections, self.down_proj)
         meter = self.twell_meter
         in_fp8 = all(is_plain(m, Fp8Linear) for m in linears)
@@ -99,8 +104,7 @@ class TwellFFN:
             gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
             return self.down_proj(meter.measure(activation(gate), up))
         if fused:
-            weights = self.gate_up_proj.weight.chunk(2)
-            bias = self.gate_up_proj.bias
+            weights, bias = projections[0].weight.chunk(2), projections[0].bias
             biases = (None, None) if bias is None else bias.chunk(2)
         else:
             weights = tuple(projection.weight for projection in projections)
@@ -231,8 +235,8 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
         elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
             if requested(ffn.twell_route) not in ("dense", "fused"):
                 down.turn()
-            beside = () if hasattr(ffn, "gate_up_proj") else (ffn.gate_proj, ffn.up_proj)
-            if beside and all(is_plain(layer, Fp8Linear) for layer in beside):
+            beside = gate_and_up(ffn)
+            if len(beside) == 2 and all(is_plain(layer, Fp8Linear) for layer in beside):
                 lay_together(*beside)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twellctl.bundle.twell_format import fires
-from twellctl.bundle.twell_model import activation_of, gated_ffns
+from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 
 
 class FiredCounts:
@@ -54,8 +54,8 @@ class FiredCounts:
 
         def compute_gates(module: nn.Module, inputs: tuple[Tensor]) -> None:
             x = last(inputs[0])
-            fused = hasattr(ffn, "gate_up_proj")
-            gate = ffn.gate_up_proj(x).chunk(2, -1)[0] if fused else ffn.gate_proj(x)
+            first, *second = gate_and_up(ffn)
+            gate = first(x) if second else first(x).chunk(2, -1)[0]
             self._count(i, fires(gate))
 
         if getattr(ffn, "twell_sources", ""):

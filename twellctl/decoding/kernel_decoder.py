@@ -37,6 +37,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
     by_rows_of_neurons,
+    gate_and_up,
     gated_ffns,
     put_over_twell,
     use_kernels,
@@ -331,12 +332,13 @@ def _qkv(attention: nn.Module) -> Linear:
 
 
 def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
-    if not hasattr(mlp, "gate_up_proj"):
-        if isinstance(mlp.gate_proj, Fp8Linear):
-            lay_together(mlp.gate_proj, mlp.up_proj)  # of which dense FP8 makes one product
-        return _linear(mlp.gate_proj), _linear(mlp.up_proj)
-    fused = _linear(mlp.gate_up_proj)
-    gate, up = zip(*(_halves(t) for t in (fused.weight, fused.bias, fused.scale)), strict=True)
+    projections = gate_and_up(mlp)
+    if len(projections) == 2 and isinstance(projections[0], Fp8Linear):
+        lay_together(*projections)  # of which dense FP8 makes one product
+    first, *second = map(_linear, projections)
+    if second:
+        return first, *second
+    gate, up = zip(*(_halves(t) for t in (first.weight, first.bias, first.scale)), strict=True)
     return Linear(*gate), Linear(*up)
 
 

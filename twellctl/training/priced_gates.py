@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import activation_name, activation_of, gated_ffns
+from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
 from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass, once the forward is a ReLU
@@ -101,7 +101,7 @@ class PricedGates:
         self._hooks = []
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             setattr(ffn, activation_name(ffn), gate.train(ffn.training))
-            self._hooks.append(_gate_product(ffn).register_forward_hook(gate.shifted))
+            self._hooks.append(gate_and_up(ffn)[0].register_forward_hook(gate.shifted))
 
     @torch.no_grad()
     def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
@@ -138,7 +138,7 @@ class PricedGates:
         names = {id(module): name for name, module in model.named_modules()}
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             state.pop(f"{names[id(ffn)]}.{activation_name(ffn)}.shift", None)
-            name = f"{names[id(_gate_product(ffn))]}.weight"
+            name = f"{names[id(gate_and_up(ffn)[0])]}.weight"
             if name in state:
                 weight = state[name].clone()
                 moved = weight[: self.num_neurons].float()
@@ -194,7 +194,3 @@ class _Moments:
         products, mean = self.products / self.count, self.sum / self.count
         products.diagonal().add_(RIDGE * products.diagonal().mean() + 1e-20)
         return torch.linalg.solve(products, mean)
-
-
-def _gate_product(ffn: nn.Module) -> nn.Module:
-    return ffn.gate_up_proj if hasattr(ffn, "gate_up_proj") else ffn.gate_proj
