@@ -5,10 +5,10 @@ import re
 from emulated_kernels import EmulatedKernels
 from test_emulated_grad import on_cpu
 
-from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, few_down_entries
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 of_e4m3 = on_cpu("test_few_e4m3")
 of_e4m3.limits = lambda: H200
 

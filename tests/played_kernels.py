@@ -9,14 +9,14 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_few import FEW_TOKENS
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
 from twellctl.decoding import down_copies, few_ways, kernel_decoder, kernel_fit
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, choose
 
-H200 = Limits(132, 227 << 10, 50 << 20, (9, 0))
+H200 = Limits(132, 227 << 10, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
 TWELL = {"tile": 256, "slots": [32, 32]}
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
 from twellctl.bundle.twell_bundle import write_bundle
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_plan import Limits
 from twellctl.cli.app import app
 from twellctl.doctor import doctor
 from twellctl.export import export
@@ -23,7 +23,7 @@ from twellctl.here import machine
 from twellctl.here.machine import Finding
 
 GPU = Finding("GPU", "ok", "a GPU")
-HOPPER = Limits(132, 232448, 60 << 20, (9, 0))
+HOPPER = Limits(132, 232448, (9, 0))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def gpus(monkeypatch):
 
 
 def test_which_kernels_run(gpus, monkeypatch):
-    ampere = Limits(108, 166912, 40 << 20, (8, 0))
+    ampere = Limits(108, 166912, (8, 0))
     gpus(HOPPER, HOPPER)
     found = kernels_here.find_kernels(GPU)
     assert found.state == "ok"
@@ -223,7 +223,7 @@ def test_why_no_kernels_run(gpus, monkeypatch):
     monkeypatch.setattr(twell_nvrtc, "what_is_missing", lambda: "CuPy is not installed")
     assert kernels_here.find_kernels(GPU).state == "none"
     monkeypatch.setattr(twell_nvrtc, "what_is_missing", lambda: None)
-    gpus(Limits(80, 97280, 6 << 20, (7, 0)))
+    gpus(Limits(80, 97280, (7, 0)))
     assert kernels_here.find_kernels(GPU).state == "none"
 
     def broken():

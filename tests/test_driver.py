@@ -12,8 +12,9 @@ import torch
 
 from twellctl.bundle import twell_driver, twell_launch
 from twellctl.bundle.twell_driver import clusters_at_once, start
-from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, Limits
+from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError
+from twellctl.bundle.twell_plan import Limits
 
 # cuda.h: grid and block (three unsigned each), sharedMemBytes, hStream, attrs, numAttrs
 CONFIG = struct.Struct("@7I P P I 4x")
@@ -207,7 +208,7 @@ class Function:
 def test_who_may_start_early(monkeypatch, capability, overlap, started, current):
     """On GPUs that can, the kernels that are launched so."""
     calls, entered = [], []
-    limits = Limits(132, 232448, 60 << 20, capability)
+    limits = Limits(132, 232448, capability)
     monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: 500 + index, raising=False
@@ -239,7 +240,7 @@ class Permissions:
 @pytest.fixture
 def declaring(monkeypatch):
     """`declaring(static)`: kernels of a GPU of 227 KB, "k" among them, and what is permitted."""
-    limits, permissions = Limits(132, 227 << 10, 50 << 20, (9, 0)), Permissions()
+    limits, permissions = Limits(132, 227 << 10, (9, 0)), Permissions()
     monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())

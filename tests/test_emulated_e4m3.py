@@ -19,16 +19,15 @@ from torch import Tensor
 
 from twellctl.bundle import twell_dense_e4m3, twell_lists_e4m3, twell_sequence
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
-from twellctl.bundle.twell_plan import make_plan
+from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_quantise import quantise_inputs
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import plan_walk
 
 pytestmark = needs_emulator
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 of_lists, of_many = on_cpu("test_lists_e4m3"), on_cpu("test_many_e4m3")
 of_lists.limits = of_many.limits = lambda: H200
 CASES = pytest.mark.parametrize("case", small(of_lists.CASES), ids=str)
@@ -246,7 +245,7 @@ def test_walks_of_more_tokens_than_multiprocessors(kernels, way):
     """Each has one way of its own."""
     torch.manual_seed(1)
     problem = of_many.random_problem(140, 2048, 136, mean=-1.5, bias=False, decades=0.0)
-    few = Limits(8, 232448, 60 << 20, (9, 0))
+    few = Limits(8, 232448, (9, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_lists, "limits", lambda: few)
         assert plan_walk(*walk_sizes(problem), few, E4M3_END).ways == 1

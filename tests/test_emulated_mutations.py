@@ -18,7 +18,7 @@ from test_emulated_e4m3 import of_lists, of_many, walked
 from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
-from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.resources import kernel_files
 
@@ -28,7 +28,7 @@ pytestmark = needs_emulator
 def walk(kernels: EmulatedKernels) -> None:
     """Two tokens, one of which has several batches of pairs."""
     problem = emulated_walk.random_problem(2, 576, 264, 0.0, 1)
-    limits = Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2)
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)
@@ -39,7 +39,7 @@ def pairs_e4m3(kernels: EmulatedKernels) -> None:
     problem = emulated_walk.random_problem(2, 640, 264, 0.0, 1, E4M3_END)
     problem.x.view(2, 10, 2, 32)[:, :, 1] *= 4
     problem.gate[:, 200:] *= 256
-    limits = Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     plan = plan_few_walk(2, 264, 640, limits, lambda *asked: 0, E4M3_END)  # two blocks
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)

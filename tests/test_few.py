@@ -28,14 +28,14 @@ from twellctl.bundle.twell_few import (
     takes_few_dense,
 )
 from twellctl.bundle.twell_few_walk import few_walk_kernels
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_nvrtc import KernelError
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, entries_of
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
-A100 = Limits(108, 166912, 40 << 20, (8, 0))
-L4 = Limits(58, 101376, 48 << 20, (8, 9))
+H200 = Limits(132, 232448, (9, 0))
+A100 = Limits(108, 166912, (8, 0))
+L4 = Limits(58, 101376, (8, 9))
 DEVICES = {"H200": H200, "A100": A100, "L4": L4}
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64]
 LENGTHS = [64, 128, 576, 2048, 4096, 14336, 65536]

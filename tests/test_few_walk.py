@@ -26,12 +26,12 @@ from twellctl.bundle.twell_few_walk import (
     suits_few_walk,
     takes_few_walk,
 )
-from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
-OTHERS = [Limits(108, 166912, 40 << 20, (8, 0)), Limits(148, 232448, 126 << 20, (10, 0))]
+H200 = Limits(132, 232448, (9, 0))
+OTHERS = [Limits(108, 166912, (8, 0)), Limits(148, 232448, (10, 0))]
 AT_ONCE = {8: 15, 6: 17, 4: 30, 3: 39, 2: 66}  # of 512 threads each, on an H200
 SHAPES = [(64, 8), (128, 520), (896, 4864), (2048, 5632), (2048, 32768), (4096, 14336)]
 E4M3_SHAPES = [(128, 128), (896, 4864), (1536, 8960), (2048, 32768), (3584, 18944), (4096, 14336)]

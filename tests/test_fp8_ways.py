@@ -20,8 +20,8 @@ from twellctl.bundle import (
 from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_log import reasons_said
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import (
     WAYS,
     Problem,
@@ -31,9 +31,9 @@ from twellctl.bundle.twell_ways import (
     ways_of,
 )
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
-L4 = Limits(58, 101376, 48 << 20, (8, 9))
-A100 = Limits(108, 166912, 40 << 20, (8, 0))
+H200 = Limits(132, 232448, (9, 0))
+L4 = Limits(58, 101376, (8, 9))
+A100 = Limits(108, 166912, (8, 0))
 K, N = 128, 256
 
 

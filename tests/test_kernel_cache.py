@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from twellctl.bundle import twell_cache, twell_launch, twell_nvrtc
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, load_cubin, with_headers
+from twellctl.bundle.twell_plan import Limits
 
 INCLUDE = b'#include "head.cuh"\n'
 SOURCES = {
@@ -179,7 +180,7 @@ class Loaded:
 @pytest.fixture
 def driver(compiler, monkeypatch):
     """A device 0 of capability 9.0 whose driver loads what the compiler gives."""
-    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_launch, "_cupy", lambda: (Loaded, None))
     shared = dict.fromkeys(("one", "two", "bad"), 0)
     monkeypatch.setattr(twell_launch, "static_shared", lambda code: shared)

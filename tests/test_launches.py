@@ -9,9 +9,8 @@ from torch import Tensor
 
 from twellctl.bundle import twell_lists_e4m3, twell_sequence
 from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
-from twellctl.bundle.twell_plan import chunk_tokens, hopper_cap, make_plan
+from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_quantise import quantise_block
 from twellctl.bundle.twell_sequence import (
     HOPPER_KERNELS,
@@ -21,8 +20,8 @@ from twellctl.bundle.twell_sequence import (
 )
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
-A100 = Limits(108, 166912, 40 << 20, (8, 0))
+H200 = Limits(132, 232448, (9, 0))
+A100 = Limits(108, 166912, (8, 0))
 SHAPES = [(1, 64, 8), (10, 64, 96), (257, 128, 520), (300, 64, 16384)]
 
 

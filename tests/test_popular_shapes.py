@@ -24,8 +24,7 @@ from twellctl.bundle import (
 )
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
-from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_plan import why_unfit
+from twellctl.bundle.twell_plan import Limits, why_unfit
 from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
@@ -36,10 +35,10 @@ from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.models.quantised import round_model
 
 DEVICES = {
-    "H200": Limits(132, 227 << 10, 50 << 20, (9, 0)),
-    "A100": Limits(108, 163 << 10, 40 << 20, (8, 0)),
-    "RTX 4090": Limits(128, 99 << 10, 72 << 20, (8, 9)),
-    "RTX 3060": Limits(28, 99 << 10, 3 << 20, (8, 6)),
+    "H200": Limits(132, 227 << 10, (9, 0)),
+    "A100": Limits(108, 163 << 10, (8, 0)),
+    "RTX 4090": Limits(128, 99 << 10, (8, 9)),
+    "RTX 3060": Limits(28, 99 << 10, (8, 6)),
 }
 # Of sm_86, too: the two have the same sizes, and a compiler's time is not little. For the same
 # reason what reads the same for sm_80 and sm_89 is compiled for the first: sizes and bounds are the

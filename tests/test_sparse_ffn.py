@@ -15,7 +15,6 @@ from torch import Tensor
 
 from twellctl.bundle import (
     twell_ffn,
-    twell_launch,
     twell_nvrtc,
     twell_reasons,
     twell_route,
@@ -32,6 +31,7 @@ from twellctl.bundle.twell_ffn import (
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_log import reasons_said, say_once
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS, dense_ffn
 from twellctl.bundle.twell_walk import WALK_KERNELS
@@ -201,7 +201,7 @@ def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
 
 
 def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
-    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
@@ -215,7 +215,7 @@ def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
 
 
 def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
-    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -240,7 +240,7 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
 @pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
 def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, smem_bytes):
     """A capture may be the first that needs one of them, and nothing can be loaded there."""
-    limits, prepared = twell_launch.Limits(132, smem_bytes, 60 << 20, (9, 0)), []
+    limits, prepared = Limits(132, smem_bytes, (9, 0)), []
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -261,7 +261,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
 
 def test_which_kernels(monkeypatch):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        limits = twell_launch.Limits(132, 232448, 60 << 20, capability)
+        limits = Limits(132, 232448, capability)
         monkeypatch.setattr(twell_reasons, "device_limits", lambda index, found=limits: found)
         monkeypatch.delenv("TWELL_PORTABLE", raising=False)
         assert takes_hopper_kernels(0) is hopper
@@ -289,7 +289,7 @@ def test_reasons_are_collected_in_place_of_the_log(caplog):
 
 
 def test_what_is_not_taken(monkeypatch):
-    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     x, w_gate, w_up, w_down, *_ = problem()
     rows, w_down = x.view(-1, 64), w_down.t()
@@ -313,7 +313,7 @@ def test_what_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("M", [1, 64, 65, 4097])
 @pytest.mark.parametrize("route", ["twell", "portable", "fused"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
-    limits = twell_launch.Limits(132, 232448, 60 << 20, (9, 0))
+    limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_run, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: "kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

@@ -11,12 +11,11 @@ from torch import Tensor
 from twellctl.bundle import twell_sequence
 from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
-from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_plan import make_plan
+from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 SHAPES = [
     (1, 64, 8),
     (300, 64, 520),

@@ -8,8 +8,7 @@ from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_lists_e4m3, twell_sequence, twell_walk
-from twellctl.bundle.twell_launch import Limits
-from twellctl.bundle.twell_plan import hopper_cap
+from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import (
     GATE_TOKENS,
@@ -23,7 +22,7 @@ from twellctl.bundle.twell_walk import (
 from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 14336, 520)]
 
 
@@ -153,7 +152,7 @@ def test_it_is_taken_by_the_number_of_pairs():
         assert suits_walk(most, N, density)
         assert not suits_walk(most + 1, N, density)
     assert not takes_walk(131072, N, K, H200)
-    small = Limits(132, 8192, 60 << 20, (9, 0))
+    small = Limits(132, 8192, (9, 0))
     assert not takes_walk(256, N, K, small)
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from twellctl.bundle import twell_route, twell_run
-from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice
 from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, ways_by_tokens, ways_of
 from twellctl.bundle.twell_weights import FFN
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
-L4 = Limits(58, 101376, 48 << 20, (8, 9))
+H200 = Limits(132, 232448, (9, 0))
+L4 = Limits(58, 101376, (8, 9))
 LINES = {
     "Hopper": [
         "1 to 3 tokens: union, fused, dense",

@@ -8,7 +8,7 @@ from compiled import compile_claims
 from emulated_rows import words_of_rows
 from launched import assert_taken
 
-from twellctl.bundle.twell_launch import Limits
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
@@ -21,7 +21,7 @@ from twellctl.decoding.whole_step import (
     why_no_whole_step,
 )
 
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 SMALL = StepSizes(2048, 5632, 32, 64, 49152)
 
 

@@ -14,8 +14,9 @@ from twellctl.bundle.twell_few import few_gated, few_linear, few_pairs, few_unio
 from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
+from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.own_kernels import own_kernels

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from popular_shapes import SHAPES
 
 from twellctl.bundle.twell_fp8 import fp8_ffn
-from twellctl.bundle.twell_launch import Limits
 from twellctl.bundle.twell_log import say_once
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
 from twellctl.bundle.twell_ways import Problem, ways_of
 from twellctl.vllm import routes
 from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-H200 = Limits(132, 232448, 60 << 20, (9, 0))
+H200 = Limits(132, 232448, (9, 0))
 LAYERS = [
     Layer(64, 96, biases=(False, False), tile=32, slots=8, density=0.05),
     Layer(64, 96, biases=(False, False), tile=32, slots=16, density=0.2),

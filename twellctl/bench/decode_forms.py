@@ -27,8 +27,9 @@ from twellctl.bundle.twell_few import (
 )
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_weight
-from twellctl.bundle.twell_launch import KernelSet, Limits, device_limits, kernels_for
+from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_loaded
 from twellctl.bundle.twell_ways import Problem, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, bare_product, joined, rounded_product
-from .twell_launch import KernelSet, Limits
+from .twell_launch import KernelSet
+from .twell_plan import Limits
 from .twell_quantise import RoundedRows, quantise_hidden, quantise_inputs, scale_sums
 from .twell_weights import FFN
 

@@ -22,8 +22,8 @@ from .twell_few_walk import (
     few_walk_kernels,
     launch_few_walk,
 )
-from .twell_launch import KernelSet, Limits
-from .twell_plan import ceil_div
+from .twell_launch import KernelSet
+from .twell_plan import Limits, ceil_div
 from .twell_spec import (
     E4M3_END,
     FEW_DOWN_STAGES,

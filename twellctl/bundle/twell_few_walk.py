@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .twell_launch import KernelSet, Limits
-from .twell_plan import ceil_div, round_up
+from .twell_launch import KernelSet
+from .twell_plan import Limits, ceil_div, round_up
 from .twell_spec import (
     FEW_WALK_BATCH,
     FEW_WALK_BLOCK,

@@ -11,7 +11,6 @@ import hashlib
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from .twell_cubin import static_shared
 from .twell_driver import clusters_at_once, start
 from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
+from .twell_plan import Limits
 from .twell_spec import ENTRY_FILES
 
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
@@ -40,22 +40,6 @@ _kernel_sets: dict[tuple[str, int], "KernelSet"] = {}
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What of a device a launch is planned by."""
-
-    num_sms: int
-    smem_bytes: int  # shared memory that one block may ask for
-    l2_bytes: int
-    capability: tuple[int, int]
-
-    @property
-    def arch(self) -> str:
-        """What NVRTC compiles for: "sm_90a" on Hopper (its wgmma and TMA), else "sm_80" and so."""
-        suffix = "a" if self.capability == (9, 0) else ""
-        return f"sm_{self.capability[0]}{self.capability[1]}{suffix}"
-
-
 @functools.cache
 def device_limits(index: int) -> Limits:
     """The limits of CUDA device `index`."""
@@ -63,7 +47,6 @@ def device_limits(index: int) -> Limits:
     return Limits(
         found.multi_processor_count,
         found.shared_memory_per_multiprocessor - 1024,  # what the driver keeps of each block
-        found.L2_cache_size,
         (found.major, found.minor),
     )
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_launch import KernelSet, Limits, tensor_map
-from .twell_plan import HEAVY_SMEM, heavy_window, hopper_cap, product_grid
+from .twell_launch import KernelSet, tensor_map
+from .twell_plan import HEAVY_SMEM, Limits, heavy_window, hopper_cap, product_grid
 from .twell_quantise import quantise_rows
 from .twell_sequence import (
     Heavy,

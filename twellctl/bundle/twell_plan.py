@@ -6,7 +6,6 @@ size, N neurons, S slots a tile of TILE columns.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 from .twell_config import MAX_COLUMNS, TILE
 from .twell_spec import (
@@ -54,11 +53,19 @@ _PASSES_A_TOKEN = GROUP * _USUAL_DENSITY / 32
 _SHORT_TILE_TIME = 0.6  # of a tile with half as many rows
 
 
-class Limits(Protocol):
-    """What of a device a plan is made by: `twell_launch.Limits`."""
+@dataclass(frozen=True)
+class Limits:
+    """What of a device a launch is planned by."""
 
     num_sms: int
-    smem_bytes: int
+    smem_bytes: int  # shared memory that one block may ask for
+    capability: tuple[int, int]
+
+    @property
+    def arch(self) -> str:
+        """What NVRTC compiles for: "sm_90a" on Hopper (its wgmma and TMA), else "sm_80" and so."""
+        suffix = "a" if self.capability == (9, 0) else ""
+        return f"sm_{self.capability[0]}{self.capability[1]}{suffix}"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .twell_fp8 import E4M3, Fp8Weight
-from .twell_launch import KernelSet, Limits
-from .twell_plan import ceil_div, round_up
+from .twell_launch import KernelSet
+from .twell_plan import Limits, ceil_div, round_up
 from .twell_spec import QUANTISE_BLOCK
 from .twell_weights import FFN
 

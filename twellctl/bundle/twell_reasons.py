@@ -16,11 +16,11 @@ from .twell_few import (
     few_ffn_kernels,
 )
 from .twell_grad_plan import training_tokens
-from .twell_launch import KernelError, Limits, LoadError, device_limits, kernels_for
+from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from .twell_log import say_once
 from .twell_nvrtc import what_is_missing
-from .twell_plan import why_unfit
+from .twell_plan import Limits, why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
 from .twell_training import GRAD_KERNELS

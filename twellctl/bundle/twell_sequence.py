@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_launch import KernelSet, Limits, tensor_map
+from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
     HEAVY_SMEM,
     PARTS_BLOCKS,
+    Limits,
     Plan,
     chunk_tokens,
     gate_pack_is_short,

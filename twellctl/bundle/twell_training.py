@@ -24,8 +24,8 @@ from .twell_grad_plan import (
     order_heavy_smem,
     training_cap,
 )
-from .twell_launch import KernelSet, Limits
-from .twell_plan import PARTS_BLOCKS, ceil_div, make_plan
+from .twell_launch import KernelSet
+from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_sequence import (
     PairLists,
     heavy_products,

@@ -15,8 +15,9 @@ from .twell_dense_e4m3 import dense_e4m3_ffn, fp8_weights
 from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_fp8 import fp8_ffn
-from .twell_launch import KernelSet, Limits
+from .twell_launch import KernelSet
 from .twell_lists_e4m3 import lists_e4m3_ffn
+from .twell_plan import Limits
 from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
 from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
 from .twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn

@@ -12,7 +12,8 @@ from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
 from twellctl.bundle.twell_few import few_gated, few_linear
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight
-from twellctl.bundle.twell_launch import KernelSet, Limits
+from twellctl.bundle.twell_launch import KernelSet
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twellctl.bundle.twell_launch import KernelSet, Limits
-from twellctl.bundle.twell_plan import ceil_div
+from twellctl.bundle.twell_launch import KernelSet
+from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_spec import (
     MOST_OF_BLOCK,
     ROWS_BLOCK,
