@@ -6,8 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from twellctl.bench.settings import MOST_ROWS, ROUTES, FfnSettings
-from twellctl.bundle import twell_route
+from twellctl.bench.settings import MOST_ROWS, FfnSettings
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
 from twellctl.cli.flags import made, takes, takes_either
@@ -114,5 +113,5 @@ def test_flags_of_the_other_kind_are_refused(kind, flags, sentence):
 
 
 def test_what_is_said_without_torch_is_true():
-    assert (ROUTES, MOST_ROWS) == (twell_route.ROUTES, FEW_TOKENS)
+    assert MOST_ROWS == FEW_TOKENS
     assert FfnSettings().check() is None

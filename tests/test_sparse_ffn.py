@@ -17,10 +17,10 @@ from twellctl.bundle import (
     twell_ffn,
     twell_nvrtc,
     twell_reasons,
-    twell_route,
     twell_run,
     twell_ways,
 )
+from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
     register_sources,
@@ -63,7 +63,7 @@ def equation(
     return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
 
 
-@pytest.mark.parametrize("route", twell_route.ROUTES)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):

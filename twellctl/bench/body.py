@@ -23,7 +23,7 @@ def about_layers(
         {key: getattr(layer, key) for key in keys} | {"slots": most, "union": asdict(union)}
         for layer, most, union in zip(measured, slots, unions, strict=True)
     ]
-    smallest = min(unions, key=lambda union: union.fired / (union.expected or 1))
+    smallest = min(unions, key=lambda union: union.by_chance)
     return {
         "density": sum(layer.density for layer in measured) / len(measured),
         "density_first_layer": measured[0].density,

@@ -46,7 +46,7 @@ class Judged:
             Union(self.rows, union, 1 - (1 - density) ** self.rows)
             for density, union in zip(self.densities, self.unions, strict=True)
         ]
-        return min(found, key=lambda union: union.fired / (union.expected or 1))
+        return min(found, key=lambda union: union.by_chance)
 
 
 @torch.no_grad()

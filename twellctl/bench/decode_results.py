@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from twellctl.bench.results import DENSE, DENSE_FP8, SCHEMA_VERSION, TWELL
+from twellctl.bench.results import DENSE, DENSE_FP8, SCHEMA_VERSION, TWELL, finite
 
 # standard deviations of the logits; rounding in bf16 stays far below, a token at random far above
 ALLOWED_SHORTFALL = 0.25
@@ -62,7 +62,7 @@ class DecodeForm:
             "over_fp8": dense_fp8 and dense_fp8.seconds / self.seconds,
             "density": self.density,
             "union": self.union,
-            "shortfall": _finite(self.shortfall),
+            "shortfall": finite(self.shortfall),
             "floor_bytes": self.floor_bytes,
             "floor_steps_per_second": 1 / self.floor_seconds,
             "of_floor": self.floor_seconds / self.seconds,
@@ -201,7 +201,3 @@ def _ratios(point: DecodePoint) -> list[str]:
     """Of TwELL over the dense form, and over that in FP8 if it was run."""
     found = (point.over_dense(point.twell), point.over_fp8(point.twell))
     return [f"{ratio:.2f}x" for ratio in found if ratio is not None]
-
-
-def _finite(number: float) -> float | None:
-    return number if abs(number) < float("inf") else None

@@ -145,7 +145,7 @@ class Point:
             energy["mj_per_token"] = 1000 * candidate.joules / self.tokens
             if self.eager.joules:
                 energy["energy_over_dense_eager"] = candidate.joules / self.eager.joules
-        errors = {name: _finite(error) for name, error in candidate.errors.items()}
+        errors = {name: finite(error) for name, error in candidate.errors.items()}
         return {
             "kind": candidate.kind,
             "ms": 1000 * candidate.seconds,
@@ -263,5 +263,6 @@ def _called_fp8(points: tuple[Point, ...]) -> str:
     return "dense FP8"
 
 
-def _finite(number: float) -> float | None:
+def finite(number: float) -> float | None:
+    """JSON has no infinity."""
     return number if abs(number) < float("inf") else None

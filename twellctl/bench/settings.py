@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.bundle.twell_config import MAX_COLUMNS, TILE
+from twellctl.bundle.twell_config import MAX_COLUMNS, ROUTES, TILE
 from twellctl.bundle.twell_fp8_config import QUANTIZE
 from twellctl.errors import UsageError
 from twellctl.settings import refuse_wrong, setting
 
 SPREADS = ("even", "lognormal", "heavy")
-ROUTES = ("auto", "twell", "portable", "fused", "dense")
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .twell_config import TILE
 from .twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import (
     FEW_E4M3_KERNELS,
@@ -126,9 +125,16 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
     if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
         return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
-    said = _why_not(rows, ffn.tensors, K, N, tile)
+    if rows.dim() != 2 or rows.shape[1] != K:
+        return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
+    if rows.dtype != torch.bfloat16:
+        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
+    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
+        return f"the kernels take {said}"
+    if any((t.dtype, t.device) != (rows.dtype, rows.device) for t in ffn.tensors):
+        return "the kernels take weights of the dtype and device of their input"
     as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
-    return said or why_they_do_not_lie_well(as_they_are)
+    return why_they_do_not_lie_well(as_they_are)
 
 
 def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
@@ -148,8 +154,8 @@ def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
         return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
     if said := why_unfit(K // 2, N, tile, device_limits(where.index).smem_bytes):
         return f"the kernels take {said}"
-    biases = [b for b in (ffn.b_gate, ffn.b_up, ffn.b_down) if b is not None]
-    if any(bias.dtype != torch.bfloat16 for bias in biases):
+    there = (b for b in (ffn.b_gate, ffn.b_up, ffn.b_down) if b is not None)
+    if any(bias.dtype != torch.bfloat16 for bias in there):
         return "the kernels take biases in bf16"
     if any(tensor.device != where for tensor in ffn.tensors):
         return "the kernels take weights of the dtype and device of their input"
@@ -165,21 +171,6 @@ def why_not_e4m3_linear(
     if bias is not None and (bias.dtype, bias.shape) != (dtype, (len(weight),)):
         return "the kernels take biases of the dtype of their inputs"
     return why_they_do_not_lie_well(t for t in (weight, scale, bias) if t is not None)
-
-
-def _why_not(
-    rows: Tensor, weights: tuple[Tensor, ...], K: int, N: int, tile: int = TILE
-) -> str | None:
-    if rows.dim() != 2 or rows.shape[1] != K:
-        return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
-    if rows.dtype != torch.bfloat16:
-        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
-        return f"the kernels take {said}"
-    for weight in weights:
-        if (weight.dtype, weight.device) != (rows.dtype, rows.device):
-            return "the kernels take weights of the dtype and device of their input"
-    return None
 
 
 def lies_well(tensor: Tensor) -> bool:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from .twell_cache import cache_dir, keep
+from .twell_config import ROUTES
 
-ROUTES = ("auto", "twell", "portable", "fused", "dense")
 _TIE = 1.005  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead

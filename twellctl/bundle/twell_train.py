@@ -15,6 +15,7 @@ from torch import Tensor
 from .twell_config import TILE
 from .twell_grad_plan import GradPlan
 from .twell_launch import KernelSet, device_limits, kernels_for
+from .twell_plan import Limits
 from .twell_reasons import check_numbers
 from .twell_sequence import PairLists
 from .twell_training import Wanted, backward, forward, make_training_plan
@@ -215,7 +216,7 @@ def _rows(x: Tensor) -> Tensor:
     return _laid(x.reshape(-1, x.shape[-1]))
 
 
-def _kernels(x: Tensor, sources: str) -> tuple[KernelSet, object]:
+def _kernels(x: Tensor, sources: str) -> tuple[KernelSet, Limits]:
     return kernels_for(sources, x.device.index), device_limits(x.device.index)
 
 
@@ -252,9 +253,8 @@ def _train_ffn_grads(
 
 
 def _plan(x: Tensor, w_gate: Tensor, slots: int) -> GradPlan:
-    M = int(x.numel()) // int(x.shape[-1])
-    weights = FFN(w_gate, w_gate, w_gate, None, None, None)
-    return make_training_plan(M, weights, slots, device_limits(x.device.index))
+    N, K = map(int, w_gate.shape)
+    return make_training_plan(int(x.numel()) // K, N, K, slots, device_limits(x.device.index))
 
 
 def _fake_train_ffn(

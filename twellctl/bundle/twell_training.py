@@ -100,17 +100,17 @@ class Grads:
     biases: Tensor | None = None  # of gate and up, fp32 [2, N]
 
 
-def make_training_plan(M: int, ffn: FFN, slots: int, limits: Limits) -> GradPlan:
+def make_training_plan(M: int, N: int, K: int, slots: int, limits: Limits) -> GradPlan:
     """The plan of `M` >= 1 tokens, for both passes."""
-    cap = training_cap(ffn.N)
-    return make_grad_plan(make_plan(M, ffn.N, ffn.K, slots, cap, limits, training=True), limits)
+    plan = make_plan(M, N, K, slots, training_cap(N), limits, training=True)
+    return make_grad_plan(plan, limits)
 
 
 def forward(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int
 ) -> tuple[Tensor, Tensor, Tensor, PairLists]:
     """(y `[M, K]`, sum of |h|, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
-    plan = make_training_plan(x.shape[0], ffn, slots, limits).plan
+    plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits).plan
     counts, entries, heavy_count = packed_buffers(plan, x.device)
     packed = counts, entries, heavy_count
     launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
@@ -152,7 +152,7 @@ def backward(
     `penalty` fp32 `[1]`: the weight of the sum of |h| in the loss. The weights' gradients are fp32
     or bf16.
     """
-    plan = make_training_plan(x.shape[0], ffn, slots, limits)
+    plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits)
     run = _Backward(kernels, limits, plan, x, ffn, grad_y, penalty, kept)
     found = Grads()
     if wanted.of_neurons:

@@ -71,7 +71,7 @@ class DownCopies:
 
     def _why_not(self) -> str | None:
         size = sum(ffn.w_down.nbytes for ffn in self._ffns)
-        free, total = _memory(self._device)
+        free, total = gpu_memory(self._device)
         if not is_little(size, total):
             most = f"more than {_SHARE:.0%} of the GPU's {total / 1e9:.1f} GB"
             return f"a second copy of all W_down takes {size / 1e9:.1f} GB, {most}"
@@ -81,7 +81,7 @@ class DownCopies:
         return None
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that are free, those that PyTorch keeps for later among them, and all there are."""
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

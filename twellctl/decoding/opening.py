@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -101,9 +102,8 @@ def _eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) ->
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_CACHE_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(GPU_SHARE * (free + held))
+    free, _ = gpu_memory(device)
+    return int(GPU_SHARE * free)
 
 
 def _num_pages(decoder: Decoder, cache_bytes: int, max_running: int) -> int:

@@ -135,6 +135,11 @@ class Union:
     expected: float
 
     @property
+    def by_chance(self) -> float:
+        """How often so many fire as would independently: below 1 tokens share neurons."""
+        return self.fired / (self.expected or 1)
+
+    @property
     def too_small(self) -> bool:
         """Whether tokens share so many neurons that a kernel would find them in its caches."""
         return self.fired < (1 - UNION_SLACK) * self.expected
