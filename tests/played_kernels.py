@@ -143,6 +143,6 @@ def stand_in(monkeypatch) -> Kernels:
     monkeypatch.setattr(few_ways, "few_gated", gated)
     monkeypatch.setattr(few_ways, "FEW_WAYS", tuple(map(played, FEW_WAYS)))
     monkeypatch.setattr(kernel_decoder, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
-    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(twell_ways, "WAYS", tuple(map(played, twell_ways.WAYS)))
     return made

@@ -117,7 +117,7 @@ def judge(device, monkeypatch) -> Judge:
     for module in (kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: hopper)
     monkeypatch.setattr(kernel_fit, "what_is_missing", lambda: None)
-    monkeypatch.setattr(down_copies, "_memory", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())

@@ -150,7 +150,7 @@ def test_w_down_is_copied_only_while_a_choice_wants_it(tiny, timed, kernels):
 def test_a_kept_dense_form_is_taken_only_where_it_is_possible(tiny, timed, kernels, monkeypatch):
     timed.times["dense"] = 1.0
     assert way_of_step(open_decoder(tiny), kernels) == "dense"
-    monkeypatch.setattr(down_copies, "_memory", lambda device: (0, 1 << 40))
+    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (0, 1 << 40))
     decoder = open_decoder(tiny)
     assert way_of_step(decoder, kernels) == "union"
     assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs", "dense in place"]]

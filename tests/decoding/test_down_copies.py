@@ -16,7 +16,7 @@ SIZE = 3 * 2 * 96 * 64  # bytes of W_down of all layers
 def memory(monkeypatch) -> dict[str, float]:
     """What there is; just enough."""
     there = {"free": 2 * SIZE, "total": 20 * SIZE}
-    monkeypatch.setattr(down_copies, "_memory", lambda device: (there["free"], there["total"]))
+    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (there["free"], there["total"]))
     return there
 
 
