@@ -103,7 +103,6 @@ def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
     convert(make_model("phi3"), tmp_path / "relu")
     model = load_model(open_checkpoint(tmp_path / "relu")).requires_grad_(True)
     penalty = FfnPenalty(model)
-    penalty.l1 = 1.0
     penalty.begin(eight_blocks[1].numel(), 1.0)
     logits = model(eight_blocks[1]).logits
     (logits * 0).sum().backward()
@@ -112,8 +111,7 @@ def test_fused_family_is_penalised(make_model, tmp_path, eight_blocks):
 
 def penalised_gradients(model, ids) -> dict[str, torch.Tensor]:
     penalty = FfnPenalty(model)
-    penalty.l1 = 0.5
-    penalty.begin(ids.numel(), 1.0)
+    penalty.begin(ids.numel(), 0.5)
     logits = model(ids).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     penalty.remove()
@@ -194,8 +192,7 @@ def test_compiled_layers_leave_the_ffns_to_themselves(relu_llama, eight_blocks, 
         torch._dynamo.utils.counters.clear()
         for l1 in (0.1, 0.2, 0.3):
             model.zero_grad()
-            penalty.l1 = l1
-            penalty.begin(ids.numel(), 1.0)
+            penalty.begin(ids.numel(), l1)
             penalty.ffns[1].twell_meter.route = "dense" if l1 > 0.2 else None
             loss = model(ids, use_cache=False).logits.square().mean()
             loss.backward()

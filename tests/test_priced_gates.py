@@ -42,8 +42,7 @@ def draw_shifts(gates: PricedGates) -> None:
 
 def test_soft_at_width_one_is_silu(relu_llama, ids):
     model, gates = priced(relu_llama)
-    gates.width = 1.0
-    gates.begin(TOKENS, 1.0)
+    gates.begin(TOKENS, width=1.0)
     silu = load_model(open_checkpoint(relu_llama), activation="silu")
     assert torch.allclose(model(ids).logits, silu(ids).logits, atol=1e-5)
 
@@ -52,7 +51,7 @@ def test_soft_at_width_one_is_silu(relu_llama, ids):
 def test_hard_is_relu_and_counts_what_fires(relu_llama, ids, training):
     model, gates = priced(relu_llama)
     model.train(training)
-    gates.begin(TOKENS, 1.0)
+    gates.begin(TOKENS)
     found = model(ids).logits
     penalty, densities = gates.measured()
     gates.remove()
@@ -74,8 +73,7 @@ def test_gradients_are_those_of_the_soft_relu(width):
         setattr(host.mlp, name, torch.nn.Linear(*size))
     host.mlp.act_fn = torch.nn.ReLU()
     gates = PricedGates(host)
-    gates.l1, gates.width = 0.3, width
-    gates.begin(5, 0.5)
+    gates.begin(5, 0.3 * 0.5, width)
     up = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = gate.clone().requires_grad_()
     (host.mlp.act_fn.train()(x) * up).sum().backward()
@@ -89,8 +87,7 @@ def test_gradients_are_those_of_the_soft_relu(width):
 def test_a_shift_feels_what_its_neuron_costs(relu_llama, ids):
     model, gates = priced(relu_llama)
     draw_shifts(gates)
-    gates.l1 = 1e6
-    gates.begin(TOKENS, 1.0)
+    gates.begin(TOKENS, 1e6)
     model(ids).logits.sum().backward()
     for gate in gates.gates:
         felt = gate.shift.grad != 0

@@ -43,9 +43,8 @@ class Body(torch.nn.Module):
             for name, weight in zip(("gate", "up", "down"), weights.split, strict=False):
                 getattr(layer, f"{name}_proj").weight.data.copy_(weight)
         self.x = make_rows(M, K, DENSITY, EVEN, **made)
-        self.penalty = FfnPenalty(self, [0.0, 0.0])
-        self.penalty.l1 = 0.5
-        self.penalty.begin(M, 1.0)
+        self.penalty = FfnPenalty(self)
+        self.penalty.begin(M, 0.5)
 
     def step(self, *, checkpointed: bool, autocast: bool) -> dict[str, torch.Tensor]:
         """Gradients by name; those of both layers hang on x alone."""

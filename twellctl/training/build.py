@@ -166,11 +166,10 @@ def _penalty(
 ) -> PricedGates | FfnPenalty:
     if recipe.penalty == "count":
         gates = PricedGates(model, recipe.l1_normalizer)
-        gates.width = 1.0 if soften else None
         device = model.device
         batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            gates.find_directions(model.train(), batches)
+            gates.find_directions(model.train(), batches, width=1.0 if soften else None)
         return gates
     return FfnPenalty(model, recipe.l1_normalizer, compiled=bool(recipe.compile))
 

@@ -82,7 +82,6 @@ class _Fire(torch.autograd.Function):
 class PricedGates:
     """Puts a `PricedGate` into every gated FFN of `model`, and counts what fires.
 
-    Set `l1`, the price of a neuron that fires, and `width`, that of the soft gate (None: a step).
     The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`, or with
     `normalizer="mean"` of the share of them.
     """
@@ -91,8 +90,6 @@ class PricedGates:
         self.ffns = gated_ffns(model)
         self.hidden_size, self.num_neurons = self.ffns[0].down_proj.weight.shape
         self.normalizer = normalizer
-        self.l1 = 0.0
-        self.width: float | None = None
         settings = torch.zeros(3, device=next(model.parameters()).device)
         sizes = self.num_neurons, self.hidden_size
         self.gates = [PricedGate(*sizes, settings) for _ in self.ffns]
@@ -104,12 +101,17 @@ class PricedGates:
             self._hooks.append(gate_and_up(ffn)[0].register_forward_hook(gate.shifted))
 
     @torch.no_grad()
-    def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
-        """Fit each layer's direction on `batches` of ids `[B, L]`, some 8 tokens a weight."""
+    def find_directions(
+        self, model: nn.Module, batches: Iterable[Tensor], width: float | None = None
+    ) -> None:
+        """Fit each layer's direction on `batches` of ids `[B, L]`, some 8 tokens a weight.
+
+        `width`: that of the soft gate, as of `begin`.
+        """
         moments = [_Moments(ffn, self.hidden_size) for ffn in self.ffns]
         wanted = TOKENS_A_WEIGHT * self.hidden_size
         for ids in batches:
-            self.begin(ids.numel(), 1.0)
+            self.begin(ids.numel(), width=width)
             model(input_ids=ids, use_cache=False)
             if (wanted := wanted - ids.numel()) <= 0:
                 break
@@ -153,13 +155,17 @@ class PricedGates:
         for ffn, stock in zip(self.ffns, self._stock, strict=True):
             setattr(ffn, activation_name(ffn), stock)
 
-    def begin(self, num_tokens: int, scale: float) -> None:
-        """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
-        price = self.l1 * scale / (len(self.gates) * num_tokens)
+    def begin(self, num_tokens: int, l1: float = 0.0, width: float | None = None) -> None:
+        """Before a forward pass.
+
+        `l1` is the price of a neuron that fires, times what the rest of the loss is multiplied by;
+        `width` that of the soft gate, None: a step.
+        """
+        price = l1 / (len(self.gates) * num_tokens)
         if self.normalizer == "mean":
             price /= self.num_neurons
-        soft = self.width is not None
-        settings = [float(soft), self.width if soft else SLOPE, price]
+        soft = width is not None
+        settings = [float(soft), width if soft else SLOPE, price]
         if settings != self._written:
             self._settings.copy_(torch.tensor(settings))
             self._written = settings

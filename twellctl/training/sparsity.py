@@ -32,10 +32,10 @@ class FfnPenalty:
     """Lets the gated FFNs of a model add the penalty's gradient, and measures each forward pass.
 
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
-    `normalizer="mean"` of their mean. Set `l1`, and call `begin` before each forward pass. It is
-    used as `PricedGates` is. The FFNs run over `train_ffn`, densely unless `LayerRoutes` or
-    TWELL_ROUTE say otherwise. `compiled`: in a compiled layer they are no part of its graph, which
-    their routes would break; what they compute densely is compiled by itself.
+    `normalizer="mean"` of their mean. It is used as `PricedGates` is. The FFNs run over
+    `train_ffn`, densely unless `LayerRoutes` or TWELL_ROUTE say otherwise. `compiled`: in a
+    compiled layer they are no part of its graph, which their routes would break; what they compute
+    densely is compiled by itself.
     """
 
     gates = ()
@@ -49,7 +49,6 @@ class FfnPenalty:
     ):
         self.ffns = gated_ffns(model)
         self.state = None  # nothing of its own to keep
-        self.l1 = 0.0
         self.normalizer = normalizer
         self._stock = [type(ffn) for ffn in self.ffns]
         put_over_twell(model, new_twell(len(self.ffns), "", ""))
@@ -72,10 +71,10 @@ class FfnPenalty:
             del ffn.twell_meter
             ffn.__dict__.pop("forward", None)
 
-    def begin(self, num_tokens: int, scale: float) -> None:
-        """Before a forward pass; `scale` is what the rest of the loss is multiplied by."""
+    def begin(self, num_tokens: int, l1: float = 0.0, width: float | None = None) -> None:
+        """Before a forward pass; as of `PricedGates`, but there is no soft gate."""
         for meter in self._meters:
-            meter.price = self.l1 * scale / len(self.ffns)
+            meter.price = l1 / len(self.ffns)
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""

@@ -216,8 +216,7 @@ class SparseTrainer(Trainer):
 
     def _set_penalty(self, ids: Tensor) -> None:
         scale = 1 / self.current_gradient_accumulation_steps
-        self.penalty.l1, self.penalty.width = self.schedule.l1, self._width()
-        self.penalty.begin(ids.numel(), scale)
+        self.penalty.begin(ids.numel(), self.schedule.l1 * scale, self._width())
         if self.states is not None:
             self.states.scale = scale
 
@@ -372,7 +371,7 @@ class SparseTrainer(Trainer):
         self.model.eval()
         found = []
         for ids, counts in self._my_held_out():
-            self.penalty.begin(ids.numel(), 1.0)
+            self.penalty.begin(ids.numel())
             losses = self._held_out(self.head, ids, self.teacher)
             parts = torch.stack([losses.cross_entropy, losses.teacher_kl])
             if counts:
