@@ -19,7 +19,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
-from twellctl.screens import ui
+from twellctl.screens.finetune import tried_out
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
 from twellctl.training.expected_loss import loss_outlook
@@ -130,14 +130,14 @@ def test_the_loss_is_that_of_the_run(relu_llama, text_file):
 def test_settings_that_were_not_measured_have_no_loss(relu_llama, text_file, capsys):
     found = dry_run(relu_llama, small(text_file))
     assert (found.loss, found.without_loss) == (None, "no measured run had --learning-rate 0.003")
-    ui.dry_run(found, "")
+    tried_out(found, "")
     assert f"no loss over SiLU is predicted: {found.without_loss}\n" in capsys.readouterr().out
 
 
 def test_without_a_target_no_speed_is_measured(relu_llama, text_file, capsys):
     found = dry_run(relu_llama, small(text_file, l1_schedule="constant"))
     assert found.speed is None
-    ui.dry_run(found, "")
+    tried_out(found, "")
     said = capsys.readouterr().out
     assert "no loss over SiLU is predicted: --l1-schedule constant has no target\n" in said
     assert "speed" not in said
@@ -167,7 +167,7 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     names = ("model.safetensors", "optimizer.pt")
     size = sum((folder / name).stat().st_size for name in names)
     assert found.checkpoint_bytes == pytest.approx(size, rel=0.15)
-    ui.dry_run(found, "")
+    tried_out(found, "")
     told = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
     assert told in capsys.readouterr().out
     assert dry_run(relu_llama, small(text_file, save_steps=0, max_steps=2)).checkpoint_bytes == 0
@@ -181,7 +181,7 @@ def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
         changes={}, without_loss=None, checkpoint_bytes=0,
         loss=loss_outlook(79_994_880, 0.05, 29_366_784), speed=ExpectedSpeed(speedups, ("why",)),
     )  # fmt: skip
-    ui.dry_run(found, "")
+    tried_out(found, "")
     assert capsys.readouterr().out.splitlines()[3:] == [
         "loss over SiLU to expect at 5.00%: +0.029 +- 0.013 nats a token, by two small models' "
         "text; kinds of text differ by more",
@@ -195,7 +195,7 @@ def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
 
 def test_a_loss_that_is_extrapolated_is_said_so(relu_llama, text_file, capsys):
     found = dry_run(relu_llama, small(text_file, max_steps=2**17, learning_rate=None))
-    ui.dry_run(found, "")
+    tried_out(found, "")
     said = capsys.readouterr().out.splitlines()[3:]
     assert said[0] == (
         "loss over SiLU to expect at 5.00%: about +0.083 nats a token, extrapolated: 0.058 million "

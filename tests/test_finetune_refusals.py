@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import FineTuned, finetune
-from twellctl.screens import ui
+from twellctl.screens.finetune import finetuned
 from twellctl.training import runs
 from twellctl.training.build import LEEWAY
 from twellctl.training.held_out import HeldOutLosses
@@ -282,7 +282,7 @@ def test_a_miss_is_not_silent(capsys, density, said):
     names = "teacher_cross_entropy", "first_cross_entropy", "cross_entropy", "teacher_kl"
     losses = dict.fromkeys(names, 1.0)
     sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0}
-    ui.finetuned(
+    finetuned(
         FineTuned(
             Path("out"),
             density=density,

@@ -19,7 +19,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
-from twellctl.screens import ui
+from twellctl.screens.profile import profiled
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
 
@@ -295,7 +295,7 @@ def test_command_shows_a_table(relu_llama, text_file, tmp_path):
 
 def test_speeds_are_said(capsys):
     found = profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))
-    ui.profiled(found)
+    profiled(found)
     said = " ".join(capsys.readouterr().out.split())
     assert "over TwELL all FFNs are 1.37 times as fast as dense ones, by layer 0.80 to 1.90" in said
     assert "with the faster of the two in each layer 1.46 times, at 4096 tokens" in said

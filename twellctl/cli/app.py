@@ -11,6 +11,11 @@ from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
 from twellctl.screens import serving, ui
+from twellctl.screens.doctor import diagnosed
+from twellctl.screens.export import exported
+from twellctl.screens.finetune import finetuned, tried_out
+from twellctl.screens.generate import generated
+from twellctl.screens.quickstart import quickstarted
 from twellctl.training.recipe import Recipe
 from twellctl.version import __version__
 
@@ -198,13 +203,13 @@ def finetune(
 
         tried = try_out(model, settings, ui.note, ui.doing)
         if is_first:
-            ui.dry_run(tried, as_flags(tried.changes))
+            tried_out(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
 
     result = run(model, out, settings, resume=resume, overwrite=overwrite, recipe_file=recipe_file)
     if is_first:
-        ui.finetuned(result)
+        finetuned(result)
 
 
 command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
@@ -250,7 +255,7 @@ def export(
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
 
-    ui.exported(
+    exported(
         run(
             model,
             out,
@@ -322,7 +327,7 @@ def generate(
     try:
         ui.stream(made)
     finally:
-        ui.generated(made.figures)
+        generated(made.figures)
 
 
 @command(app, "serve-local exported --port 8000", group=USE)
@@ -400,7 +405,7 @@ def quickstart(
     from twellctl.quickstart import quickstart as run
 
     result = run(out, overwrite=overwrite, seed=seed)
-    ui.quickstarted(result)
+    quickstarted(result)
     if result.shortfalls:
         raise TwellError("; ".join(result.shortfalls))
 
@@ -420,6 +425,6 @@ def doctor(
     from twellctl.doctor import doctor as run
 
     diagnosis = run(model, note=ui.note)
-    ui.diagnosed(diagnosis)
+    diagnosed(diagnosis)
     if diagnosis.broken:
         raise TwellError("; ".join(diagnosis.broken))

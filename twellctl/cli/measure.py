@@ -9,6 +9,7 @@ import typer
 from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
+from twellctl.screens.profile import profiled
 
 TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
 Windows = Annotated[int, typer.Option(help="Windows, at even strides through the text.")]
@@ -69,7 +70,7 @@ def profile(
             speed=html is not None if speed is None else speed,
             progress=progress,
         )
-    tell(json, partial(profile_json, done), partial(ui.profiled, done, saved_as=json))
+    tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json))
     if html is not None:
         write_profile_page(done, html)
         ui.note(f"the page: {html}")

@@ -69,6 +69,11 @@ class PositionDensity(PartDensity):
     first: int
     last: int
 
+    @property
+    def span(self) -> str:
+        """Like "0" or "8-15"."""
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class KindDensity(PartDensity):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from twellctl.firing.profiled import SHARES, LayerProfile, PartDensity, PositionDensity, Profile
+from twellctl.firing.profiled import SHARES, LayerProfile, PartDensity, Profile
 from twellctl.report import advice, charts
 from twellctl.report.axes import number_axis, percent, share_axis, short_percent
 from twellctl.report.markup import Markup, folded, table, tag
@@ -215,16 +215,12 @@ def _speed(profile: Profile) -> list[Markup | str]:
 
 def _by_position(profile: Profile) -> list[Markup | str]:
     parts = [part for part in profile.by_position if part.tokens]
-    return _parts(parts, [_positions(part) for part in parts], "position")
+    return _parts(parts, [part.span for part in parts], "position")
 
 
 def _by_kind(profile: Profile) -> list[Markup | str]:
     parts = [part for part in profile.by_kind if part.tokens]
     return _parts(parts, [part.kind for part in parts], "kind of text") if len(parts) > 1 else []
-
-
-def _positions(part: PositionDensity) -> str:
-    return str(part.first) if part.first == part.last else f"{part.first}-{part.last}"
 
 
 def _parts(parts: Sequence[PartDensity], names: list[str], what: str) -> list[Markup | str]:

@@ -1,0 +1,32 @@
+"""What `twellctl export` says."""
+
+from typing import Any
+
+from twellctl.screens import ui
+
+
+def exported(result: Any) -> None:
+    """What an `Exported` folder holds, and how it loads."""
+    low, high = min(result.slots), max(result.slots)
+    slots = f"{low} to {high}" if low < high else f"{low}"
+    how = "from the profile" if result.profiled else "no profile given"
+    ui.say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
+    if result.quantize == "fp8":
+        ui.say(
+            "its linear layers are FP8; from_pretrained(..., trust_remote_code=True) loads it, and"
+        )
+        ui.say("without that transformers needs the package compressed-tensors")
+    else:
+        ui.say(
+            "it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without"
+        )
+    if result.over_twell_in_vllm:
+        ui.say("vLLM serves it over TwELL where twellctl is installed, dense with")
+        ui.say("--model-impl transformers")
+    else:
+        ui.say("vLLM serves it dense, with --model-impl transformers")
+    ui.say(f"next: twellctl generate {result.out} PROMPT")
+    ui.note(
+        "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
+        "this one wrongly; SGLang and vLLM's own classes refuse ReLU"
+    )

@@ -1,0 +1,106 @@
+"""What `twellctl finetune` says at its end, and of a run that it only tried."""
+
+import dataclasses
+from typing import Any
+
+from twellctl.errors import TwellError
+from twellctl.screens import ui
+
+
+def finetuned(result: Any) -> None:
+    """What a fine-tuning run ended with (a `FineTuned`)."""
+    from twellctl.report.advice import of_run  # no page is drawn for --help
+    from twellctl.report.of_run import RUN_PAGE
+
+    for sentence in of_run(dataclasses.asdict(result)):
+        ui.note(sentence)
+    losses = {
+        "teacher": result.teacher_cross_entropy,
+        "before": result.first_cross_entropy,
+        "after": result.cross_entropy,
+    }
+    held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
+    where = "held-out text" if result.cross_entropy is not None else "the last step"
+    density = f"density {result.density:.2%} after {result.num_tokens} tokens"
+    ui.say(f"{result.out}: {density}, measured on {where}")
+    ui.say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
+    if held_out:
+        kl = "" if result.teacher_kl is None else f"; KL to the teacher {result.teacher_kl:.4f}"
+        ui.say(f"held-out cross-entropy: {held_out}{kl}")
+    if (page := result.out / RUN_PAGE).is_file():
+        ui.say(f"the run as a page: {page}")
+    ui.say(f"next: twellctl profile {result.out} --data FILE")
+
+
+def tried_out(result: Any, changes: str) -> None:
+    """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
+    again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
+    tokens = f"{result.num_tokens} tokens{again}"
+    ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
+    ui.say(
+        f"about {ui.duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
+        "evaluations and checkpoints not counted"
+    )
+    peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
+    ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
+    for plan in result.on_several:
+        ui.say(_on_several(plan))
+    _loss_to_expect(result)
+    _speed_to_expect(result.speed)
+    if result.checkpoint_bytes:
+        size = result.checkpoint_bytes / 1e9
+        ui.say(
+            f"a checkpoint takes {size:.3g} GB on disk; two are kept, a third is there for moments"
+        )
+    if changes:
+        raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
+
+
+def _loss_to_expect(result: Any) -> None:
+    """Of a `DryRun`: its `LossOutlook`, or why there is none."""
+    if result.loss is None:
+        ui.say(f"no loss over SiLU is predicted: {result.without_loss}")
+        return
+    expected = result.loss.expected
+    told = f"loss over SiLU to expect at {expected.density:.2%}"
+    if expected.outside:
+        beyond = f"extrapolated: {', '.join(expected.outside)}; its error is not known"
+        ui.say(f"{told}: about {expected.nats:+.3f} nats a token, {beyond}")
+    else:
+        figures = f"{expected.nats:+.3f} +- {expected.error:.3f} nats a token"
+        ui.say(f"{told}: {figures}, by two small models' text; kinds of text differ by more")
+    if others := result.loss.others:
+        key = " (~: extrapolated)" if any(one.outside for one in others) else ""
+        ui.say(f"other runs: {', '.join(map(_in_short, others))}{key}")
+
+
+def _in_short(loss: Any) -> str:
+    """An `ExpectedLoss`, like "3.00% with 80 million tokens +0.040"."""
+    nats = f"{'~' if loss.outside else ''}{loss.nats:+.3f}"
+    return f"{loss.density:.2%} with {loss.tokens / 1e6:.3g} million tokens {nats}"
+
+
+def _speed_to_expect(speed: Any) -> None:
+    """An `ExpectedSpeed`; None says nothing."""
+    if speed is None:
+        return
+    if speed.speedups:
+        ratios = ", ".join(f"{one.over_dense:.2f}x ({one.work})" for one in speed.speedups)
+        ui.say(f"speed over dense to expect on this GPU, by random weights: {ratios}")
+    for reason in speed.missing:
+        ui.say(f"speed over dense, not measured: {reason}")
+
+
+def _over_processes(result: Any) -> str:
+    if result.num_processes == 1:
+        return ""
+    share = "some rows of student, teacher and optimizer" if result.is_sharded else "a replica"
+    return f", the most of {result.num_processes} processes; each holds {share}"
+
+
+def _on_several(plan: Any) -> str:
+    """Before the first block, of an `OnSeveral`."""
+    size = f"{plan.least_bytes / 2**30:.1f} GiB each before the first block"
+    if plan.is_sharded:
+        return f"on {plan.num_gpus} such GPUs: sharded, {size}"
+    return f"on {plan.num_gpus} or more such GPUs: a replica on each, {size}"

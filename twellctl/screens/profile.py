@@ -1,0 +1,61 @@
+"""What `twellctl profile` says."""
+
+from typing import Any
+
+from rich.markup import escape
+
+from twellctl.screens import ui
+
+
+def profiled(result: Any, saved_as: Any = None) -> None:
+    """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
+    rows = []
+    for number, layer in enumerate(result.layers):
+        nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
+        tiles = (layer.dead, layer.slots, f"{layer.overflow:.3%}")
+        rows.append([str(cell) for cell in (number, *nnz, f"{layer.density:.2%}", *tiles)])
+    title = f"{result.model}: neurons that fire, of {result.intermediate_size}"
+    columns = "layer mean p50 p99 max density dead slots overflow"
+    ui.table(title, columns.split(), rows)
+    ui.say(
+        f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
+        f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
+    )
+    ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
+    if result.loss is not None:
+        error = "" if result.loss_error is None else f" +- {result.loss_error:.4f}"
+        ui.say(f"cross-entropy {result.loss:.4f}{error} nats a token")
+    _densities("position", [(part.span, part) for part in result.by_position])
+    if len(result.by_kind) > 1:
+        _densities("kind of text", [(part.kind, part) for part in result.by_kind])
+    if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
+        ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
+    _speed(result)
+    if saved_as is not None:
+        ui.say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+    else:
+        ui.say("next: the same with --json FILE, which twellctl export takes")
+
+
+def _speed(result: Any) -> None:
+    """What the timing of a `Profile` found, if it was asked for."""
+    if result.speed is not None:
+        speedups = [layer.speedup for layer in result.speed.layers]
+        ui.say(
+            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
+            f"layer {min(speedups):.2f} to {max(speedups):.2f}, and with the faster of the two in "
+            f"each layer {result.speed.best_speedup:.2f} times, at {result.speed.tokens} tokens"
+        )
+        if (found := result.speed_correlation) is not None:
+            ui.say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")
+    if result.without_speed:
+        ui.note(f"the FFNs were not timed: {result.without_speed}")
+
+
+def _densities(what: str, parts: list[tuple[str, Any]]) -> None:
+    """Named `PartDensity`s, a line each: means over the layers."""
+    rows = [
+        [escape(name), str(part.tokens), "-" if part.density is None else f"{part.density:.2%}"]
+        for name, part in parts
+    ]
+    ui.table(f"density by {what}", [what, "tokens", "density"], rows)
