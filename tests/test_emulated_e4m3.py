@@ -17,7 +17,7 @@ from list_reference import Shape
 from test_emulated_grad import on_cpu, small
 from torch import Tensor
 
-from twellctl.bundle import twell_dense_e4m3, twell_lists_e4m3, twell_sequence
+from twellctl.bundle import twell_dense_e4m3, twell_heavy, twell_sequence
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_lists_e4m3 import quantise_rows
 from twellctl.bundle.twell_plan import Limits, make_plan
@@ -188,7 +188,7 @@ def pack(gate: Tensor, counts: Tensor, entries: Tensor, heavy_count: Tensor) -> 
 @contextmanager
 def without_maps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (twell_sequence, twell_lists_e4m3):
+        for module in (twell_sequence, twell_heavy):
             patch.setattr(module, "tensor_map", Map)
         yield
 

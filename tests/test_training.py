@@ -8,7 +8,7 @@ import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_sequence
+from twellctl.bundle import twell_heavy, twell_sequence
 from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_plan import Limits, make_plan
@@ -28,7 +28,8 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    monkeypatch.setattr(twell_sequence, "tensor_map", Map)
+    for module in (twell_sequence, twell_heavy):
+        monkeypatch.setattr(module, "tensor_map", Map)
 
 
 def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, biases: bool = False):

@@ -7,7 +7,7 @@ import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_lists_e4m3, twell_sequence, twell_walk
+from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import (
@@ -28,7 +28,7 @@ SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 143
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    for module in (twell_sequence, twell_lists_e4m3):
+    for module in (twell_sequence, twell_heavy):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 

@@ -18,16 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import TILE
+from .twell_heavy import Heavy, heavy_products, launch_heavy_hidden
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
-    HEAVY_SMEM,
     PARTS_BLOCKS,
     Limits,
     Plan,
     chunk_tokens,
     gate_pack_is_short,
-    heavy_window,
     hopper_cap,
     make_plan,
     product_grid,
@@ -35,7 +34,6 @@ from .twell_plan import (
 from .twell_spec import (
     BATCH_MASKS,
     DOWN_BLOCK,
-    GATHER_BLOCK,
     GRAD_PAIRS_BLOCK,
     GROUP,
     HIDDEN_BLOCK,
@@ -44,7 +42,6 @@ from .twell_spec import (
     PLAN_CLUSTER,
     PLAN_CLUSTER_BLOCK,
     PRODUCT_BLOCK,
-    PRODUCT_INNER,
     ROUND,
     ROUND_BYTES,
     SHORT_PRODUCT_BLOCK,
@@ -81,16 +78,6 @@ class PairLists:
     gate_up: Tensor | None = None  # of each pair gate | up << 16
 
 
-@dataclass(frozen=True)
-class Heavy:
-    """Which rows heavy.cuh has: `count` of the list `rows` from `start` on, flagged, or all."""
-
-    rows: Tensor | None = None
-    count: Tensor | None = None
-    flags: Tensor | None = None
-    start: int = 0
-
-
 def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
     gate = F.linear(x, ffn.w_gate, ffn.b_gate).relu_()
@@ -101,7 +88,7 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
 def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
     """The equation on Hopper with gate and up in one kernel: only their product is stored."""
     hidden = x.new_empty(x.shape[0], ffn.N)
-    _launch_hidden(kernels, limits, x, ffn, Heavy(), hidden)
+    launch_heavy_hidden(kernels, limits, x, ffn, Heavy(), hidden)
     return F.linear(hidden, ffn.w_down.t(), ffn.b_down)
 
 
@@ -349,92 +336,3 @@ def _sparse_products(
     lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
     launch_down(kernels, plan, ffn, lists, y)
     return lists.heavy_rows
-
-
-def heavy_products(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    y: Tensor,
-    ffn: FFN,
-    heavy_rows: Tensor,
-    heavy_count: Tensor,
-    *,
-    training: bool = False,
-) -> Tensor | None:
-    """The rows that `plan` left out, densely. Windows behind the device's count return at once.
-
-    `training`: smaller windows; returns sums of |h|, to be added up.
-    """
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    window = heavy_window(M, N, K, training=training)
-    x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
-    num_sms = limits.num_sms
-    windows = range(0, M, window)
-    sums = x.new_empty(len(windows), num_sms, dtype=torch.float32) if training else None
-    for i, start in enumerate(windows):
-        kernels.launch(
-            "heavy_gather",
-            (min(window, 4 * num_sms),),
-            GATHER_BLOCK,
-            (x, heavy_rows, heavy_count, start, window, K, x_rows),
-        )
-        heavy = Heavy(heavy_rows, heavy_count, start=start)
-        launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy)
-        if sums is not None:
-            args = (hidden, heavy_count, start, window, N, sums[i])
-            kernels.launch("tally", (num_sms,), GATHER_BLOCK, args)
-    return sums
-
-
-def launch_heavy(
-    kernels: KernelSet,
-    limits: Limits,
-    rows: Tensor,
-    hidden: Tensor,
-    ffn: FFN,
-    y: Tensor,
-    heavy: Heavy,
-    *,
-    overlap: bool = False,
-) -> None:
-    """`heavy` rows of `y` from `rows` `[window, K]`, by way of `hidden` `[window, N]`."""
-    _launch_hidden(kernels, limits, rows, ffn, heavy, hidden, overlap=overlap)
-    (window, N), K = hidden.shape, ffn.K
-    kernels.launch(
-        "heavy_down",
-        (product_grid(window, K, limits.num_sms),),
-        PRODUCT_BLOCK,
-        (
-            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, PRODUCT_INNER)),
-            *(ffn.b_down, heavy.rows, heavy.count, heavy.flags, heavy.start, window, N, K, y),
-        ),
-        HEAVY_SMEM,
-        overlap=overlap,
-    )
-
-
-def _launch_hidden(
-    kernels: KernelSet,
-    limits: Limits,
-    rows: Tensor,
-    ffn: FFN,
-    heavy: Heavy,
-    hidden: Tensor,
-    *,
-    overlap: bool = False,
-) -> None:
-    """gate and up of `rows` in one product, into `hidden`."""
-    M, N = hidden.shape
-    weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
-    kernels.launch(
-        "heavy_hidden",
-        (product_grid(M, 2 * N, limits.num_sms),),
-        PRODUCT_BLOCK,
-        (
-            *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-            *(heavy.count, heavy.flags, heavy.start, M, N, ffn.K, hidden),
-        ),
-        HEAVY_SMEM,
-        overlap=overlap,
-    )

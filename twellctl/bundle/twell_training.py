@@ -24,11 +24,11 @@ from .twell_grad_plan import (
     order_heavy_smem,
     training_cap,
 )
+from .twell_heavy import heavy_products
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_sequence import (
     PairLists,
-    heavy_products,
     launch_down,
     launch_gate_pack,
     launch_hidden_kept,

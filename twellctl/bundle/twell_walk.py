@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .twell_heavy import Heavy, launch_heavy
 from .twell_launch import KernelSet
 from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, make_plan, round_up
-from .twell_sequence import Heavy, launch_gate_pack, launch_heavy, packed_buffers
+from .twell_sequence import launch_gate_pack, packed_buffers
 from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, rounded_product
+from .twell_heavy import Heavy, launch_heavy_e4m3, widen
 from .twell_launch import KernelSet
-from .twell_lists_e4m3 import launch_heavy_e4m3, widen
 from .twell_plan import Limits, make_plan
 from .twell_quantise import RoundedRows, quantise_inputs
-from .twell_sequence import Heavy, launch_gate_pack, packed_buffers
+from .twell_sequence import launch_gate_pack, packed_buffers
 from .twell_spec import E4M3_END
 from .twell_walk import WALK_KERNELS, plan_walk
 from .twell_weights import FFN
