@@ -40,7 +40,7 @@ def evaluation(of, **changes) -> dict:
     tasks = [
         {"task": "arc_easy", "questions": 500, "chance": 0.25,
          "accuracy": {"acc": mean(0.5), "acc_norm": mean(0.625, 0.02)},
-         "reference": {"acc": mean(0.75, None), "acc_norm": None}},
+         "reference": {"acc": mean(0.7, None), "acc_norm": mean(0.75, None)}},
     ]  # fmt: skip
     known = {"eval_schema_version": 1, "fingerprint": fingerprint(open_checkpoint(of))}
     return known | {"text": {"score": score}, "tasks": tasks} | changes
@@ -67,7 +67,7 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         f"| this model | 128 tokens of its profile | {found.loss:.4f} ± {found.loss_error:.4f} |",
         "| this model | text of its evaluation | 2.2500 |",
         "| the reference | the same | 2.1250 |",
-        "| arc_easy | 500 | 25.0% | 62.5% ± 2.0% | 75.0% |",
+        "| arc_easy | acc_norm | 500 | 25.0% | 62.5% ± 2.0% | 75.0% |",
         "are 1.15 times as fast",
         "by layer 0.80 to 1.50 times.",
         "each layer they would be 1.28 times as fast",  # 2.3 ms for 1 and 0.8
@@ -82,8 +82,8 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     assert front["tags"] == ["twell", "sparse", "relu"]
     assert front["pipeline_tag"] == "text-generation"
     read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results  # as the hub reads it
-    values = {result.metric_type: result.metric_value for result in read}
-    wanted = {"cross-entropy": found.loss, "density": found.density, "accuracy": 0.625}
+    values = {r.metric_type: r.metric_value for r in read if "evaluation" not in r.dataset_name}
+    wanted = {"cross-entropy": found.loss, "density": found.density, "acc_norm": 0.625}
     assert values == pytest.approx(wanted, abs=1e-6)
 
 
@@ -136,7 +136,7 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
     write_card(tmp_path, "name", tmp_path, evaluation={"tasks": [task]})
     _, text = card_of(tmp_path)
     assert "Scores 100" not in text
-    assert "| ? | 500 |" in text
+    assert "| ? | acc_norm | 500 |" in text
     assert "text-column: text" in text
 
 
@@ -145,8 +145,9 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
     [
         ({"eval_schema_version": None}, "is no evaluation that this twellctl reads"),
         ({"fingerprint": "0"}, "is of another model"),
-        ({"tasks": [{"task": "x"}]}, "is no whole evaluation ('questions')"),
+        ({"tasks": [{"task": "x"}]}, "is no whole evaluation ('accuracy')"),
         ({"text": {"score": {"cross_entropy": None}}}, "is no whole evaluation"),
+        ({"tasks": [{"task": "x", "accuracy": None}]}, "is no whole evaluation"),
     ],
 )
 def test_what_is_no_evaluation_is_refused(cli, sparse, tmp_path, changes, sentence):
@@ -170,9 +171,22 @@ def test_what_eval_writes_goes_into_the_card(cli, sparse, relu_llama, text_file,
     loss = found["text"]["score"]["cross_entropy"]
     text = card_of(tmp_path / "out")[1]
     assert f"| this model | text of its evaluation | {loss:.4f} |" in text
-    assert "| sums | 3 | 50.0% |" in text
+    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
+    of_text = {r.metric_type: r.metric_value for r in read if "evaluation" in r.dataset_name}
+    wanted = {"cross-entropy": loss, "density": found["text"]["density"]}
+    assert of_text == pytest.approx(wanted, abs=1e-6)
+    assert "| sums | acc_norm | 3 | 50.0% |" in text
     code, _, err = cli("export", relu_llama, tmp_path / "other", "--eval", judged)
     assert (code, "is of another model" in err[0]) == (1, True)
+
+
+def test_what_fires_is_told_by_an_evaluation_where_nothing_else_does(silu_llama, tmp_path):
+    convert(silu_llama, tmp_path / "relu")
+    judged = {"text": {"score": {"cross_entropy": 2.5}, "density": 0.25}}
+    write_card(tmp_path / "relu", "name", tmp_path, evaluation=judged)
+    text = card_of(tmp_path / "relu")[1]
+    assert "25.00% of the neurons of an FFN fire" in text
+    assert "measured on the text of its evaluation" in text
 
 
 def test_an_evaluation_without_text_is_one(sparse, tmp_path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from finetune_runs import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +71,7 @@ def test_cards(source, text_file, tmp_path):
     convert(source, tmp_path / "relu")
     card = (tmp_path / "relu/README.md").read_text()
     assert card.startswith(
-        "---\nlicense: llama3.2\nlicense_name: 'the Llama licence'\nlicense_link"
+        "---\nlicense: llama3.2\nlicense_name: the Llama licence\nlicense_link: LICENSE\n"
     )
     assert "scores" not in card
     assert "converted and not fine-tuned" in card
@@ -100,7 +101,17 @@ def test_cards(source, text_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "card", ["", "no front matter", "---\nlicense: never closed", "---\n---\n"]
+    "card",
+    [
+        "",
+        "no front matter",
+        "---\nlicense: never closed",
+        "---\n---\n",
+        "---\n- license\n---\n",
+        "---\nlicense: a: b\n---\n",
+        "---\nlicense: {a: b}\n---\n",
+        "---\nlicense: " + "[" * 5000 + "\n---\n",
+    ],
 )
 def test_odd_cards_of_the_source(source, tmp_path, card):
     (source / "README.md").write_text(card)
@@ -214,3 +225,25 @@ def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     export(folder, tmp_path / "out")
     assert "source" not in json.loads((tmp_path / "out/config.json").read_text())["twell"]
+
+
+@pytest.mark.parametrize(
+    ("front", "known"),
+    [
+        ("license:\n- mit\n- apache-2.0", {"license": ["mit", "apache-2.0"]}),
+        ("license : mit  # as the code", {"license": "mit"}),
+        (
+            "license: other\nlicense_name: gemma's & co (v1)\nlicense_link: https://x.y/z?a=b#c~d%20e",
+            {
+                "license": "other",
+                "license_name": "gemma's & co (v1)",
+                "license_link": "https://x.y/z?a=b#c~d%20e",
+            },
+        ),
+    ],
+)
+def test_a_licence_is_taken_as_yaml_has_it(source, tmp_path, front, known):
+    (source / "README.md").write_text(f"---\n{front}\n--- \nscores\n")
+    convert(source, tmp_path / "relu")
+    read = yaml.safe_load((tmp_path / "relu/README.md").read_text().split("---\n")[1])
+    assert {key: value for key, value in read.items() if key.startswith("license")} == known

@@ -6,6 +6,9 @@ import struct
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from twellctl.models.checkpoint import open_checkpoint
 
 INDEX = "model.safetensors.index.json"
 FFN = "model.layers.0.mlp"
@@ -285,3 +288,14 @@ def test_thresholds_of_an_earlier_version_are_refused(
     assert "holds thresholds" in refusal
     assert "fine-tune again from the SiLU model" in refusal
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_two_shards_hold_counts_where_the_index_puts_it(model):
+    """As transformers reads it: of sharded models some are written so."""
+    weight_map = json.loads((model / INDEX).read_text())["weight_map"]
+    tensor, first = next(iter(weight_map.items()))
+    last = max(weight_map.values())
+    assert first != last
+    held = load_file(model / last) | {tensor: load_file(model / first)[tensor]}
+    save_file(held, model / last, {"format": "pt"})
+    assert open_checkpoint(model).tensors[tensor].shard == first

@@ -232,3 +232,27 @@ def test_modes(model, tmp_path, cli):
         assert not os.path.samefile(weights, out / "model.safetensors")
         assert out.stat().st_mode & 0o777 == 0o755
         assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
+
+
+def test_a_written_file_stays_a_link(tmp_path):
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("real.json")
+    outputs.write_file(tmp_path / "link.json", "[1]")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "[1]"
+
+
+def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
+    cli, relu_llama, text_file, tmp_path, monkeypatch
+):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    made = tmp_path / "made.json"
+    words = ("--data", text_file, "--windows", 2, "--seq-len", 16, "--json", made)
+    code, out, err = cli("eval", relu_llama, *words)
+    assert code == 1
+    assert "cross-entropy" in out
+    assert err[-1] == f"error: {made} could not be written: No space left on device"
+    assert not made.exists()

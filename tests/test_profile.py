@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import profiles
@@ -241,6 +242,48 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
     assert read_profile(tmp_path / "profile.json") == dataclasses.replace(
         found, by_position=(), by_kind=()
     )
+
+
+def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
+    """Its windows overlap: they say less of it than as many of a long text would."""
+    short = tmp_path / "short.txt"
+    short.write_text(next(iter(read_texts([str(text_file)], "text")))[:400])
+    few, many = (profile(relu_llama, short, windows=n, seq_len=16) for n in (4, 64))
+    assert few.distinct_tokens == 64
+    assert many.tokens == 64 * 16 > many.text_tokens == many.distinct_tokens
+    losses = torch.tensor([few.loss_error, many.loss_error])
+    assert losses[1] > losses[0] / 4  # of independent windows it would be a quarter
+    words = ("profile", relu_llama, "--data", short, "--windows", "64", "--seq-len", "16")
+    code, _, err = cli(*words)
+    assert code == 0
+    assert f"the text has {many.text_tokens} tokens: its windows overlap" in err
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        (("intermediate_size",), 0, "intermediate_size is 0"),
+        (("intermediate_size",), "96", "intermediate_size is '96'"),
+        (("layers",), [], "it has no layers"),
+        (("layers", 0, "nnz_mean"), None, "layers[0].nnz_mean is None"),
+        (("layers", 1, "dead"), True, "layers[1].dead is True"),
+        (("loss",), [1], "loss is [1]"),
+        (("tokens",), "<b>", "tokens is '<b>'"),
+        (("versions",), 1, "versions is 1"),
+        (("speed",), {}, "missing 3 required"),
+        (("speed", "layers", 0, "twell_ms"), 0.0, "speed is not that of each layer"),
+    ],
+)
+def test_a_changed_profile_is_refused(relu_llama, tmp_path, text_file, place, value, sentence):
+    found = profile(relu_llama, str(text_file), windows=2, seq_len=16)
+    save_profile(dataclasses.replace(found, speed=profiles.speed(1.5, 0.8)), tmp_path / "p.json")
+    content = inner = json.loads((tmp_path / "p.json").read_text())
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(TwellError, match=re.escape(sentence)):
+        read_profile(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def profile(
         by_position=text.by_position(counts, reading.losses),
         by_kind=text.by_kind(counts, reading.losses),
         loss=reading.losses.mean,
-        loss_error=reading.losses.error,
+        loss_error=reading.losses.error(text.overlap),
+        text_tokens=text.text_tokens,
         tokens_by_share=by_share(torch.cat(told), size * len(layers)),
         speed=timed,
         without_speed=why_not,
@@ -95,11 +96,11 @@ def _timed(
     model: nn.Module, ids: Tensor, layers: tuple[LayerProfile, ...], progress: Callable[..., None]
 ) -> tuple[Speed | None, str | None]:
     """How fast each layer's FFN is, or why that is not known: the counts are not lost for it."""
-    from twellctl.bench.layers import time_layers
-
     if model.device.type != "cuda":
         return None, "no NVIDIA GPU here"
     try:
+        from twellctl.bench.layers import time_layers
+
         with quiet_compiler():
             return time_layers(model, ids, layers, progress), None
     except Exception as error:  # whatever drivers and compilers may say

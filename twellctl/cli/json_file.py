@@ -22,10 +22,13 @@ def check_json_file(path: Path | None, key: str, kind: str) -> None:
 
 
 def tell(path: Path | None, text: Callable[[], str], screen: Callable[[], None]) -> None:
-    """`text` on stdout in the place of the screen, or in the file `path` beside it."""
+    """`text` on stdout in the place of the screen, or in the file `path` beside it.
+
+    The screen comes first: it is there, too, where the file cannot be written.
+    """
     if path == STDOUT:
         print(text(), end="")
         return
+    screen()
     if path is not None:
         write_file(path, text())
-    screen()

@@ -86,9 +86,13 @@ def staged(out: Path, **how) -> Iterator[Path]:
 def write_file(path: Path, text: str) -> None:
     """Write the file `path`, JSON or a page, whole or not at all, replacing an older one."""
     text = encodable(text, r"\\")  # two: after one, JSON would have the surrogate again
-    with workspace_beside(path) as workspace:
-        (workspace / "new").write_text(text, encoding="utf-8")
-        (workspace / "new").replace(path)
+    target = path.resolve()  # a link stays one
+    try:
+        with workspace_beside(target) as workspace:
+            (workspace / "new").write_text(text, encoding="utf-8")
+            (workspace / "new").replace(target)
+    except OSError as error:
+        raise TwellError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:

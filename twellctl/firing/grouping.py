@@ -24,11 +24,20 @@ from twellctl.text.reading import read_texts, text_files
 
 @dataclass(frozen=True)
 class GroupedWindows:
-    """Token ids and the group of each, both int64 `[windows, seq_len]`, of these `kinds`."""
+    """Token ids and the group of each, both int64 `[windows, seq_len]`, of these `kinds`.
+
+    `text_tokens` are those of the whole text; of fewer than the windows hold, windows overlap.
+    """
 
     ids: Tensor
     groups: Tensor
     kinds: tuple[str, ...]
+    text_tokens: int
+
+    @property
+    def overlap(self) -> float:
+        """How often the windows hold a token of the text, 1 where they do not overlap."""
+        return max(1.0, self.ids.numel() / self.text_tokens)
 
     @property
     def num_groups(self) -> int:
@@ -111,7 +120,10 @@ def grouped_windows(
     buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
     first_groups = spread_windows(numbers, windows, seq_len) * (_bucket(seq_len - 1) + 1)
     return GroupedWindows(
-        spread_windows(ids, windows, seq_len), first_groups + buckets, tuple(kinds)
+        spread_windows(ids, windows, seq_len),
+        first_groups + buckets,
+        tuple(kinds),
+        sum(map(len, ids)),
     )
 
 

@@ -26,12 +26,11 @@ class Losses:
     def mean(self) -> float | None:
         return statistics.fmean(self.windows) if self.windows else None
 
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean, over the windows."""
+    def error(self, overlap: float) -> float | None:
+        """Standard error of the mean, over windows which hold each token `overlap` times."""
         if len(self.windows) < 2:
             return None
-        return statistics.stdev(self.windows) / math.sqrt(len(self.windows))
+        return statistics.stdev(self.windows) / math.sqrt(len(self.windows) / overlap)
 
     def add(self, losses: Tensor, groups: Tensor) -> None:
         """Count windows `[B, S - 1]`: the loss of each token but the first, and its group."""

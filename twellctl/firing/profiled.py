@@ -1,15 +1,17 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_origin, get_type_hints
 
 from twellctl.errors import TwellError, reason, shown
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json, to_json
 
 SCHEMA_VERSION = 1
+_TAKEN = {int: (int,), float: (int, float), str: (str,)}  # of JSON
 PROFILE_KEY = "nnz_mean"  # by which such a file is known
 # Upper ends of the bins of shares: none, up to 0.01 %, then quarters of a decade up to 100 %.
 SHARES = (0.0, *(10 ** (quarter / 4 - 4) for quarter in range(17)))
@@ -120,9 +122,10 @@ class Speed:
 class Profile:
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
 
-    `loss` is the mean cross-entropy of the next token in nats, `loss_error` its standard error over
-    the windows. `tokens_by_share` counts tokens by the share of all layers' neurons that fired.
-    `speed` is None where it was not measured; `without_speed` says why.
+    `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
+    several windows. `loss` is the mean cross-entropy of the next token in nats, `loss_error` its
+    standard error over the windows. `tokens_by_share` counts tokens by the share of all layers'
+    neurons that fired. `speed` is None where it was not measured; `without_speed` says why.
     """
 
     model: str
@@ -144,6 +147,12 @@ class Profile:
     tokens_by_share: tuple[int, ...] = ()
     speed: Speed | None = None
     without_speed: str | None = None
+    text_tokens: int | None = None
+
+    @property
+    def distinct_tokens(self) -> int:
+        """At most so many tokens of the text were read, some of them more than once."""
+        return self.tokens if self.text_tokens is None else min(self.tokens, self.text_tokens)
 
     @property
     def nnz_mean(self) -> float:
@@ -199,18 +208,43 @@ def read_profile(path: str | Path) -> Profile:
             f"{again}"
         )
     try:
-        fields = {name: content[name] for name in Profile.__dataclass_fields__ if name in content}
-        fields["layers"] = tuple(_made(LayerProfile, layer) for layer in fields["layers"])
-        for name, part in (("by_position", PositionDensity), ("by_kind", KindDensity)):
-            fields[name] = tuple(_made(part, found) for found in fields.get(name, ()))
-        if speed := fields.get("speed"):
-            layers = tuple(_made(LayerSpeed, layer) for layer in speed["layers"])
-            fields["speed"] = _made(Speed, speed | {"layers": layers})
-        return _made(Profile, fields)
-    except (AttributeError, KeyError, TypeError) as error:
+        found = _made(Profile, content, "")
+        _check(found)
+        return found
+    except ValueError as error:
         raise TwellError(f"{path} is no whole profile ({reason(error)}): {again}") from error
 
 
-def _made(kind: type, fields: dict[str, Any]) -> Any:
-    """An object of `kind` whose lists are tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+def _made(kind: Any, value: Any, where: str) -> Any:
+    """`value`, read from JSON, as a `kind`; `ValueError` says where it is none."""
+    if isinstance(kind, UnionType):  # of something and None
+        return None if value is None else _made(kind.__args__[0], value, where)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        given = {name: value[name] for name in hints if name in value}
+        made = {name: _made(hints[name], part, f"{where}.{name}") for name, part in given.items()}
+        try:
+            return kind(**made)
+        except TypeError as error:  # it lacks some
+            raise ValueError(reason(error)) from error
+    holds = get_origin(kind)
+    if holds is tuple and isinstance(value, list):
+        return tuple(_made(kind.__args__[0], part, f"{where}[{i}]") for i, part in enumerate(value))
+    if holds is dict and isinstance(value, dict):
+        return {key: _made(kind.__args__[1], part, f"{where}.{key}") for key, part in value.items()}
+    if type(value) in _TAKEN.get(kind, ()):
+        return value
+    raise ValueError(f"{where.removeprefix('.')} is {shown(value)}")
+
+
+def _check(found: Profile) -> None:
+    """`ValueError` for numbers of which no figure can be made."""
+    for name in ("intermediate_size", "tokens"):
+        if getattr(found, name) < 1:
+            raise ValueError(f"{name} is {getattr(found, name)}")
+    if not found.layers:
+        raise ValueError("it has no layers")
+    if found.speed is not None:
+        times = [ms for one in found.speed.layers for ms in (one.dense_ms, one.twell_ms)]
+        if len(found.speed.layers) != len(found.layers) or min(times) <= 0:
+            raise ValueError("speed is not that of each layer")

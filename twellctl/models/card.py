@@ -112,7 +112,7 @@ def write_card(
         name=name,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
         state=(_CONVERTED if fresh else "") + (_FP8 if in_fp8 else ""),
-        density=_density(config["twell"], figures.report, profile),
+        density=_density(config["twell"], figures),
         sections="".join(_sections(figures)),
         stock=f"`{stock}`",
         over_twell=(_FP8_STOCK if in_fp8 else _OVER_TWELL).format(ours=f"`{ours}`") if ours else "",
@@ -131,7 +131,10 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
     if found.get("fingerprint") != fingerprint:
         raise TwellError(f"{path} is of another model: {again}")
     try:
-        list(_sections(Figures({}, None, found)))
+        figures = Figures({}, None, found)
+        list(_sections(figures))
+        _density({}, figures)
+        _metrics(figures)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TwellError(f"{path} is no whole evaluation ({reason(error)}): {again}") from error
     return found
@@ -147,10 +150,11 @@ def _sections(figures: Figures) -> Iterable[str]:
     return (f"\n## {title}\n\n{text}\n" for title, text in named.items() if text)
 
 
-def _density(twell: dict, report: dict, profile: Profile | None) -> str:
+def _density(twell: dict, figures: Figures) -> str:
     share = "of the neurons of an FFN fire for a token, on average over the layers"
+    profile, report = figures.profile, figures.report
     if profile is not None:
-        how = f"measured by `twellctl profile` over {profile.tokens} tokens"
+        how = f"measured by `twellctl profile` over {profile.distinct_tokens} tokens"
         low, high = (end(layer.density for layer in profile.layers) for end in (min, max))
         return (
             f"{profile.density:.2%} {share}: {how}.\nLayers lie between {low:.2%} and {high:.2%}; "
@@ -161,6 +165,8 @@ def _density(twell: dict, report: dict, profile: Profile | None) -> str:
     if "density" in report:
         where = _text_of(report)
         return f"{report['density']:.2%} {share}: measured on {where} when fine-tuning ended."
+    if (density := _judged_text(figures).get("density")) is not None:
+        return f"{density:.2%} {share}: measured on the text of its evaluation."
     return "How many of its neurons fire has not been measured."
 
 
@@ -182,9 +188,9 @@ def _losses(figures: Figures) -> str | None:
         rows.append(("KL to the model it learnt from", "the same", kl))
     if figures.profile is not None and figures.profile.loss is not None:
         loss = _with_error(figures.profile.loss, figures.profile.loss_error)
-        rows.append(("this model", f"{figures.profile.tokens} tokens of its profile", loss))
-    judged = (figures.evaluation or {}).get("text")
-    if judged:
+        text = f"{figures.profile.distinct_tokens} tokens of its profile"
+        rows.append(("this model", text, loss))
+    if judged := _judged_text(figures):
         score = judged["score"]
         rows.append(("this model", "text of its evaluation", f"{score['cross_entropy']:.4f}"))
         if score.get("reference_cross_entropy") is not None:
@@ -196,23 +202,23 @@ def _losses(figures: Figures) -> str | None:
 def _tasks(evaluation: dict[str, Any] | None) -> str | None:
     """Accuracies with their standard errors, beside chance and the reference."""
     tasks = (evaluation or {}).get("tasks") or []
-    rows = [
-        (
-            task["task"],
-            task["questions"],
-            f"{task['chance']:.1%}",
-            _accuracy(task["accuracy"]),
-            _accuracy(task.get("reference")),
-        )
-        for task in tasks
-    ]
-    return table(("task", "questions", "chance", "this model", "reference"), rows)
+    rows = []
+    for task in tasks:
+        by = _judged_by(task)
+        marks = (_accuracy(task.get(whose), by) for whose in ("accuracy", "reference"))
+        rows.append((task["task"], by, task["questions"], f"{task['chance']:.1%}", *marks))
+    return table(("task", "by", "questions", "chance", "this model", "reference"), rows)
 
 
-def _accuracy(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _judged_by(task: dict[str, Any]) -> str:
+    """What of a task is told, as lm-evaluation-harness calls it: by likelihood a character."""
+    return "acc_norm" if task["accuracy"]["acc_norm"] else "acc"
+
+
+def _accuracy(found: dict[str, Any] | None, by: str) -> str:
+    mean = found and found[by]
+    if not mean:
         return "-"
-    mean = found["acc_norm"] or found["acc"]
     error = "" if mean["stderr"] is None else f" ± {mean['stderr']:.1%}"
     return f"{mean['mean']:.1%}{error}"
 
@@ -235,13 +241,21 @@ def _metrics(figures: Figures) -> list[Metric]:
     texts = {_text_of(report): (report.get("cross_entropy"), report.get("density"))}
     if figures.profile is not None:
         texts["text of its profile"] = (figures.profile.loss, figures.profile.density)
+    if judged := _judged_text(figures):
+        score = judged["score"]["cross_entropy"]
+        texts["text of its evaluation"] = (score, judged.get("density"))
     for text, (loss, density) in texts.items():
         found.append((text, "cross-entropy", "cross-entropy, nats a token", loss))
         found.append((text, "density", "share of the neurons that fire", density))
     for task in (figures.evaluation or {}).get("tasks") or []:
-        best = task["accuracy"]["acc_norm"] or task["accuracy"]["acc"]
-        found.append((cell(task["task"]), "accuracy", "accuracy", best["mean"]))
+        by = _judged_by(task)
+        found.append((cell(task["task"]), by, by, task["accuracy"][by]["mean"]))
     return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
+
+
+def _judged_text(figures: Figures) -> dict[str, Any]:
+    """What `eval` found of text, if it read any."""
+    return (figures.evaluation or {}).get("text") or {}
 
 
 def _text_of(report: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The front matter of a model card: what hubs read of a model, as YAML."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from twellctl.errors import TwellError
 from twellctl.models.carried import CARD, own_file
 
 TAGS = ["twell", "sparse", "relu"]
-_LICENCE_LINE = re.compile(r"(license|license_name|license_link): *([\"']?)([\w.+:/ -]{1,200})\2 *")
+_LICENCE = ("license", "license_name", "license_link")
+_LONGEST = 500  # of what is taken from another's card
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,13 @@ class Metric:
 
 def front_matter(name: str, base: str | None, source: Path, metrics: Sequence[Metric]) -> str:
     """The lines between the rules: licence as in the card of `source`, base, tags, metrics."""
-    known: dict[str, Any] = {}
+    known = _licence(source)
     if base:
         known |= {"base_model": base, "base_model_relation": "finetune"}
     known |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
     if metrics:
         known["model-index"] = [{"name": name, "results": [_result(m) for m in metrics]}]
-    text = yaml.safe_dump(known, sort_keys=False, allow_unicode=True).rstrip("\n")
-    return "\n".join([*_licence(source), text])
+    return yaml.safe_dump(known, sort_keys=False, allow_unicode=True).rstrip("\n")
 
 
 def _result(metric: Metric) -> dict[str, Any]:
@@ -45,14 +44,21 @@ def _result(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _licence(source: Path) -> list[str]:
-    """The lines on the licence that stand in the front matter of the card of `source`."""
+def _licence(source: Path) -> dict[str, Any]:
+    """What the front matter of the card of `source` says of the licence; texts and lists of them.
+
+    Nothing if there is no such card, or if it is no YAML.
+    """
     try:
         with own_file(source / CARD).open(encoding="utf-8", errors="replace") as file:
-            opening, *lines = file.read(1 << 16).splitlines() or [""]
-    except (OSError, TwellError):
-        return []
-    if opening.strip() != "---" or "---" not in lines:
-        return []
-    front = lines[: lines.index("---")]
-    return [line.strip() for line in front if _LICENCE_LINE.fullmatch(line)]
+            opening, *lines = map(str.rstrip, file.read(1 << 16).splitlines() or [""])
+        front = yaml.safe_load("\n".join(lines[: lines.index("---")])) if opening == "---" else None
+    except (OSError, TwellError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    found = {key: front.get(key) for key in _LICENCE} if isinstance(front, dict) else {}
+    return {key: value for key, value in found.items() if _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) for text in texts) and 0 < sum(map(len, texts)) <= _LONGEST

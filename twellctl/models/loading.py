@@ -129,6 +129,7 @@ def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
             **how,
         )
         DynamicCache(config=model.config)  # reads what the model itself may not
+    model.config.return_dict = True  # which config.json may deny
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise TwellError(
             f"{checkpoint.name}: {name} is {list(stored)}, by config.json it is {list(wanted)}: "
@@ -240,9 +241,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     what = f"{checkpoint.name}: its tokenizer could not be loaded"
     with as_refusal(what, "fetch its tokenizer files again"):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.path, config=config, trust_remote_code=False
         )
+        tokenizer("")  # looks at settings that loading does not
+        return tokenizer
 
 
 @contextlib.contextmanager

@@ -71,7 +71,8 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
             raise TwellError(f"{path / INDEX} names {shard}, outside the folder: copy it again")
         if not os.path.isfile(path / shard):  # Path's raises for a name that is too long
             raise TwellError(f"{path / INDEX} names {shard}, which is missing: fetch it again")
-        tensors |= read_header(path / shard)
+        found = read_header(path / shard)  # what another shard has as well counts there
+        tensors |= {name: it for name, it in found.items() if weight_map.get(name, shard) == shard}
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].shard != shard:
             raise TwellError(

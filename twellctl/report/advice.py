@@ -138,8 +138,8 @@ def _dead(profile: Profile) -> Iterator[str]:
     if profile.dead_fraction <= MANY_DEAD:
         return
     said = f"{percent(profile.dead_fraction)} of the neurons fired on no token."
-    if profile.tokens < FEW_TOKENS:
-        yield f"{said} {profile.tokens} tokens are few to call them dead: raise --windows."
+    if profile.distinct_tokens < FEW_TOKENS:
+        yield f"{said} {profile.distinct_tokens} tokens are few to call them dead: read more text."
     else:
         yield f"{said} They cost memory and no time."
 

@@ -33,9 +33,10 @@ def profile_page(profile: Profile) -> str:
 
 def _tiles(profile: Profile) -> list[Tile]:
     size = profile.intermediate_size
+    tokens = profile.distinct_tokens
     tiles = [
         Tile("neurons that fire", percent(profile.density), f"{profile.nnz_mean:.1f} of {size}"),
-        Tile("dead neurons", percent(profile.dead_fraction), f"on {profile.tokens} tokens"),
+        Tile("dead neurons", percent(profile.dead_fraction), f"on {tokens} tokens"),
     ]
     if profile.loss is not None:
         error = "" if profile.loss_error is None else f"± {profile.loss_error:.4f} "
