@@ -167,12 +167,12 @@ def eventually(true, seconds: float = 5.0) -> bool:
     return true()
 
 
-def get(client, path: str, **headers) -> Answer:
-    """A raw GET without the client's key."""
+def get(client, path: str, method: str = "GET", **headers) -> Answer:
+    """A raw request without a body, and without the client's key."""
     url = client.base_url
     connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
     try:
-        connection.request("GET", path, headers=headers)
+        connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return Answer(answer.status, answer.headers, answer.read())
     finally:

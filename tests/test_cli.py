@@ -107,12 +107,11 @@ def test_a_profile_to_stdout(cli, relu_llama, text_file, tmp_path, monkeypatch):
     assert (tmp_path / "file.json").read_text() == out
 
 
-def test_a_reader_that_has_had_enough_is_no_failure(relu_llama):
+@pytest.mark.parametrize("words", ["generate {} a --seed=0 --temperature=1", "doctor {}"])
+def test_a_reader_that_has_had_enough_is_no_failure(relu_llama, words):
     """As other tools end behind `| head`: by the number of SIGPIPE, without a word about it."""
-    command = [sys.executable, "-m", "twellctl", "generate", str(relu_llama), "a", "--seed=0"]
-    process = subprocess.Popen(
-        [*command, "--temperature=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "twellctl", *words.format(relu_llama).split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     said = process.stderr.read()
     process.stderr.close()

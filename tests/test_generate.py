@@ -153,7 +153,7 @@ def test_an_export_is_continued_as_its_model(relu_llama, text_file, tmp_path):
         ({"temperature": float("nan")}, "temperature must be 0 to 2, got nan"),
         ({"top_p": -0.1}, "top-p must be 0 to 1, got -0.1"),
         ({"top_k": -1}, r"top-k must be 0 \(all\) or more, got -1"),
-        ({"seed": 2**63}, "seed must have 64 bits at most"),
+        ({"seed": 2**63}, r"seed must be -2\^63 to 2\^63 - 1"),
         ({"prompt": "a \udcff"}, "the prompt is not valid Unicode"),
         ({"prompt": "", "chat": False}, "the prompt holds no token: give some text"),
     ],

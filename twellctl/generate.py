@@ -59,7 +59,7 @@ class Generation:
         for token in self._tokens():
             if piece := text.add(token):
                 yield piece
-        if rest := text.rest():
+        if self._ended and (rest := text.rest()):  # a limit may cut a character, which is left out
             yield rest
 
     @property
@@ -145,7 +145,7 @@ def _check_numbers(
     if top_k < 0:
         raise UsageError(f"top-k must be 0 (all) or more, got {top_k}")
     if seed is not None and not -(2**63) <= seed < 2**63:
-        raise UsageError(f"seed must have 64 bits at most, got {seed}")
+        raise UsageError(f"seed must be -2^63 to 2^63 - 1, got {seed}")
 
 
 def _check_text(prompt: str) -> None:

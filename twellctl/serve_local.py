@@ -15,7 +15,7 @@ from aiohttp import web
 
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.serving.access import Access, is_loopback
+from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
@@ -72,7 +72,7 @@ def serve_local(
 
 def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
-    # torch takes seconds to import: a wrong model or a busy port is told before
+    # torch takes seconds to import: a wrong model, or a port that a server has, is told before
     from twellctl.decoding.opening import open_engine, told_of_decoder
     from twellctl.models.loading import load_model, load_tokenizer, told_of_place
 
@@ -109,17 +109,17 @@ async def serve(
         shutdown_timeout=2,
     )
     await runner.setup()
-    try:
-        with _signals_set(stop, hurry):
+    with _signals_set(stop, hurry):
+        try:
             await _start(runner, listener)
             if on_ready:
                 on_ready(served, _url(listener))
             await stop.wait()
             traffic.refuse_more()
             await _first_of(drain, traffic.idle(), hurry.wait())
-    finally:
-        await asyncio.to_thread(served.engine.close)
-        await runner.cleanup()
+        finally:
+            await asyncio.to_thread(served.engine.close)
+            await runner.cleanup()
 
 
 async def _first_of(seconds: float, *events: Coroutine) -> None:
@@ -146,6 +146,11 @@ def _served_name(checkpoint: Checkpoint) -> str:
 def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
     """Who may ask a server that listens on `host`; beyond loopback there must be a key."""
     beyond = not is_loopback(host)
+    if re.fullmatch(r"\[.*\]|[^:]*:\d+|\[.*\]:\d+", host):
+        raise UsageError(
+            f"host must be a name or an address alone, got {host}: leave brackets out, and give "
+            "the port with --port"
+        )
     if beyond and key is None:
         raise UsageError(
             f"host must be this machine's own (127.0.0.1, ::1 or localhost), got {host}: what "
@@ -154,8 +159,10 @@ def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
     if key is not None and (not key.isascii() or not key.isprintable() or not key or " " in key):
         raise UsageError("the key must be one or more ASCII characters without spaces")
     for name in names:
-        if not re.fullmatch(r"[\w.:-]+", name):
-            raise UsageError(f"a host to allow is a name without scheme or port, got {name!r}")
+        if not (re.fullmatch(r"[\w.-]+", name, re.ASCII) or is_address(name)):
+            raise UsageError(
+                f"a host to allow is a name in ASCII without scheme or port, got {name!r}"
+            )
     own = {host, *names} if beyond else names
     return Access(key, frozenset(name.lower() for name in own), beyond)
 

@@ -98,7 +98,7 @@ def test_a_key_that_no_header_can_bear_is_refused(relu_llama, key):
 
 
 def test_allowed_hosts_are_names(relu_llama):
-    for name in ("http://box.lan", "box lan", ""):
+    for name in ("http://box.lan", "box lan", "", "box.lan:8443", "bücher.de"):
         with pytest.raises(UsageError, match="is a name"):
             serve_local(relu_llama, allow_hosts=[name])
 
@@ -109,3 +109,37 @@ def test_the_key_of_the_environment(cli, monkeypatch, relu_llama):
     assert (code, len(err)) == (2, 1)
     assert "the key must be" in err[0]
     assert "a b" not in err[0]
+
+
+ASKS_FIRST = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+}
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://chat.example"])
+def test_pages_of_friendly_origins_may_ask_and_read(serve_with, origin):
+    with serve_with(Access(KEY, frozenset({"chat.example"}))) as client:
+        path = "/v1/chat/completions"
+        asked = get(client, path, "OPTIONS", Origin=origin, **ASKS_FIRST)  # browsers send no key
+        assert asked.status == 204
+        assert asked.headers["Access-Control-Allow-Origin"] == origin
+        assert asked.headers["Access-Control-Allow-Methods"] == "GET, POST"
+        assert "x-stainless-os" in asked.headers["Access-Control-Allow-Headers"]
+        for key, status in ((KEY, 200), ("wrong", 401)):
+            found = get(client, "/v1/models", Origin=origin, Authorization=f"Bearer {key}")
+            assert found.status == status
+            assert found.headers["Access-Control-Allow-Origin"] == origin
+            assert found.headers["Vary"] == "Origin"
+
+
+def test_other_pages_may_neither(serve_with):
+    with serve_with(Access()) as client:
+        evil = {"Origin": "http://evil.example"}
+        for answer in (
+            get(client, "/v1/chat/completions", "OPTIONS", **evil, **ASKS_FIRST),
+            get(client, "/v1/models", **evil),
+        ):
+            assert answer.status == 403
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        assert "Access-Control-Allow-Origin" not in get(client, "/v1/models").headers

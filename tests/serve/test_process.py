@@ -30,7 +30,8 @@ from serving_client import (
 from twellctl.decoding.engine import EngineClosed, EngineError
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError, UsageError
-from twellctl.serve_local import serve, serve_local
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.serve_local import load_served_model, serve, serve_local
 from twellctl.serving.plan import ServedModel
 
 
@@ -282,6 +283,62 @@ def test_malformed_http_is_logged_in_one_line(client, caplog):
     assert all(record.exc_info is None for record in caplog.records)
     assert all("\n" not in record.getMessage() for record in caplog.records)
     assert caplog.records
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /v1/models?api_key=geheim" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nAuthoriz ation: Bearer geheim\r\n\r\n",
+    ],
+)
+def test_the_log_quotes_nothing_of_malformed_http(client, caplog, sent):
+    url = client.base_url
+    with (
+        caplog.at_level(logging.ERROR),
+        socket.create_connection((url.host, url.port), timeout=20) as connection,
+    ):
+        connection.sendall(sent)
+        assert b" 400 " in connection.recv(1000)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "geheim" not in said
+    assert said.startswith("Error handling request")
+    assert len(said) > len("Error handling request from 127.0.0.1: ")
+
+
+def test_a_late_ctrl_c_changes_nothing_of_an_end(relu_llama):
+    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        told_at_start(process)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+    finally:
+        process.kill()
+    assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("[::1]", "leave brackets out"), ("127.0.0.1:9000", "--port")]
+)
+def test_a_host_is_no_url(relu_llama, host, said):
+    with pytest.raises(UsageError, match=said):
+        serve_local(relu_llama, host=host)
+
+
+def test_more_side_by_side_than_the_cache_holds_is_no_matter(relu_llama):
+    engine = load_served_model(open_checkpoint(relu_llama), max_running=10**11).engine
+    try:
+        assert engine.stats().capacity < 10**6
+    finally:
+        engine.close()
 
 
 def test_help_imports_neither_torch_nor_aiohttp():

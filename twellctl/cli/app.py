@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl.cli import bench, measure
+from twellctl.cli import bench, interrupts, measure
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
@@ -389,6 +389,7 @@ def serve_local(
         log=serving.log if access_log else None,
         note=ui.note,
     )
+    interrupts.ignore()  # one that came late, before the process has ended
 
 
 @command(app, "quickstart --out demo", group=MAKE)

@@ -32,6 +32,11 @@ def heed_no_more() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def ignore() -> None:
+    """All is done, and is to end as if no other Ctrl-C came."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def came() -> bool:
     """Whether there was a Ctrl-C: an error after it is its consequence."""
     return _came

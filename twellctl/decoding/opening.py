@@ -92,10 +92,13 @@ def _choose(model: PreTrainedModel) -> tuple[type[Decoder], str | None]:
 
 def _eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) -> frozenset[int]:
     """The tokens that end a text, by the model's configs, and `extra_eos`."""
-    found = set(extra_eos)
+    found = [*extra_eos]
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
-        found.update(eos if isinstance(eos, list) else [eos])
+        found += eos if isinstance(eos, list) else [eos]
+    for token in found:
+        if not isinstance(token, int | None):
+            raise TwellError(f"eos_token_id must be a token or a list of tokens, got {token!r}")
     return frozenset(token for token in found if token is not None)
 
 

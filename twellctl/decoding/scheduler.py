@@ -45,7 +45,7 @@ class Scheduler:
         self, decoder: Decoder, num_pages: int, max_running: int, eos_tokens: frozenset[int]
     ):
         self.decoder, self.eos_tokens = decoder, eos_tokens
-        self.max_running = min(max_running, decoder.max_rows or max_running)
+        self.max_running = min(max_running, decoder.max_rows or max_running, num_pages - 1)
         self.context = min(decoder.context, (num_pages - 1) * PAGE)
         self.pool = PagePool(num_pages)
         self.waiting: deque[Sequence] = deque()

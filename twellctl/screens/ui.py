@@ -15,7 +15,15 @@ from rich.table import Table
 from twellctl.errors import TwellError, printable
 from twellctl.screens.activity import Activity
 
-stdout = Console(highlight=False)
+
+class _Console(Console):
+    """rich ends the process by itself, and without a word, once the reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+stdout = _Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 activity = Activity(stderr)
 _ANY_WIDTH = 100_000

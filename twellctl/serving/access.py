@@ -4,7 +4,8 @@ A browser lets any web page send requests to any address, this machine's own inc
 request tells the page's home in its Origin, and the name that led here in its Host. A page's owner
 can make his own names point here (DNS rebinding), but not a bare IP address. So a Host must be a
 loopback name, a name that was allowed, or, beyond loopback, an IP address; an Origin must be a
-loopback name, an allowed name or the Host's own. All else gets 403, whatever key it brings.
+loopback name, an allowed name or the Host's own. All else gets 403, whatever key it brings. Pages
+of those origins may read the answers (CORS).
 """
 
 import hmac
@@ -18,6 +19,7 @@ from aiohttp.typedefs import Handler
 from twellctl.serving.request_fields import ApiError
 
 OPEN_PATHS = {"/", "/health"}  # these need no key
+_READER = "reader"  # of a request: the Origin of the page that may read the answer
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Access:
     hosts: frozenset[str] = frozenset()  # names this server goes by, beside loopback, in lower case
     beyond_loopback: bool = False  # other machines can reach the address
 
-    def check(self, http: web.Request) -> None:
-        """Raises `ApiError` for whom nothing may be done."""
+    def check_names(self, http: web.Request) -> None:
+        """Raises `ApiError` for whom nothing may be done, whatever the key."""
         host, origin = http.headers.get("Host"), http.headers.get("Origin")
         host_name = _host_name(f"//{host}")
         if host is not None and not self._is_own(host_name):
@@ -38,12 +40,15 @@ class Access:
         if origin is not None and not self._is_friendly(_host_name(origin), host_name):
             message = f"the Origin header names another site than this server: {origin[:100]!r}"
             raise ApiError(403, message, code="forbidden_origin")
+
+    def check_key(self, http: web.Request) -> None:
+        """Raises `ApiError` for who lacks the key where one is needed."""
         if self.key is not None and http.path not in OPEN_PATHS:
             self._check_key(http.headers.get("Authorization", ""))
 
     def _is_own(self, host: str) -> bool:
         return (
-            is_loopback(host) or host in self.hosts or (self.beyond_loopback and _is_address(host))
+            is_loopback(host) or host in self.hosts or (self.beyond_loopback and is_address(host))
         )
 
     def _is_friendly(self, origin: str, host: str) -> bool:
@@ -65,10 +70,28 @@ def guard(access: Access):
 
     @web.middleware
     async def checked(http: web.Request, handler: Handler) -> web.StreamResponse:
-        access.check(http)
+        access.check_names(http)
+        http[_READER] = http.headers.get("Origin")
+        asks_first = "Access-Control-Request-Method" in http.headers
+        if http.method == "OPTIONS" and asks_first:  # a browser does so, without the key
+            return web.Response(status=204, headers=_what_pages_may_send(http))
+        access.check_key(http)
         return await handler(http)
 
     return checked
+
+
+async def let_pages_read(http: web.Request, response: web.StreamResponse) -> None:
+    """As an answer begins: the page that asked may read it."""
+    if origin := http.get(_READER):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Vary"] = "Origin"
+
+
+def _what_pages_may_send(http: web.Request) -> dict[str, str]:
+    headers = http.headers.get("Access-Control-Request-Headers", "")
+    allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
+    return allowed | ({"Access-Control-Allow-Headers": headers} if headers else {})
 
 
 def is_loopback(host: str) -> bool:
@@ -79,7 +102,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,6 +1,7 @@
 """Every failure as an HTTP status and OpenAI's error JSON."""
 
 import logging
+import re
 from typing import Any
 
 from aiohttp import web
@@ -71,9 +72,13 @@ def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
 
 
 def _shorten(record: logging.LogRecord) -> bool:
-    """Malformed HTTP reaches no handler: aiohttp answers and logs it, with us in one line."""
+    """Malformed HTTP reaches no handler: aiohttp answers and logs it, with us in one line.
+
+    The bytes that it quotes are left out: a query or a key may be among them.
+    """
     if record.exc_info:
-        record.msg, record.args = f"{record.getMessage()}: {reason(record.exc_info[1])}", ()
+        said = re.split(r"[:\s]*(?:b'|b\"|bytearray\()", reason(record.exc_info[1]))[0]
+        record.msg, record.args = f"{record.getMessage()}: {said}", ()
         record.exc_info = None
     return True
 

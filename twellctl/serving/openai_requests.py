@@ -38,8 +38,8 @@ _COMMON = {
     "top_p",
     "twell_densities",
 }
-# Parameters that change nothing here, by OpenAI's own word: they only label the request.
-_LABELS = {"user", "safety_identifier"}
+# Parameters that change no text, by OpenAI's own word: labels, and hints to caches.
+_LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 # Known ones that this server lacks, with the values that ask for nothing. Null always does.
 _LACKING: dict[str, tuple] = {
     "frequency_penalty": (0,),
@@ -58,12 +58,9 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
