@@ -193,3 +193,13 @@ def test_an_evaluation_without_text_is_one(sparse, tmp_path):
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse, text=None)))
     assert read_evaluation(judged, fingerprint(open_checkpoint(sparse)))["text"] is None
+
+
+def test_commands_of_an_odd_name_can_be_copied(silu_llama, tmp_path):
+    convert(silu_llama, tmp_path / "relu")
+    write_card(tmp_path / "relu", 'my "own"\nmodel', tmp_path)
+    _, text = card_of(tmp_path / "relu")
+    assert '# my "own" model\n' in text
+    assert 'from_pretrained("my \\"own\\" model")' in text
+    assert "twellctl serve-local 'my \"own\" model' " in text
+    assert "`vllm serve 'my \"own\" model' --model-impl transformers`" in text

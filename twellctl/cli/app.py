@@ -66,9 +66,9 @@ def convert(
         f"{done.out}: {done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}, "
         f"{done.source_act} -> relu"
     )
-    to_train = f"twellctl finetune {done.out} OUT --recipe standard --data FILE"
+    to_train = f"twellctl finetune {ui.word(done.out)} OUT --recipe standard --data FILE"
     if done.is_chat_model:
-        ui.say(f"next: twellctl write {model} own.jsonl, then {to_train} --data own.jsonl")
+        ui.say(f"next: twellctl write {ui.word(model)} own.jsonl, then {to_train} --data own.jsonl")
     else:
         ui.say(f"next: {to_train}")
 
@@ -124,7 +124,8 @@ def write(
         f"{done.out}: {done.texts} texts, {done.tokens} tokens, "
         f"{done.tokens / done.seconds:.0f} tokens/s"
     )
-    ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {done.out}")
+    own = ui.word(done.out)
+    ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")
 
 
 @command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)

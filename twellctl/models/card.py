@@ -6,6 +6,7 @@ is said to be unknown.
 """
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ A language model whose gated FFNs use ReLU in place of SiLU, made by twellctl fr
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained({quoted})
+tokenizer = AutoTokenizer.from_pretrained({quoted})
 ```
 
 This loads the stock {stock} of transformers, which computes all neurons.{over_twell}
@@ -48,8 +49,8 @@ This loads the stock {stock} of transformers, which computes all neurons.{over_t
 With twellctl installed:
 
 ```
-twellctl generate    {name} "Once upon a time"
-twellctl serve-local {name}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000
+twellctl generate    {word} "Once upon a time"
+twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000
 ```
 
 ## What not to load it in
@@ -98,7 +99,8 @@ def write_card(
 
     Its figures come from `profile`, `evaluation` and `bench`, else from what `folder` itself holds.
     """
-    name = encodable(name)
+    name = " ".join(encodable(name).splitlines())
+    word = shlex.quote(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     figures = Figures(_report(folder), profile, evaluation, bench)
     base = config["twell"].get("source")
@@ -110,14 +112,16 @@ def write_card(
     card = _CARD.format(
         front=front_matter(name, base, source, [] if in_fp8 else _metrics(figures)),
         name=name,
+        quoted=json.dumps(name, ensure_ascii=False),
+        word=word,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
         state=(_CONVERTED if fresh else "") + (_FP8 if in_fp8 else ""),
         density=_density(config["twell"], figures),
         sections="".join(_sections(figures)),
         stock=f"`{stock}`",
         over_twell=(_FP8_STOCK if in_fp8 else _OVER_TWELL).format(ours=f"`{ours}`") if ours else "",
-        densely=serve_command(name, over_twell=False),
-        in_vllm=_IN_VLLM.format(command=serve_command(name, over_twell=True)) if served else "",
+        densely=serve_command(word, over_twell=False),
+        in_vllm=_IN_VLLM.format(command=serve_command(word, over_twell=True)) if served else "",
     )
     (folder / CARD).write_text(card, encoding="utf-8")
 

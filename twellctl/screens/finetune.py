@@ -29,7 +29,7 @@ def finetuned(result: Any) -> None:
         ui.say(f"held-out cross-entropy: {held_out}{kl}")
     if (page := result.out / RUN_PAGE).is_file():
         ui.say(f"the run as a page: {page}")
-    ui.say(f"next: twellctl profile {result.out} --data FILE")
+    ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
 
 
 def tried_out(result: Any, changes: str) -> None:

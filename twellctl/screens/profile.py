@@ -34,7 +34,8 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     _speed(result)
     if saved_as is not None:
-        ui.say(f"next: twellctl export {result.model} OUT --profile {saved_as}")
+        model, profile = map(ui.word, (result.model, saved_as))
+        ui.say(f"next: twellctl export {model} OUT --profile {profile}")
     else:
         ui.say("next: the same with --json FILE, which twellctl export takes")
 

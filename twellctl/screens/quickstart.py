@@ -22,4 +22,4 @@ def quickstarted(result: Any) -> None:
         "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
     )
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
-    ui.say(f"next: twellctl generate {result.export} 'def '")
+    ui.say(f"next: twellctl generate {ui.word(result.export)} 'def '")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -49,6 +50,11 @@ def say(text: str) -> None:
     """One line of result."""
     activity.over()
     stdout.print(printable(text), markup=False, soft_wrap=True)
+
+
+def word(name: object) -> str:
+    """A name as a word of a command line that is to be copied."""
+    return shlex.quote(str(name))
 
 
 def note(text: str) -> None:
