@@ -36,7 +36,7 @@ from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transf
 from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
-from twellctl.training.arguments import micro_batch
+from twellctl.training.arguments import micro_batch, steps_of
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.expected_loss import LossOutlook, loss_outlook, why_no_outlook
 from twellctl.training.launcher import as_launched
@@ -139,8 +139,8 @@ def dry_run(
         else:
             changes, measured = _measure_what_fits(*how, note, doing)
     _free()
-    num_steps = _num_steps(recipe, text_tokens)
-    num_tokens = num_steps * recipe.batch_size * recipe.seq_len
+    num_steps = steps_of(recipe, text_tokens / recipe.seq_len)
+    num_tokens = num_steps * recipe.step_tokens
     without_loss = why_no_outlook(checkpoint, asked, num_tokens)
     return DryRun(
         num_steps=num_steps,
@@ -186,14 +186,6 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
     all_bytes = estimated_text_bytes(recipe.data, recipe.text_column, tokenizer)
     text_tokens = max(1.0, per_byte * all_bytes * (1 - held_out_fraction(recipe)))
     return np.resize(blocks, (count, recipe.seq_len)), text_tokens
-
-
-def _num_steps(recipe: Recipe, text_tokens: float) -> int:
-    """Of the run; with --epochs from the size of the text, so about."""
-    if recipe.max_steps is not None:
-        return recipe.max_steps
-    tokens = recipe.epochs * text_tokens if recipe.max_tokens is None else recipe.max_tokens
-    return max(1, round(tokens / (recipe.batch_size * recipe.seq_len)))
 
 
 def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
@@ -252,7 +244,7 @@ def _measure_what_fits(
                 _free()
                 doing("loading the model")
                 trainer = _build(checkpoint, changed, blocks, folder)
-                step_tokens = recipe.batch_size * recipe.seq_len
+                step_tokens = recipe.step_tokens
                 if said := slow_on_cpu(trainer.model, recipe.optimizer, step_tokens):
                     note(said)
             return changes, _measure(trainer, changed, blocks, doing)
@@ -329,7 +321,7 @@ def _measure(
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "checkpoint_bytes": _checkpoint_bytes(trainer) if recipe.save_steps else 0,
-        "tokens_per_second": recipe.batch_size * recipe.seq_len / seconds,
+        "tokens_per_second": recipe.step_tokens / seconds,
         "peak_bytes": max(from_all(_peak_bytes())),
         "is_sharded": trainer.is_sharded,
     }

@@ -216,7 +216,7 @@ def _train(
     if resume_from is not None:
         trainer.restore(checkpoint_state(resume_from))
     resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
-    history = History(trainer, run, recipe.batch_size * recipe.seq_len)
+    history = History(trainer, run, recipe.step_tokens)
     history.go_on(resumed_at)
     trainer.add_callback(history)
     has_eval = trainer.eval_dataset is not None
@@ -253,7 +253,7 @@ def _train(
     return FineTuned(
         out=out,
         num_steps=num_steps,
-        num_tokens=num_steps * recipe.batch_size * recipe.seq_len,
+        num_tokens=num_steps * recipe.step_tokens,
         l1=trainer.schedule.l1,
         teacher_cross_entropy=teacher_loss,
         first_cross_entropy=next((e["eval_loss"] for e in logged if "eval_loss" in e), None),

@@ -26,17 +26,21 @@ def micro_batch(recipe: Recipe, num_processes: int) -> tuple[int, int]:
     return micro, per_process // micro
 
 
+def steps_of(recipe: Recipe, num_blocks: float) -> int:
+    """How many steps a run on a text of `num_blocks` takes."""
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    if recipe.max_tokens is not None:
+        return max(1, round(recipe.max_tokens / recipe.step_tokens))
+    return max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
+
+
 def trainer_arguments(
     recipe: Recipe, run: Path, num_blocks: int, has_eval: bool
 ) -> TrainingArguments:
     """`run` is where checkpoints go; `num_blocks` is how many there are to train on."""
     micro, accumulation = micro_batch(recipe, PartialState().num_processes)
-    if recipe.max_steps is not None:
-        num_steps = recipe.max_steps
-    elif recipe.max_tokens is not None:
-        num_steps = max(1, round(recipe.max_tokens / (recipe.batch_size * recipe.seq_len)))
-    else:
-        num_steps = max(1, math.floor(recipe.epochs * num_blocks / recipe.batch_size))
+    num_steps = steps_of(recipe, num_blocks)
     on_gpu = torch.cuda.is_available()
     warmup = recipe.warmup_steps if recipe.warmup_steps >= 1 else recipe.warmup_steps * num_steps
     arguments = TrainingArguments(

@@ -142,7 +142,7 @@ def _note_what_is_slow(
             f"{micro} blocks at once, for micro-batch-size {recipe.micro_batch_size}: they must "
             f"divide the {micro * parts} that a process takes in a step"
         )
-    if said := slow_on_cpu(model, recipe.optimizer, recipe.batch_size * recipe.seq_len):
+    if said := slow_on_cpu(model, recipe.optimizer, recipe.step_tokens):
         progress.note(said)
 
 

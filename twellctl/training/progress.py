@@ -48,7 +48,7 @@ class Progress:
         teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"
         rate = f"learning rate {recipe.learning_rate:.3g}"
         start = f"resumed at step {resumed_at} of " if resumed_at else ""
-        steps = f"{start}{num_steps} steps of {recipe.batch_size * recipe.seq_len} tokens"
+        steps = f"{start}{num_steps} steps of {recipe.step_tokens} tokens"
         passes = num_steps * recipe.batch_size / num_blocks
         again = f", the text {passes:.1f} times" if passes > 1.05 else ""
         self.note(f"{price}; {teacher}; {rate}; {steps}{again}")
@@ -60,7 +60,7 @@ class Progress:
 
     def callback(self, trainer: Any, recipe: Recipe, num_neurons: int) -> TrainerCallback:
         """The hook into the Trainer that feeds this display."""
-        return _Show(self, trainer, recipe.batch_size * recipe.seq_len, num_neurons)
+        return _Show(self, trainer, recipe.step_tokens, num_neurons)
 
     def show(
         self, step: int, num_steps: int, left: str, figures: dict[str, str], *, line: bool

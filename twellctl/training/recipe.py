@@ -165,6 +165,11 @@ class Recipe:
         "none", "Where else figures go: tensorboard, wandb... if installed, all, or none."
     )
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that an optimizer step reads."""
+        return self.batch_size * self.seq_len
+
 
 def run_folder(out: Path) -> Path:
     """Where the run that will become `out` keeps its checkpoints."""

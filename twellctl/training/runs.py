@@ -128,10 +128,11 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
     """Tokenise what the run needs: all text for epochs, else enough for its steps."""
     wanted = recipe.max_tokens
     if recipe.max_steps is not None:
-        wanted = recipe.max_steps * recipe.batch_size * recipe.seq_len
+        wanted = recipe.max_steps * recipe.step_tokens
     if wanted is not None:
-        step = recipe.batch_size * recipe.seq_len
-        wanted = int((wanted + step) / (1 - held_out_fraction(recipe))) + recipe.seq_len
+        wanted = (
+            int((wanted + recipe.step_tokens) / (1 - held_out_fraction(recipe))) + recipe.seq_len
+        )
 
     def stream(paths: list[str]) -> Iterator[np.ndarray]:
         texts = read_texts(paths, recipe.text_column, tokenizer)
