@@ -312,7 +312,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats()
     clock = _Clock(trainer, doing)
     trainer.remove_callback(_Clock)
-    trainer.callback_handler.callbacks.insert(0, clock)
+    trainer.tell_first(clock)
     try:
         trainer.train()
     finally:

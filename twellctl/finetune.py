@@ -211,7 +211,7 @@ def _train(
     trainer: SparseTrainer, out: Path, run: Path, recipe: Recipe, progress: Progress
 ) -> FineTuned:
     sparsity = SparsityCallback(trainer, progress.stopping)
-    trainer.callback_handler.callbacks.insert(0, sparsity)  # a step is reported before it is shown
+    trainer.tell_first(sparsity)  # a step is reported before it is shown
     resume_from = last_checkpoint(run)
     if resume_from is not None:
         trainer.restore(checkpoint_state(resume_from))

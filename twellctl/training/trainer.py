@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
 from twellctl.training.captured_part import CapturedPart
@@ -75,13 +75,13 @@ class SparseTrainer(Trainer):
         schedule: ConstantL1 | TargetL1,
         teacher: nn.Module | None,
         teacher_weight: float,
-        states: LayerStates | None = None,
-        routes: LayerRoutes | None = None,
-        soften: float = 0.0,
-        leeway: float = 0.0,
-        compiled: bool = False,
-        captures: bool = False,
-        note: Callable[[str], None] = lambda text: None,
+        states: LayerStates | None,
+        routes: LayerRoutes | None,
+        soften: float,
+        leeway: float,
+        compiled: bool,
+        captures: bool,
+        note: Callable[[str], None],
         **kwargs: Any,
     ):
         """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`).
@@ -92,9 +92,8 @@ class SparseTrainer(Trainer):
         # nothing is to be wrapped around the model
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
-        self.model_accepts_loss_kwargs = (
-            False  # our loss is a mean: Trainer divides by accumulation
-        )
+        # our loss is a mean: Trainer divides by accumulation
+        self.model_accepts_loss_kwargs = False
         self.muon = self.optimizer
         self.penalty = penalty
         self.schedule = schedule
@@ -115,6 +114,10 @@ class SparseTrainer(Trainer):
         self._norm: Tensor | None = None
         self._checked: tuple[list[str], Tensor] | None = None
         self._counted: tuple[int, list[int], Tensor] | None = None
+
+    def tell_first(self, callback: TrainerCallback) -> None:
+        """Let `callback` come before all others."""
+        self.callback_handler.callbacks.insert(0, callback)
 
     def compute_loss(
         self,
