@@ -109,6 +109,7 @@ def test_cards(source, text_file, tmp_path):
         "---\n---\n",
         "---\n- license\n---\n",
         "---\nlicense: a: b\n---\n",
+        "---\nlicense: null\n---\n",
         "---\nlicense: {a: b}\n---\n",
         "---\nlicense: " + "[" * 5000 + "\n---\n",
     ],
@@ -232,6 +233,7 @@ def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
     [
         ("license:\n- mit\n- apache-2.0", {"license": ["mit", "apache-2.0"]}),
         ("license : mit  # as the code", {"license": "mit"}),
+        ("x: !!bool maybe\nlicense: mit\ntitle: a: b", {"license": "mit"}),
         (
             "license: other\nlicense_name: gemma's & co (v1)\nlicense_link: https://x.y/z?a=b#c~d%20e",
             {

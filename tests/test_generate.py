@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from twellctl.decoding.engine import Sampling, Token
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.firing.counts import FiredMeter
-from twellctl.generate import generate
+from twellctl.generate import Generation, generate
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.profile import profile
@@ -241,3 +242,16 @@ def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
     assert all(line.startswith(told) for line in before)
     assert re.match(r"\d+ \+ \d+ tokens, the first after", figures)
     assert last == "error: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("ended", "written"), [(False, "print"), (True, "print\N{REPLACEMENT CHARACTER}")]
+)
+def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
+    tokens = [*tokenizer.encode("print"), tokenizer.encode("é")[0], *([0] if ended else [])]
+    scheduler = SimpleNamespace(
+        run=lambda prompts, sampling: iter([[(None, Token(token))] for token in tokens]),
+        eos_tokens={0},
+    )
+    found = Generation(scheduler, tokenizer, [1], Sampling(len(tokens), 0), continued=False)
+    assert "".join(found) == written

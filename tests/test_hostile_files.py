@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,34 @@ def test_line_breaks_in_names_are_escaped(silu_llama, tmp_path, cli):
     code, _, err = cli("convert", silu_llama, out)
     assert (code, len(err)) == (1, 1)
     assert f"{tmp_path}/two\\nlines exists" in err[0]
+
+
+def test_a_config_may_ask_for_tuples(relu_llama, text_file, tmp_path, cli):
+    """`return_dict`: what runs here reads fields by name."""
+    said = {}
+    for name, changes in (("as it is", {}), ("tuples", {"return_dict": False})):
+        model = spoilt(relu_llama.resolve(), tmp_path / name, changes)
+        words = ("--data", text_file, "--windows", 2, "--seq-len", 16)
+        code, said[name], err = cli("eval", model, *words)
+        assert code == 0, err
+        assert cli("generate", model, "a", "--max-tokens", 2)[0] == 0
+    figures = [out.partition("cross-entropy")[2] for out in said.values()]
+    assert figures[0] == figures[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        ("tokenizer_config.json", {"model_max_length": "x"}, "its tokenizer could not be loaded"),
+        ("generation_config.json", {"eos_token_id": {}}, "eos_token_id must be a token or a list"),
+    ],
+)
+def test_side_files_of_the_wrong_kind_are_one_line(
+    relu_llama, tmp_path, cli, file, changes, sentence
+):
+    model = tmp_path / "model"
+    shutil.copytree(relu_llama, model)
+    content = json.loads((model / file).read_text()) | changes
+    (model / file).write_text(json.dumps(content))
+    code, _, err = cli("generate", model, "a", "--max-tokens", 2)
+    assert (code, sentence in err[-1]) == (1, True), err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from twellctl.cli.json_file import tell
 from twellctl.convert import convert
 from twellctl.files import outputs, workspace
 from twellctl.files.strict_json import read_json
@@ -256,3 +257,19 @@ def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
     assert "cross-entropy" in out
     assert err[-1] == f"error: {made} could not be written: No space left on device"
     assert not made.exists()
+
+
+def test_the_file_is_written_though_nobody_reads_the_screen(tmp_path):
+    def left() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        tell(tmp_path / "made.json", lambda: "{}", left)
+    assert (tmp_path / "made.json").read_text() == "{}"
+
+
+def test_a_link_to_itself_is_refused_before_any_work(cli, relu_llama, text_file, tmp_path):
+    (tmp_path / "made.json").symlink_to("made.json")
+    code, _, err = cli("profile", relu_llama, "--data", text_file, "--json", tmp_path / "made.json")
+    assert (code, len(err)) == (1, 1)
+    assert err[0].endswith("made.json cannot be written: it is a link to itself")

@@ -17,6 +17,7 @@ from twellctl.bundle.twell_format import pack
 from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
@@ -284,6 +285,19 @@ def test_a_changed_profile_is_refused(relu_llama, tmp_path, text_file, place, va
     (tmp_path / "p.json").write_text(json.dumps(content))
     with pytest.raises(TwellError, match=re.escape(sentence)):
         read_profile(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 9600}, {"layers": 2.0}])
+def test_a_profile_that_does_not_fit_the_model_is_no_part_of_an_export(
+    relu_llama, tmp_path, text_file, changes
+):
+    found = profile(relu_llama, str(text_file), windows=2, seq_len=16)
+    if density := changes.get("layers"):
+        layers = [dataclasses.replace(layer, density=density) for layer in found.layers]
+        changes = {"layers": tuple(layers)}
+    with pytest.raises(TwellError, match="was changed: profile the model again"):
+        export(relu_llama, tmp_path / "out", profile=dataclasses.replace(found, **changes))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

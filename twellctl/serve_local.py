@@ -146,9 +146,9 @@ def _served_name(checkpoint: Checkpoint) -> str:
 def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
     """Who may ask a server that listens on `host`; beyond loopback there must be a key."""
     beyond = not is_loopback(host)
-    if re.fullmatch(r"\[.*\]|[^:]*:\d+|\[.*\]:\d+", host):
+    if not host or re.fullmatch(r"\[.*\]|[^:]*:\d+|\[.*\]:\d+", host):
         raise UsageError(
-            f"host must be a name or an address alone, got {host}: leave brackets out, and give "
+            f"host must be a name or an address alone, got {host!r}: leave brackets out, and give "
             "the port with --port"
         )
     if beyond and key is None:

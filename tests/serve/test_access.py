@@ -103,6 +103,11 @@ def test_allowed_hosts_are_names(relu_llama):
             serve_local(relu_llama, allow_hosts=[name])
 
 
+def test_addresses_and_names_are_allowed():
+    access = access_of("127.0.0.1", None, ["::1", "Box.lan", "10.0.0.1"])
+    assert access.hosts == {"::1", "box.lan", "10.0.0.1"}
+
+
 def test_the_key_of_the_environment(cli, monkeypatch, relu_llama):
     monkeypatch.setenv("TWELL_API_KEY", "a b")
     code, _, err = cli("serve-local", relu_llama)

@@ -24,11 +24,13 @@ def check_json_file(path: Path | None, key: str, kind: str) -> None:
 def tell(path: Path | None, text: Callable[[], str], screen: Callable[[], None]) -> None:
     """`text` on stdout in the place of the screen, or in the file `path` beside it.
 
-    The screen comes first: it is there, too, where the file cannot be written.
+    Neither is lost where the other fails.
     """
     if path == STDOUT:
         print(text(), end="")
         return
-    screen()
-    if path is not None:
-        write_file(path, text())
+    try:
+        screen()
+    finally:
+        if path is not None:
+            write_file(path, text())

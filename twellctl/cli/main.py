@@ -42,7 +42,7 @@ def _told(error: BaseException) -> int:
     if isinstance(error, TwellError):
         ui.fail(str(error))
         return error.exit_code
-    if isinstance(error, ReaderLeft):
+    if isinstance(error, ReaderLeft | BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
         return 128 + signal.SIGPIPE
     if isinstance(error, OSError):

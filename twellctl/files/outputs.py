@@ -86,7 +86,7 @@ def staged(out: Path, **how) -> Iterator[Path]:
 def write_file(path: Path, text: str) -> None:
     """Write the file `path`, JSON or a page, whole or not at all, replacing an older one."""
     text = encodable(text, r"\\")  # two: after one, JSON would have the surrogate again
-    target = path.resolve()  # a link stays one
+    target = _real(path)
     try:
         with workspace_beside(target) as workspace:
             (workspace / "new").write_text(text, encoding="utf-8")
@@ -102,12 +102,19 @@ def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]
     """
     if path.is_dir():
         raise TwellError(f"{path} is a folder: name {what} to write")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise TwellError(
-            f"{path} cannot be written: {path.parent} is not a folder you may write to"
-        )
+    parent = _real(path).parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise TwellError(f"{path} cannot be written: {parent} is not a folder you may write to")
     if path.exists() and not is_kind(path):
         raise TwellError(f"{path} exists and is no {kind}: choose another name")
+
+
+def _real(path: Path) -> Path:
+    """Where a file lies that is written by way of `path`, which may be a link, and stays one."""
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except (OSError, RuntimeError) as error:
+        raise TwellError(f"{path} cannot be written: it is a link to itself") from error
 
 
 def check_json_path(path: Path, key: str, kind: str) -> None:

@@ -239,9 +239,9 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 
 def _check(found: Profile) -> None:
     """`ValueError` for numbers of which no figure can be made."""
-    for name in ("intermediate_size", "tokens"):
-        if getattr(found, name) < 1:
-            raise ValueError(f"{name} is {getattr(found, name)}")
+    for name in ("intermediate_size", "tokens", "text_tokens"):
+        if (value := getattr(found, name)) is not None and value < 1:
+            raise ValueError(f"{name} is {value}")
     if not found.layers:
         raise ValueError("it has no layers")
     if found.speed is not None:

@@ -12,6 +12,7 @@ from twellctl.models.carried import CARD, own_file
 
 TAGS = ["twell", "sparse", "relu"]
 _LICENCE = ("license", "license_name", "license_link")
+_NOTHING = ("", "~", "null")
 _LONGEST = 500  # of what is taken from another's card
 
 
@@ -47,18 +48,32 @@ def _result(metric: Metric) -> dict[str, Any]:
 def _licence(source: Path) -> dict[str, Any]:
     """What the front matter of the card of `source` says of the licence; texts and lists of them.
 
-    Nothing if there is no such card, or if it is no YAML.
+    Nothing else of it is read, so it may be no YAML elsewhere.
     """
     try:
         with own_file(source / CARD).open(encoding="utf-8", errors="replace") as file:
             opening, *lines = map(str.rstrip, file.read(1 << 16).splitlines() or [""])
-        front = yaml.safe_load("\n".join(lines[: lines.index("---")])) if opening == "---" else None
+        ours = _of_licence(lines[: lines.index("---")]) if opening == "---" else []
+        found = yaml.load("\n".join(ours), Loader=yaml.BaseLoader)  # all that is plain is text
     except (OSError, TwellError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    found = {key: front.get(key) for key in _LICENCE} if isinstance(front, dict) else {}
-    return {key: value for key, value in found.items() if _is_text(value)}
+    found = found if isinstance(found, dict) else {}
+    return {key: found[key] for key in _LICENCE if key in found and _is_text(found[key])}
+
+
+def _of_licence(lines: list[str]) -> list[str]:
+    """The lines of its keys, with those of lists below them."""
+    kept, inside = [], False
+    for line in lines:
+        if not line.startswith((" ", "-", "\t")):
+            inside = line.partition(":")[0].strip() in _LICENCE
+        if inside:
+            kept.append(line)
+    return kept
 
 
 def _is_text(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) for text in texts) and 0 < sum(map(len, texts)) <= _LONGEST
+    if not all(isinstance(text, str) and text not in _NOTHING for text in texts):
+        return False
+    return 0 < sum(map(len, texts)) <= _LONGEST

@@ -19,7 +19,6 @@ from aiohttp.typedefs import Handler
 from twellctl.serving.request_fields import ApiError
 
 OPEN_PATHS = {"/", "/health"}  # these need no key
-_READER = "reader"  # of a request: the Origin of the page that may read the answer
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ def guard(access: Access):
     @web.middleware
     async def checked(http: web.Request, handler: Handler) -> web.StreamResponse:
         access.check_names(http)
-        http[_READER] = http.headers.get("Origin")
         asks_first = "Access-Control-Request-Method" in http.headers
         if http.method == "OPTIONS" and asks_first:  # a browser does so, without the key
             return web.Response(status=204, headers=_what_pages_may_send(http))
@@ -81,11 +79,20 @@ def guard(access: Access):
     return checked
 
 
-async def let_pages_read(http: web.Request, response: web.StreamResponse) -> None:
-    """As an answer begins: the page that asked may read it."""
-    if origin := http.get(_READER):
+def reading(access: Access):
+    """What an answer says as it begins: the page that asked may read it, if `access` takes it."""
+
+    async def allow(http: web.Request, response: web.StreamResponse) -> None:
+        if (origin := http.headers.get("Origin")) is None:
+            return
+        try:
+            access.check_names(http)
+        except ApiError:
+            return
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Vary"] = "Origin"
+
+    return allow
 
 
 def _what_pages_may_send(http: web.Request) -> dict[str, str]:

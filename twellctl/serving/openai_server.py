@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from twellctl.files.strict_json import to_json
-from twellctl.serving.access import Access, guard, let_pages_read
+from twellctl.serving.access import Access, guard, reading
 from twellctl.serving.access_log import access_log
 from twellctl.serving.completion import Piece, complete, joined
 from twellctl.serving.http_errors import answer_errors, json_response
@@ -61,7 +61,7 @@ def make_app(
         middlewares=[measuring(*observers), answer_errors, guard(access)],
         client_max_size=limits.body_bytes,
     )
-    app.on_response_prepare.append(let_pages_read)
+    app.on_response_prepare.append(reading(access))
     app.router.add_get("/", endpoints.page)
     app.router.add_get("/health", endpoints.health)
     app.router.add_get("/metrics", endpoints.metrics)
