@@ -258,6 +258,11 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
     code, _, err = cli(*words)
     assert code == 0
     assert f"the text has {many.text_tokens} tokens: its windows overlap" in err
+    for windows, overlap in ((64, True), (2, False)):
+        words = ("eval", relu_llama, "--data", short, "--windows", windows, "--seq-len", "16")
+        code, _, err = cli(*words)
+        assert code == 0
+        assert any("its windows overlap" in line for line in err) == overlap
 
 
 @pytest.mark.parametrize(

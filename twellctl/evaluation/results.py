@@ -47,10 +47,14 @@ class KindScore(TextScore):
 
 @dataclass(frozen=True)
 class TextResult:
-    """A text in windows: the score of all, by kind of text, and the density of what fired."""
+    """A text in windows: the score of all, by kind of text, and the density of what fired.
+
+    Of a text of fewer tokens (`text_tokens`) than the windows hold, they overlap.
+    """
 
     windows: int
     seq_len: int
+    text_tokens: int
     score: TextScore
     by_kind: tuple[KindScore, ...]
     density: float

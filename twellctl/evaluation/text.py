@@ -43,6 +43,7 @@ def score_text(
     return TextResult(
         windows=len(text.ids),
         seq_len=text.ids.shape[1],
+        text_tokens=text.text_tokens,
         score=whole,
         by_kind=tuple(
             KindScore.of(count, row, kind=kind)

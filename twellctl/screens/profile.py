@@ -21,8 +21,7 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
         f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
     )
-    if result.distinct_tokens < result.tokens:
-        ui.note(f"the text has {result.distinct_tokens} tokens: its windows overlap")
+    ui.note_overlap(result.distinct_tokens, result.tokens)
     ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
     if result.loss is not None:
         error = "" if result.loss_error is None else f" +- {result.loss_error:.4f}"
