@@ -111,10 +111,15 @@ def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]
 
 def _real(path: Path) -> Path:
     """Where a file lies that is written by way of `path`, which may be a link, and stays one."""
+    if not path.is_symlink():
+        return path
     try:
-        return path.resolve() if path.is_symlink() else path
-    except (OSError, RuntimeError) as error:
-        raise TwellError(f"{path} cannot be written: it is a link to itself") from error
+        path.stat()
+    except FileNotFoundError:
+        pass  # it is to be made
+    except OSError as error:  # it leads to itself, for example
+        raise TwellError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path.resolve()
 
 
 def check_json_path(path: Path, key: str, kind: str) -> None:
