@@ -201,16 +201,20 @@ def test_a_port_that_is_not_allowed_is_named(relu_llama, monkeypatch):
         serve_local(relu_llama, port=80)
 
 
-def test_sigterm_ends_the_command_with_0(relu_llama):
-    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
-    command += ["--drain", "0"]
-    process = subprocess.Popen(
-        command,
+def command_of(model, *words: str) -> subprocess.Popen:
+    """`serve-local`, as it starts."""
+    command = [sys.executable, "-m", "twellctl", "serve-local", str(model), "--port", "0"]
+    return subprocess.Popen(
+        [*command, *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_sigterm_ends_the_command_with_0(relu_llama):
+    process = command_of(relu_llama, "--drain", "0")
     try:
         told = told_at_start(process)
         url = told["API"]
@@ -307,22 +311,17 @@ def test_the_log_quotes_nothing_of_malformed_http(client, caplog, sent):
 
 
 def test_a_late_ctrl_c_changes_nothing_of_an_end(relu_llama):
-    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = command_of(relu_llama)
     try:
         told_at_start(process)
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # it has ended its work, and takes longer to end itself
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        process.communicate(timeout=20)
     finally:
         process.kill()
+        process.wait()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Which rows those are only the device knows, so each window of tokens is launched
 heavy row returns at once. The kernels stand in heavy.cu and heavy_e4m3.cu.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .twell_launch import KernelSet, tensor_map
-from .twell_plan import HEAVY_SMEM, Limits, heavy_window, product_grid
+from .twell_plan import HEAVY_SMEM, Limits, ceil_div, heavy_window, product_grid
 from .twell_spec import (
     E4M3_END,
     GATHER_BLOCK,
@@ -53,22 +54,36 @@ def heavy_products(
     M, N, K = x.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N, K, training=training)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
-    num_sms = limits.num_sms
-    windows = range(0, M, window)
-    sums = x.new_empty(len(windows), num_sms, dtype=torch.float32) if training else None
-    for i, start in enumerate(windows):
-        kernels.launch(
-            "heavy_gather",
-            (min(window, 4 * num_sms),),
-            GATHER_BLOCK,
-            (x, heavy_rows, heavy_count, start, window, K, x_rows),
-        )
-        heavy = Heavy(heavy_rows, heavy_count, start=start)
+    shape = ceil_div(M, window), limits.num_sms
+    sums = x.new_empty(shape, dtype=torch.float32) if training else None
+    listed = heavy_rows, heavy_count
+    for i, heavy in enumerate(_gathered(kernels, limits, x, ffn, *listed, x_rows)):
         launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy)
         if sums is not None:
-            args = (hidden, heavy_count, start, window, N, sums[i])
-            kernels.launch("tally", (num_sms,), GATHER_BLOCK, args)
+            args = (hidden, heavy_count, heavy.start, window, N, sums[i])
+            kernels.launch("tally", (limits.num_sms,), GATHER_BLOCK, args)
     return sums
+
+
+def _gathered(
+    kernels: KernelSet,
+    limits: Limits,
+    x: Tensor,
+    ffn: FFN,
+    heavy_rows: Tensor,
+    heavy_count: Tensor,
+    x_rows: Tensor,
+) -> Iterator[Heavy]:
+    """Window by window the listed rows of `x`, which lie in `x_rows` `[window, K]` then."""
+    window = len(x_rows)
+    for start in range(0, len(x), window):
+        kernels.launch(
+            "heavy_gather",
+            (min(window, 4 * limits.num_sms),),
+            GATHER_BLOCK,
+            (x, heavy_rows, heavy_count, start, window, ffn.shorts, x_rows),
+        )
+        yield Heavy(heavy_rows, heavy_count, start=start)
 
 
 def launch_heavy(
@@ -139,14 +154,8 @@ def heavy_e4m3_products(
     window = heavy_window(M, N, K)
     x_rows, hidden = values.new_empty((window, K)), y.new_empty((window, N))
     wide = widen(kernels, limits, ffn, heavy_count)
-    for start in range(0, M, window):
-        kernels.launch(
-            "heavy_gather",
-            (min(window, 4 * limits.num_sms),),
-            GATHER_BLOCK,
-            (values, heavy_rows, heavy_count, start, window, ffn.shorts, x_rows),
-        )
-        heavy = Heavy(heavy_rows, heavy_count, start=start)
+    listed = heavy_rows, heavy_count
+    for heavy in _gathered(kernels, limits, values, ffn, *listed, x_rows):
         launch_heavy_e4m3(kernels, limits, x_rows, token_scales, hidden, wide, ffn, y, heavy)
 
 

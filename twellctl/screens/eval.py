@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from twellctl.screens import ui
+from twellctl.screens.profile import note_overlap
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
 
@@ -30,7 +31,7 @@ def _text(result: Any) -> None:
         [*columns, "density"],
         [[cell for cell in row if cell is not None] for row in rows],
     )
-    ui.note_overlap(text.text_tokens, text.windows * text.seq_len)
+    note_overlap(text.text_tokens, text.windows * text.seq_len)
     ui.say(f"density by layer: {', '.join(f'{d:.2%}' for d in text.density_by_layer)}")
     if result.reference is not None:
         ui.say(

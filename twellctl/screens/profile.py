@@ -21,7 +21,7 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
         f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
     )
-    ui.note_overlap(result.distinct_tokens, result.tokens)
+    note_overlap(result.distinct_tokens, result.tokens)
     ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
     if result.loss is not None:
         error = "" if result.loss_error is None else f" +- {result.loss_error:.4f}"
@@ -37,6 +37,12 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         ui.say(f"next: twellctl export {model} OUT --profile {profile}")
     else:
         ui.say("next: the same with --json FILE, which twellctl export takes")
+
+
+def note_overlap(text_tokens: int, tokens: int) -> None:
+    """Of a text of so many tokens, whose windows hold so many."""
+    if text_tokens < tokens:
+        ui.note(f"the text has {text_tokens} tokens: its windows overlap")
 
 
 def _speed(result: Any) -> None:

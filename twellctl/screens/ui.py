@@ -62,12 +62,6 @@ def note(text: str) -> None:
     stderr.print(printable(text), markup=False, soft_wrap=True)
 
 
-def note_overlap(text_tokens: int, tokens: int) -> None:
-    """Of a text of so many tokens, whose windows hold so many."""
-    if text_tokens < tokens:
-        note(f"the text has {text_tokens} tokens: its windows overlap")
-
-
 def fail(text: str) -> None:
     """The one line of an error, also with --quiet."""
     activity.over()
