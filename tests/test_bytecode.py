@@ -87,7 +87,8 @@ def test_the_next_start_finds_it(tmp_path):
         "PYTHONPATH": f"{package.parent}{os.pathsep}{os.getcwd()}",
         "TWELL_CACHE_DIR": str(tmp_path / "cache"),
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
+        environment.pop(name, None)
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["7", "True"]
