@@ -38,6 +38,19 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert task.questions[0].query == "Q"
 
 
+def test_lines_of_a_txt_file_end_as_in_unix(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo\r\n")
+    (tmp_path / "b.jsonl").write_bytes(rows("a\r\nb").replace(b"\n", b"\r\n"))
+    assert list(read_texts([str(tmp_path)], "text")) == ["one\n\ntwo\n", "a\r\nb"]
+
+
+@pytest.mark.parametrize("content", ['[\n{"text": "one"}\n]\n', '[{"text": "one"}]\n'])
+def test_an_array_is_no_line(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(TwellError, match=r"a\.json:1 is .*: each line must hold one object"):
+        list(read_texts([str(tmp_path)], "text"))
+
+
 def test_lines_longer_than_what_is_read_at_a_time(tmp_path):
     texts = ["x" * size for size in (1, 70_000, 200_000, 5, 65_535)]
     (tmp_path / "a.jsonl").write_bytes(rows(*texts)[:-1])  # the last line has no end

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from twellctl.decoding.engine import OutOfMemory, Sampling
+from twellctl.decoding.engine import OutOfMemory
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.errors import TwellError, UsageError
@@ -120,7 +120,7 @@ def test_documents_begin_as_the_tokenizer_begins_texts(tokenizer, single):
     several.backend_tokenizer.post_processor = TemplateProcessing(
         single=single, special_tokens=[("F", front), ("E", end)]
     )
-    made = Documents(several, 512, Sampling(12), seed=0)
+    made = Documents(several, 512, 12, 1.0, seed=0)
     made.fit_into(256)
     begun = made.begun()
     assert begun.tokens[0] == front
@@ -149,7 +149,7 @@ def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, ki
 )
 def test_a_question_ends_where_the_template_says(changed, drawn, question):
     tokenizer = loading.load_tokenizer(open_checkpoint(changed(INST)))
-    made = Chats(tokenizer, 512, Sampling(12), seed=0)
+    made = Chats(tokenizer, 512, 12, 1.0, seed=0)
     made.fit_into(256)
     sequence = made.begun()
     assert tokenizer.decode(sequence.tokens) == "[INST] "
@@ -195,7 +195,7 @@ def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp
 
 def test_another_seed_draws_other_first_tokens(silu_llama, tokenizer):
     def drawn(seed: int) -> list[int]:
-        made = Documents(tokenizer, 512, Sampling(12), seed=seed)
+        made = Documents(tokenizer, 512, 12, 1.0, seed=seed)
         made.fit_into(256)
         return [made.begun().tokens[-1] for _ in range(50)]
 
@@ -283,6 +283,13 @@ def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(TwellError, match=r"own\.jsonl could not be written: No space left"):
         write(silu_llama, tmp_path / "own.jsonl", **SMALL)
+
+
+@pytest.mark.parametrize("documents", [0.0, 1.0])
+def test_texts_fit_into_a_short_context_if_not_told(silu_llama, tmp_path, documents):
+    out = tmp_path / "own.jsonl"
+    how = SMALL | {"max_tokens": None, "documents": documents, "tokens": 20_000}
+    assert write(silu_llama, out, **how).tokens >= 20_000  # of a context of 256
 
 
 @pytest.mark.parametrize(

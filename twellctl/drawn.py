@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from twellctl.decoding.sequence import Sequence
 
 QUESTION_TOKENS = 128  # at most
+MAX_TOKENS = 512  # of an answer or a document, if not told
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}question\N{RIGHT WHITE SQUARE BRACKET}"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
 
@@ -43,11 +44,14 @@ class Kind:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         vocabulary: int | None,
-        sampling: Sampling,
+        max_tokens: int | None,
+        temperature: float,
         seed: int,
     ):
-        self.tokenizer, self.sampling = tokenizer, sampling
+        """`max_tokens` None: `MAX_TOKENS`, or what the context leaves."""
+        self.tokenizer = tokenizer
         self._vocabulary, self._seed = vocabulary, seed
+        self._max_tokens, self._temperature = max_tokens, temperature
         self._num_begun = self._context = 0
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number for number, token in added if token.special}  # no text
@@ -73,10 +77,12 @@ class Kind:
         self._context = context
         if (room := context - taken) < 1:
             raise TwellError(f"the model's context of {context} tokens is too short to write in")
-        if self.sampling.max_tokens > room:
+        if self._max_tokens is None:
+            self._max_tokens = min(MAX_TOKENS, room)
+        if self._max_tokens > room:
             raise UsageError(
                 f"max-tokens must be at most {room}, the rest of the model's context of {context}, "
-                f"got {self.sampling.max_tokens}"
+                f"got {self._max_tokens}"
             )
 
     def _text(self, tokens: list[int], ends: frozenset[int]) -> str:
@@ -93,7 +99,7 @@ class Kind:
     def _sequence(self, prompt: list[int], most: int, seed: int, what: Begun) -> "Sequence":
         from twellctl.decoding.sequence import Sequence
 
-        how = Sampling(most, self.sampling.temperature, seed=(self._seed << 32) + seed)
+        how = Sampling(most, self._temperature, seed=(self._seed << 32) + seed)
         return Sequence(prompt, how, what)
 
 
@@ -135,7 +141,7 @@ class Chats(Kind):
         room = self._context - len(prompt)  # broken characters take more tokens than were drawn
         if room < 1:
             return None
-        most = min(self.sampling.max_tokens, room)
+        most = min(self._max_tokens, room)
         what = Begun(self, what.number, question)
         return self._sequence(prompt, most, -what.number % 2**32, what)
 
@@ -187,7 +193,7 @@ class Documents(Kind):
         self._num_begun += 1
         first = random.Random((self._seed << 32) + self._num_begun).choice(self._first)
         prompt, what = [*self._before, first], Begun(self, self._num_begun)
-        return self._sequence(prompt, self.sampling.max_tokens, 2**31 + self._num_begun, what)
+        return self._sequence(prompt, self._max_tokens, 2**31 + self._num_begun, what)
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
         if not self._text(sequence.tokens[sequence.num_prompt :], ends):  # it ended at once

@@ -13,7 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
+from twellctl.decoding.engine import EngineError, OutOfMemory
 from twellctl.drawn import Chats, Documents, Kind
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file
@@ -44,7 +44,7 @@ def write(
     *,
     tokens: int = 20_000_000,
     documents: float | None = None,
-    max_tokens: int = 512,
+    max_tokens: int | None = None,
     temperature: float = 0.8,
     batch_size: int = 256,
     seed: int = 0,
@@ -58,8 +58,9 @@ def write(
 
     A line is a chat, `messages`: a question of `drawn.QUESTION_TOKENS` at most and an answer of
     `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most behind its first one;
-    `documents` is the share of texts that are begun so, None: half, and all where there is no chat
-    template. What reaches its limit is cut there. `by` says that this command wrote it.
+    None: `drawn.MAX_TOKENS`, or what the model's context leaves. `documents` is the share of texts
+    that are begun so, None: half, and all where there is no chat template. What reaches its limit
+    is cut there. `by` says that this command wrote it.
     `batch_size` texts at most are written at once, fewer where a step takes no more rows. Lines go
     to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
     replaces what this command wrote, once there is a first line. Raises `TwellError`.
@@ -84,7 +85,8 @@ def write(
         how = (
             tokenizer,
             checkpoint.config.get("vocab_size"),
-            Sampling(max_tokens, temperature),
+            max_tokens,
+            temperature,
             seed,
         )
         kinds = [Documents(*how)] if documents else []
@@ -122,13 +124,13 @@ def write(
 def _check(
     tokens: int,
     documents: float | None,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     batch_size: int,
     seed: int,
 ) -> None:
     for name, value in (("tokens", tokens), ("max-tokens", max_tokens), ("batch-size", batch_size)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UsageError(f"{name} must be 1 or more, got {value}")
     if documents is not None and not 0 <= documents <= 1:
         raise UsageError(f"documents must be 0 to 1, a share, got {documents:g}")

@@ -87,8 +87,12 @@ def write(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(help="Tokens of an answer or a document at most.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            help="Tokens of an answer or a document at most. [default: 512, or what the context "
+            "leaves]"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="How freely tokens are drawn.")] = 0.8,
     batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,

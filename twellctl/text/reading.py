@@ -23,9 +23,10 @@ _READ_BYTES = 1 << 16  # of a jsonl file at a time
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
     """The texts of files and folders, in the order given, folders in the order of their names.
 
-    A txt file is one text; jsonl and parquet hold one a row in `text_column`, and a row with
-    `messages` goes through the chat template of `tokenizer`. `text` that `twellctl write` wrote is
-    taken whatever the column is called. `TwellError` names file and line of what is wrong.
+    A txt file is one text, its lines ended as in Unix; jsonl and parquet hold one a row in
+    `text_column`, and a row with `messages` goes through the chat template of `tokenizer`. `text`
+    that `twellctl write` wrote is taken whatever the column is called. `TwellError` names file and
+    line of what is wrong.
     """
     for path in text_files(paths):
         some = False
@@ -84,7 +85,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
-    yield _decoded(_bytes(path), str(path))
+    yield _decoded(_bytes(path), str(path)).replace("\r\n", "\n")
 
 
 def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
@@ -96,7 +97,7 @@ def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
             row = parse_json(_decoded(line, where), finite=False)
         except ValueError as error:
             raise TwellError(
-                f"{where} is not valid JSON ({reason(error)}): correct or leave out this line"
+                f"{where} is not valid JSON ({reason(error)}): each line must hold one object"
             ) from error
         yield _row_text(row, text_column, tokenizer, where)
 
@@ -184,9 +185,10 @@ def _row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
             f"{where}: {shown(text_column)} must be a text, got {shown(row[text_column])}: "
             "correct or leave out this row"
         )
-    found = _some(row) if isinstance(row, dict) else type(row).__name__
+    if not isinstance(row, dict):
+        raise TwellError(f"{where} is {shown(row)}: each line must hold one object")
     raise TwellError(
-        f"{where} has no text in {shown(text_column)}, only {found}: see --text-column"
+        f"{where} has no text in {shown(text_column)}, only {_some(row)}: see --text-column"
     )
 
 
