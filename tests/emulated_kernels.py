@@ -37,6 +37,9 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
+EVERY_CASE = "TWELL_TEST_EVERY_CASE" in os.environ  # also what is like another, or takes long
+
+
 class Wrong(AssertionError):
     """What the emulator found."""
 

@@ -1,9 +1,8 @@
 """The emulator finds mistakes: kernels with one each fail, as they are they pass.
 
-With TWELL_TEST_EVERY_MISTAKE in the environment also those that are like another one, or take long.
+With TWELL_TEST_EVERY_CASE in the environment also those that are like another one, or take long.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import emulated_walk
 import pytest
 import torch
 from emulated_few import FewKernels, of_e4m3
-from emulated_kernels import EmulatedKernels, needs_emulator
+from emulated_kernels import EVERY_CASE, EmulatedKernels, needs_emulator
 from test_emulated_e4m3 import of_lists, of_many, walked
 from test_emulated_grad import of_grad
 
@@ -356,7 +355,7 @@ MORE = {
         walk, WALK, "    cluster_wait();", wrong="may not have begun"
     ),
 }
-ALL = MUTATIONS | (MORE if "TWELL_TEST_EVERY_MISTAKE" in os.environ else {})
+ALL = MUTATIONS | (MORE if EVERY_CASE else {})
 
 
 @pytest.mark.parametrize(

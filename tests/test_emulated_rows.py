@@ -5,7 +5,7 @@ from functools import partial
 
 import emulated_rows as emulated
 import pytest
-from emulated_kernels import EmulatedKernels, needs_emulator
+from emulated_kernels import EVERY_CASE, EmulatedKernels, needs_emulator
 from emulated_step import Model, judge
 
 pytestmark = needs_emulator
@@ -21,6 +21,8 @@ CASES = {
         partial(Model, 2048, 64, 32, 16, 6336, 1, 100, gate_mean=-0.2, seed=6, rows=16),
         132,
     ),
+}
+MORE = {
     "wide heads": (
         partial(
             Model, 2048, 128, 16, 2, 1048, 1, 200, biases=True, head_norms=True, seed=7, rows=9
@@ -28,11 +30,12 @@ CASES = {
         144,
     ),
 }
+ALL = CASES | (MORE if EVERY_CASE else {})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL)
 def test_a_step_of_rows(case):
-    make, blocks = CASES[case]
+    make, blocks = ALL[case]
     model = make()
     # before the cache is written to
     wanted = [judge(row, late_root=True) for row in emulated.rows_of(model)]
