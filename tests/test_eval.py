@@ -124,7 +124,7 @@ def test_bad_calls_are_refused(relu_llama, make_model, text_file):
         evaluate(relu_llama, text_file, seq_len=1)
     with pytest.raises(UsageError, match="limit must be >= 1, got 0"):
         evaluate(relu_llama, text_file, limit=0)
-    with pytest.raises(UsageError, match="limit is of tasks, and none are given"):
+    with pytest.raises(UsageError, match="limit is for tasks, and none are given"):
         evaluate(relu_llama, text_file, limit=3)
     short = make_model("llama", max_position_embeddings=64)
     with pytest.raises(UsageError, match=r"2 to 64, the context of .*, got 256"):

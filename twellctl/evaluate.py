@@ -56,7 +56,7 @@ def evaluate(
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be >= 1, got {limit}")
     if limit is not None and not tasks:
-        raise UsageError("limit is of tasks, and none are given: how much text, --windows says")
+        raise UsageError("limit is for tasks, and none are given: of text, windows says how much")
     subjects = [_Subject.opened(name) for name in (model, reference) if name is not None]
     local = read_tasks([task for task in tasks if is_local(task)], limit)
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None

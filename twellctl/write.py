@@ -57,10 +57,11 @@ def write(
     """Let `model`, SiLU or ReLU, write some `tokens` into the jsonl file `out`.
 
     A line is a chat, `messages`: a question of `drawn.QUESTION_TOKENS` at most and an answer of
-    `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most behind its first one;
-    None: `drawn.MAX_TOKENS`, or what the model's context leaves. `documents` is the share of texts
-    that are begun so, None: half, and all where there is no chat template. What reaches its limit
-    is cut there. `by` says that this command wrote it.
+    `max_tokens` at most. Or it is a document, `text` of `max_tokens` at most behind its first one.
+    What reaches its limit is cut there; `max_tokens` None is `drawn.MAX_TOKENS`, or what the
+    model's context leaves. `documents` is the share of texts that are begun as such, None: half,
+    and all where there is no chat template. `by` says that this command wrote a line.
+
     `batch_size` texts at most are written at once, fewer where a step takes no more rows. Lines go
     to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
     replaces what this command wrote, once there is a first line. Raises `TwellError`.
