@@ -71,6 +71,16 @@ def test_one_sequence(length):
     assert_nothing_is_held(scheduler)
 
 
+def test_what_has_ended_takes_no_place():
+    """Who was told of an end may come again at once, and finds room."""
+    scheduler = scheduler_of()
+    sequence = Sequence([1], GREEDY)
+    scheduler.add(sequence)
+    while not any(event is None for _, event in scheduler.advance()):
+        assert scheduler.num_running == 1
+    assert scheduler.num_running == 0
+
+
 def test_many_sequences_some_of_which_wait():
     scheduler = scheduler_of(max_running=3)
     sequences = [Sequence([i] * (10 * i + 1), Sampling(5 + 7 * i, 0)) for i in range(8)]

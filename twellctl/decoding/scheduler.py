@@ -74,7 +74,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + len(self._entering)
+        """Sequences that have not ended; rows of others are freed before the next ones enter."""
+        return sum(not sequence.gone for sequence in [*self.running, *self._entering])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. `EngineError` if there is never room for it."""
