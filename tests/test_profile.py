@@ -67,9 +67,9 @@ def test_figures_are_those_counted_by_hand(make_model, tmp_path, tokenizer, text
         assert layer.nnz_max == nnz[-1]
         assert layer.dead == int((~fired.any(0)).sum())
         packed = pack(gate, found.tile, layer.slots)
-        assert layer.overflow == packed.overflowed.double().mean() <= 0.001
+        assert layer.overflow == packed.overflowed.double().mean() == 0
         fewer = pack(gate, found.tile, max(1, layer.slots - 8))
-        assert layer.slots == 8 or fewer.overflowed.double().mean() > 0.001
+        assert layer.slots == 8 or fewer.overflowed.any()
 
 
 def densities_of(gates, picked) -> list[float]:
@@ -205,14 +205,16 @@ def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "slots", "overflow"), [(0, 8, 0), (1, 8, 0.001), (2, 16, 0), (1001, 16, 0)]
+    ("spoilt", "slots", "overflow"), [(0, 8, 0), (1, 8, 1e-5), (2, 16, 0), (100_001, 16, 0)]
 )
-def test_slots_are_the_fewest_that_a_thousandth_of_rows_may_overflow(spoilt, slots, overflow):
-    gate = torch.full((1000, 32), -1.0)
+def test_slots_are_the_fewest_that_one_row_in_a_hundred_thousand_may_overflow(
+    spoilt, slots, overflow
+):
+    gate = torch.full((100_000, 32), -1.0)
     gate[:, 16:24] = 1  # exactly full with eight slots
     gate[:spoilt, 24] = 1  # one over
     count = LayerCount(32, 16, torch.device("cpu"))
-    for part in gate.split(300):
+    for part in gate.split(30_000):
         count.add(part, part.relu())
     found = count.summary()
     assert (found.slots, found.overflow) == (slots, overflow)
@@ -225,7 +227,7 @@ def test_rows_that_are_not_finite_overflow_whatever_the_slots():
     count = LayerCount(32, 16, torch.device("cpu"))
     count.add(gate, gate.relu())
     found = count.summary()
-    assert (found.slots, found.overflow, found.nnz_max) == (16, 0.2, 1)
+    assert (found.slots, found.overflow, found.nnz_max) == (8, 0.2, 1)
 
 
 def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
