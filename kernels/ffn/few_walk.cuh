@@ -199,80 +199,88 @@ class Walk {
     }
 };
 
-template <bool ALL, int SIZE, class Numbers>
-__device__ __forceinline__ void walk_token(
-    const Numbers& numbers, const unsigned short* x, const typename Numbers::Number* w_up,
-    const typename Numbers::Number* w_down, const unsigned short* b_up,
-    const unsigned short* b_down, const unsigned short* gate, const unsigned short* residual,
-    const Sizes& sizes, int* counts, unsigned short* y, const uint4* memory) {
-    let_next_start();  // before the wait: of what comes, only weights are read before its own
-    if (dynamic_smem_bytes() < sizes.bytes(SIZE) ||
-        (ALL && sizes.N / 8 > kChunks * static_cast<int>(blockDim.x)))
-        __trap();
-    const int rank = cluster_rank(), token = blockIdx.x / SIZE, K = sizes.K;
-    int way = 0;
-#pragma unroll
-    for (int i = 1; i < kWays<Numbers>; ++i)
-        way += static_cast<int>(threadIdx.x) >= 32 * sizes.warps * i;
-    const int thread = threadIdx.x - 32 * sizes.warps * way, columns = sizes.columns;
-    const unsigned head = opaque(smem_address(memory)), barrier = head + kHeadBytes - 16;
-    const unsigned list = head + kHeadBytes, parts = list + 8 * sizes.cap;
-    const unsigned slots = parts + sizes.ways * sizes.parts();
-    if (threadIdx.x == 0) {
-        barrier_init(barrier, 1);
-        barrier_init_fence();
-        const int num = min(columns, K - rank * columns);  // none, maybe
-        barrier_expect_bytes(barrier, num > 0 ? 4 * SIZE * sizes.ways * num : 0);
-    }
-    cluster_arrive_relaxed();
+// Where the block stands in its cluster, the thread in its block, and all in shared memory.
+struct Place {
+    int rank, way, thread;  // the thread in its way
+    unsigned head, barrier, list, parts, slots;
 
-    const long long row = static_cast<long long>(token) * K;
-    const bool is_there = kColumns<Numbers> * thread < K;
-    const int column = is_there ? kColumns<Numbers> * thread : 0;
-    Walk<Numbers, ALL, SIZE> walk;
+    template <class Numbers>
+    __device__ __forceinline__ static Place find(const Sizes& sizes, const uint4* memory) {
+        Place at;
+        at.rank = cluster_rank();
+        at.way = 0;
+#pragma unroll
+        for (int i = 1; i < kWays<Numbers>; ++i)
+            at.way += static_cast<int>(threadIdx.x) >= 32 * sizes.warps * i;
+        at.thread = threadIdx.x - 32 * sizes.warps * at.way;
+        at.head = opaque(smem_address(memory)), at.barrier = at.head + kHeadBytes - 16;
+        at.list = at.head + kHeadBytes, at.parts = at.list + 8 * sizes.cap;
+        at.slots = at.parts + sizes.ways * sizes.parts();
+        return at;
+    }
+
+    // The barrier that counts what the cluster's blocks send to this one.
+    template <int SIZE>
+    __device__ __forceinline__ void begin(const Sizes& sizes) const {
+        if (threadIdx.x == 0) {
+            barrier_init(barrier, 1);
+            barrier_init_fence();
+            const int num = min(sizes.columns, sizes.K - rank * sizes.columns);  // none, maybe
+            barrier_expect_bytes(barrier, num > 0 ? 4 * SIZE * sizes.ways * num : 0);
+        }
+        cluster_arrive_relaxed();
+    }
+};
+
+template <class Walk, class Numbers>
+__device__ __forceinline__ Walk walk_at(const Place& at, const Numbers& numbers, const Sizes& sizes,
+                                        const typename Numbers::Number* w_up,
+                                        const typename Numbers::Number* w_down,
+                                        const unsigned short* b_up, int column) {
+    Walk walk;
     walk.numbers = numbers;
     walk.w_up = opaque(w_up + column), walk.w_down = opaque(w_down + column), walk.b_up = b_up;
-    walk.row_bytes = sizeof(typename Numbers::Number) * K;
-    walk.head = head, walk.list = list, walk.gates = list + 4 * sizes.cap;
-    typename Numbers::Input own_x = Numbers::load(x + row + column);
-    if (!is_there) own_x = {};
-    Numbers::settle(own_x);
-    cluster_wait();  // all blocks are there, and their barriers
+    walk.row_bytes = sizeof(typename Numbers::Number) * sizes.K;
+    walk.head = at.head, walk.list = at.list, walk.gates = at.list + 4 * sizes.cap;
+    return walk;
+}
 
-    wait_for_previous();
-    const int found = walk.make_list(gate + static_cast<long long>(token) * sizes.N, sizes.N, rank);
-    if (counts && threadIdx.x == 0 && found && (!ALL || rank == 0))
-        atomicAdd(counts + token, found);
-    typename Numbers::Sums sums;
-    if (walk.num > kBatch * way)
-        walk.run(own_x, way, sizes, parts + way * sizes.parts(), sums);
-
-    int at = sums.first_column(thread), owner = 0;
-    if (at < K) {
+// The block's sums go to the owners of their columns; what came for its own is added up, and makes
+// the row of y that begins at `row`.
+template <int SIZE, class Numbers>
+__device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbers,
+                                           const typename Numbers::Sums& sums, const Sizes& sizes,
+                                           const unsigned short* b_down,
+                                           const unsigned short* residual, long long row,
+                                           unsigned short* y) {
+    const int columns = sizes.columns, K = sizes.K;
+    int column = sums.first_column(at.thread), owner = 0;
+    if (column < K) {
 #pragma unroll 1
-        for (; at >= columns; at -= columns) ++owner;
-        const unsigned place = slots + 4 * ((rank * sizes.ways + way) * columns + at);
+        for (; column >= columns; column -= columns) ++owner;
+        const unsigned place =
+            at.slots + 4 * ((at.rank * sizes.ways + at.way) * columns + column);
         const unsigned to = address_in_block(place, owner);
-        const unsigned their_barrier = address_in_block(barrier, owner);
+        const unsigned their_barrier = address_in_block(at.barrier, owner);
 #pragma unroll
         for (int i = 0; i < kColumns<Numbers> / 4; ++i)
             store_cluster_async(to + 16 * i, their_barrier, sums.four(i));
     }
-    const int own = 4 * threadIdx.x, n = rank * columns + own;
+    const int own = 4 * threadIdx.x, n = at.rank * columns + own;
     if (own >= columns || n >= K) return;
     uint2 bias = {}, more = {};
     if (b_down) bias = *reinterpret_cast<const uint2*>(b_down + n);
     if (residual) more = load_written_pair(residual + row + n);
     uint4 scales = {};
     if constexpr (Numbers::kScaled) scales = numbers.column_scales(n);
-    barrier_wait(barrier, 0);
+    barrier_wait(at.barrier, 0);
     float total[4] = {};
 #pragma unroll 1
     for (int i = 0; i < sizes.ways; ++i)
 #pragma unroll
         for (int block = 0; block < SIZE; ++block) {
             const uint4 four =
-                load_shared(slots + 4 * ((block * sizes.ways + i) * columns + own));
+                load_shared(at.slots + 4 * ((block * sizes.ways + i) * columns + own));
             total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
             total[2] += __uint_as_float(four.z), total[3] += __uint_as_float(four.w);
         }
@@ -289,6 +297,40 @@ __device__ __forceinline__ void walk_token(
         total[3] = rounded(total[3]) + bf16_value(more.y >> 16);
     }
     store_pair(y + row + n, bf16_pair(total[0], total[1]), bf16_pair(total[2], total[3]));
+}
+
+template <bool ALL, int SIZE, class Numbers>
+__device__ __forceinline__ void walk_token(
+    const Numbers& numbers, const unsigned short* x, const typename Numbers::Number* w_up,
+    const typename Numbers::Number* w_down, const unsigned short* b_up,
+    const unsigned short* b_down, const unsigned short* gate, const unsigned short* residual,
+    const Sizes& sizes, int* counts, unsigned short* y, const uint4* memory) {
+    let_next_start();  // before the wait: of what comes, only weights are read before its own
+    if (dynamic_smem_bytes() < sizes.bytes(SIZE) ||
+        (ALL && sizes.N / 8 > kChunks * static_cast<int>(blockDim.x)))
+        __trap();
+    const int token = blockIdx.x / SIZE, K = sizes.K;
+    const Place at = Place::find<Numbers>(sizes, memory);
+    at.begin<SIZE>(sizes);
+
+    const long long row = static_cast<long long>(token) * K;
+    const bool is_there = kColumns<Numbers> * at.thread < K;
+    const int column = is_there ? kColumns<Numbers> * at.thread : 0;
+    Walk<Numbers, ALL, SIZE> walk = walk_at<Walk<Numbers, ALL, SIZE>>(at, numbers, sizes, w_up, w_down, b_up, column);
+    typename Numbers::Input own_x = Numbers::load(x + row + column);
+    if (!is_there) own_x = {};
+    Numbers::settle(own_x);
+    cluster_wait();  // all blocks are there, and their barriers
+
+    wait_for_previous();
+    const int found =
+        walk.make_list(gate + static_cast<long long>(token) * sizes.N, sizes.N, at.rank);
+    if (counts && threadIdx.x == 0 && found && (!ALL || at.rank == 0))
+        atomicAdd(counts + token, found);
+    typename Numbers::Sums sums;
+    if (walk.num > kBatch * at.way)
+        walk.run(own_x, at.way, sizes, at.parts + at.way * sizes.parts(), sums);
+    finish_row<SIZE>(at, numbers, sums, sizes, b_down, residual, row, y);
 }
 
 }  // namespace few_walk

@@ -7,10 +7,10 @@
 //   heavy_hidden   hidden [window, N] = relu(x_rows W_gate^T + b_gate) * (x_rows W_up^T + b_up)
 //   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
+// With at most `few` heavy rows nothing is done: heavy_walk.cuh has done it, or there is none.
 // `heavy_count` null: every row of the window (heavy_hidden then is a fused dense gate and up), and
-// `heavy_rows` null: row i of the list is row i. `flags` [window], if not null: nothing is done
-// unless one is set, and rows without stay as they are in y. With few tokens that costs less than a
-// list. All may start before the previous kernel has ended (ptx/pdl.cuh).
+// `heavy_rows` null: row i of the list is row i. All may start before the previous kernel has ended
+// (ptx/pdl.cuh).
 //
 // Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
@@ -30,17 +30,11 @@
 
 namespace {
 
-__device__ __forceinline__ int rows_in_window(const int* heavy_count, int window_start,
+__device__ __forceinline__ int rows_in_window(const int* heavy_count, int few, int window_start,
                                               int window) {
-    return heavy_count ? max(0, min(window, *heavy_count - window_start)) : window;
-}
-
-// Whether there is anything to do. All threads of the block.
-__device__ __forceinline__ bool any_flag(const int* flags, int window) {
-    int any = flags == nullptr;
-    if (flags)
-        for (int i = threadIdx.x; i < window; i += blockDim.x) any |= flags[i];
-    return __syncthreads_or(any);
+    if (!heavy_count) return window;
+    const int num = *heavy_count;
+    return num <= few ? 0 : max(0, min(window, num - window_start));
 }
 
 __device__ __forceinline__ float high_half(unsigned pair) {
@@ -194,7 +188,6 @@ struct DownTiles : Scales {
     Patch patch;
     const unsigned short* b_down;
     const int* heavy_rows;
-    const int* flags;
     int window_start, num_rows, num_inner;
     unsigned short* y;
 
@@ -214,7 +207,7 @@ struct DownTiles : Scales {
             const int column = tile.column + 128 * half;
             patch.write(num_inner - column, [&](int row) -> unsigned short* {
                 const int i = first_row + row;
-                if (i >= num_rows || (flags && !flags[i])) return nullptr;
+                if (i >= num_rows) return nullptr;
                 const long long target =
                     heavy_rows ? heavy_rows[window_start + i] : window_start + i;
                 return y + target * num_inner + column;

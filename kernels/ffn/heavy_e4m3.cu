@@ -10,10 +10,11 @@
 #include "tile/e4m3.cuh"
 
 extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
-    heavy_widen(const uint4* w_down, long long num_bytes, const int* heavy_count, uint4* wide) {
+    heavy_widen(const uint4* w_down, long long num_bytes, const int* heavy_count, int few,
+                uint4* wide) {
     wait_for_previous();
     let_next_start();
-    if (*heavy_count == 0) return;
+    if (*heavy_count <= few) return;
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
          i < num_bytes / 16; i += stride) {
@@ -28,13 +29,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
                       const __grid_constant__ TensorMap gate_map,
                       const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
                       const unsigned short* b_up, const int* heavy_rows, const int* heavy_count,
-                      int window_start, int window, int num_columns, int num_inner,
+                      int few, int window_start, int window, int num_columns, int num_inner,
                       unsigned short* hidden, const float2* token_scales,
                       const float* gate_scales, const float* up_scales) {
     extern __shared__ unsigned char dynamic_memory[];
     wait_for_previous();
     let_next_start();
-    const int num_rows = rows_in_window(heavy_count, window_start, window);
+    const int num_rows = rows_in_window(heavy_count, few, window_start, window);
     if (num_rows == 0) return;
     HiddenTiles<ScaledHidden> tiles{
         {token_scales, gate_scales, up_scales, heavy_rows, window_start},
@@ -51,17 +52,16 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
     heavy_down_e4m3(const __grid_constant__ TensorMap hidden_map,
                     const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
-                    const int* heavy_rows, const int* heavy_count, int window_start, int window,
+                    const int* heavy_rows, const int* heavy_count, int few, int window_start, int window,
                     int num_columns, int num_inner, unsigned short* y,
                     const float* column_scales) {
     extern __shared__ unsigned char dynamic_memory[];
     wait_for_previous();
     let_next_start();
-    const int num_rows = rows_in_window(heavy_count, window_start, window);
+    const int num_rows = rows_in_window(heavy_count, few, window_start, window);
     if (num_rows == 0) return;
     DownTiles<ScaledDown> tiles{{column_scales}, Patch(patches(dynamic_memory)), b_down, heavy_rows,
-                                nullptr,         window_start,                   num_rows,
-                                num_inner,       y};
+                                window_start,    num_rows,                       num_inner, y};
     const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
     product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

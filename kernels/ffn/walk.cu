@@ -13,18 +13,14 @@ extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     wait_for_previous();
     let_next_start();
     const Packed row{counts + cell, entries + cell * num_slots, num_tiles, num_slots};
-    way.num = row.make_list(cap, way.list);
-    __syncthreads();
-    if (way.num == kHeavy)
-        set_aside(x + token * K, K, heavy_rows, heavy_count, x_rows);
-    else
-        way.run();
+    walk_token(way, row, heavy_rows, heavy_count, x_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     walk_gate(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
               const unsigned short* b_up, const unsigned short* b_down, const unsigned short* gate,
-              int N, int K, int cap, int ways, int* heavy, unsigned short* y) {
+              int N, int K, int cap, int ways, int* heavy_rows, int* heavy_count,
+              unsigned short* x_rows, unsigned short* y) {
     extern __shared__ uint4 memory[];
     const long long token = blockIdx.x;
     Walk<Bf16> way{{}, x, w_up, w_down, b_up, b_down, y, K, cap, ways};
@@ -32,7 +28,5 @@ extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     wait_for_previous();
     let_next_start();
     const Dense row{gate + token * N, N};
-    way.num = row.make_list(cap, way.list);
-    if (threadIdx.x == 0) heavy[token] = way.num == kHeavy;
-    if (way.num != kHeavy) way.run();
+    walk_token(way, row, heavy_rows, heavy_count, x_rows);
 }

@@ -13,8 +13,8 @@
 // more rows under way.
 //
 // Rows that overflowed, are not finite or have more than `cap` pairs are heavy, and not walked.
-// They are appended to heavy_rows, and their x to x_rows in the same order; `walk_gate` over bf16
-// sets a flag for each token instead.
+// They are appended to heavy_rows, of which heavy_count (0 before) says how many there are, and
+// their x to x_rows in the same order.
 //
 // Over e4m3, x is e4m3, too (quantise_rows.cu). Both become f16, then float32, exactly; scales come
 // after the sums. h is rounded to bf16 in both.
@@ -361,6 +361,17 @@ __device__ __forceinline__ void set_aside(const Number* x, int K, int* heavy_row
     uint4* to = reinterpret_cast<uint4*>(x_rows + static_cast<long long>(place) * K);
     for (int i = threadIdx.x; i < K / kNumbers; i += blockDim.x)
         to[i] = reinterpret_cast<const uint4*>(x)[i];
+}
+
+template <class Numbers, class Row>
+__device__ __forceinline__ void walk_token(Walk<Numbers>& way, const Row& row, int* heavy_rows,
+                                           int* heavy_count, typename Numbers::Number* x_rows) {
+    way.num = row.make_list(way.cap, way.list);
+    __syncthreads();
+    if (way.num == kHeavy)
+        set_aside(way.x + way.of_token(), way.K, heavy_rows, heavy_count, x_rows);
+    else
+        way.run();
 }
 
 }  // namespace

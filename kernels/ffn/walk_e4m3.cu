@@ -1,21 +1,5 @@
-// walk and walk_gate over e4m3: x, W_up and W_down with scales (walk.cuh). Both list the heavy
-// rows, for heavy_e4m3.cu; heavy_count is 0 before.
+// walk and walk_gate over e4m3: x, W_up and W_down with scales (walk.cuh).
 #include "ffn/walk.cuh"
-
-namespace {
-
-template <class Row>
-__device__ __forceinline__ void walk_token(Walk<E4m3>& way, const Row& row, int* heavy_rows,
-                                           int* heavy_count, unsigned char* x_rows) {
-    way.num = row.make_list(way.cap, way.list);
-    __syncthreads();
-    if (way.num == kHeavy)
-        set_aside(way.x + way.of_token(), way.K, heavy_rows, heavy_count, x_rows);
-    else
-        way.run();
-}
-
-}  // namespace
 
 extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     walk_e4m3(const unsigned char* x, const unsigned char* w_up, const unsigned char* w_down,

@@ -87,16 +87,26 @@ def _columns(end: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _plan(N: int, K: int, size: int, end: str = "") -> FewWalkPlan:
+    threads = plan_clusters("", K, size, 0, end).threads
+    all_ = FEW_WALK_CHUNKS * threads >= N // 8  # all gates are looked at in one go
+    cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
+    return plan_clusters(f"few_walk_{size}{'_all' if all_ else ''}{end}", K, size, cap, end)
+
+
+def plan_clusters(name: str, K: int, size: int, cap: int, end: str) -> FewWalkPlan:
+    """Of a kernel whose lists have `cap` places, for K up to `most_inputs`."""
     own = _columns(end)
     warps = 2 * ceil_div(K, 64 * own)
     ways = min(FEW_WALK_WAYS * own // 8, FEW_WALK_BLOCK // (32 * warps))
-    all_ = FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
-    cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
     columns = own * ceil_div(K // own, size)
     parts, slots = 2 * warps * FEW_WALK_QUADS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
     smem_bytes = FEW_WALK_HEAD + 8 * cap + ways * parts + slots
-    name = f"few_walk_{size}{'_all' if all_ else ''}{end}"
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
+
+
+def most_inputs(end: str = "") -> int:
+    """The largest K that the threads of a block have."""
+    return _columns(end) * FEW_WALK_BLOCK
 
 
 def plan_few_walk(

@@ -1,13 +1,14 @@
-"""Heavy rows on Hopper: tokens with more neurons than their slots hold go densely.
+"""Heavy rows on Hopper: tokens with too many neurons for the sparse kernels go densely.
 
     heavy_gather -> heavy_hidden -> heavy_down        of e4m3 weights W_down is widened before
 
 Which rows those are only the device knows, so each window of tokens is launched, and one without a
-heavy row returns at once. The kernels stand in heavy.cu and heavy_e4m3.cu.
+heavy row returns at once. So do all where they are few and twell_heavy_walk.py has had them. The
+kernels stand in heavy.cu and heavy_e4m3.cu.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,11 +29,14 @@ from .twell_weights import FFN
 
 @dataclass(frozen=True)
 class Heavy:
-    """Which rows heavy.cuh has: `count` of the list `rows` from `start` on, flagged, or all."""
+    """Which rows heavy.cuh has: `count` of the list `rows` from `start` on, or all.
+
+    None if `count` is at most `few`.
+    """
 
     rows: Tensor | None = None
     count: Tensor | None = None
-    flags: Tensor | None = None
+    few: int = 0
     start: int = 0
 
 
@@ -42,8 +46,7 @@ def heavy_products(
     x: Tensor,
     y: Tensor,
     ffn: FFN,
-    heavy_rows: Tensor,
-    heavy_count: Tensor,
+    heavy: Heavy,
     *,
     training: bool = False,
 ) -> Tensor | None:
@@ -56,11 +59,10 @@ def heavy_products(
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
     shape = ceil_div(M, window), limits.num_sms
     sums = x.new_empty(shape, dtype=torch.float32) if training else None
-    listed = heavy_rows, heavy_count
-    for i, heavy in enumerate(_gathered(kernels, limits, x, ffn, *listed, x_rows)):
-        launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy)
+    for i, part in enumerate(_gathered(kernels, limits, x, ffn, heavy, x_rows)):
+        launch_heavy(kernels, limits, x_rows, hidden, ffn, y, part)
         if sums is not None:
-            args = (hidden, heavy_count, heavy.start, window, N, sums[i])
+            args = (hidden, part.count, part.start, window, N, sums[i])
             kernels.launch("tally", (limits.num_sms,), GATHER_BLOCK, args)
     return sums
 
@@ -70,8 +72,7 @@ def _gathered(
     limits: Limits,
     x: Tensor,
     ffn: FFN,
-    heavy_rows: Tensor,
-    heavy_count: Tensor,
+    heavy: Heavy,
     x_rows: Tensor,
 ) -> Iterator[Heavy]:
     """Window by window the listed rows of `x`, which lie in `x_rows` `[window, K]` then."""
@@ -81,9 +82,9 @@ def _gathered(
             "heavy_gather",
             (min(window, 4 * limits.num_sms),),
             GATHER_BLOCK,
-            (x, heavy_rows, heavy_count, start, window, ffn.shorts, x_rows),
+            (x, heavy.rows, heavy.count, heavy.few, start, window, ffn.shorts, x_rows),
         )
-        yield Heavy(heavy_rows, heavy_count, start=start)
+        yield replace(heavy, start=start)
 
 
 def launch_heavy(
@@ -106,7 +107,7 @@ def launch_heavy(
         PRODUCT_BLOCK,
         (
             *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(ffn.w_down, PRODUCT_INNER)),
-            *(ffn.b_down, heavy.rows, heavy.count, heavy.flags, heavy.start, window, N, K, y),
+            *(ffn.b_down, heavy.rows, heavy.count, heavy.few, heavy.start, window, N, K, y),
         ),
         HEAVY_SMEM,
         overlap=overlap,
@@ -132,7 +133,7 @@ def launch_heavy_hidden(
         PRODUCT_BLOCK,
         (
             *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-            *(heavy.count, heavy.flags, heavy.start, M, N, ffn.K, hidden),
+            *(heavy.count, heavy.few, heavy.start, M, N, ffn.K, hidden),
         ),
         HEAVY_SMEM,
         overlap=overlap,
@@ -146,25 +147,23 @@ def heavy_e4m3_products(
     token_scales: Tensor,
     y: Tensor,
     ffn: FFN,
-    heavy_rows: Tensor,
-    heavy_count: Tensor,
+    heavy: Heavy,
 ) -> None:
     """The rows that `plan` left out, densely. Windows behind the device's count return at once."""
     M, N, K = values.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N, K)
     x_rows, hidden = values.new_empty((window, K)), y.new_empty((window, N))
-    wide = widen(kernels, limits, ffn, heavy_count)
-    listed = heavy_rows, heavy_count
-    for heavy in _gathered(kernels, limits, values, ffn, *listed, x_rows):
-        launch_heavy_e4m3(kernels, limits, x_rows, token_scales, hidden, wide, ffn, y, heavy)
+    wide = widen(kernels, limits, ffn, heavy)
+    for part in _gathered(kernels, limits, values, ffn, heavy, x_rows):
+        launch_heavy_e4m3(kernels, limits, x_rows, token_scales, hidden, wide, ffn, y, part)
 
 
 def widen(
-    kernels: KernelSet, limits: Limits, ffn: FFN, heavy_count: Tensor, *, overlap: bool = False
+    kernels: KernelSet, limits: Limits, ffn: FFN, heavy: Heavy, *, overlap: bool = False
 ) -> Tensor:
     """W_down `[N, K]` in bf16, without its scales, if there is any heavy row."""
     wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
-    args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy_count, wide
+    args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy.count, heavy.few, wide
     kernels.launch("heavy_widen", (4 * limits.num_sms,), GATHER_BLOCK, args, overlap=overlap)
     return wide
 
@@ -187,7 +186,7 @@ def launch_heavy_e4m3(
     `token_scales` `[M, 2]`, by tokens. `wide`: what `widen` made.
     """
     (window, N), K = hidden.shape, ffn.K
-    listed = heavy.rows, heavy.count, heavy.start, window
+    listed = heavy.rows, heavy.count, heavy.few, heavy.start, window
     weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
     kernels.launch(
         f"heavy_hidden{E4M3_END}",

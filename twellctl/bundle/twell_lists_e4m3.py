@@ -1,6 +1,6 @@
 """The gated FFN for many tokens over e4m3 weights on Hopper: only what fires, as twell_sequence.py.
 
-    quantise_rows -> gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows, densely
+    quantise_rows -> gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
 
 The gate, up and what fires are those of twell_fp8.py: of inputs rounded to e4m3 with a scale for
 each row. h is not rounded to e4m3 but kept in f16, so down is nearer to the equation than there.
@@ -10,7 +10,8 @@ What the kernels do stands in their heads, in kernels/ffn/.
 import torch
 from torch import Tensor
 
-from .twell_heavy import heavy_e4m3_products
+from .twell_heavy import Heavy, heavy_e4m3_products
+from .twell_heavy_walk import walk_heavy
 from .twell_launch import KernelSet
 from .twell_plan import Limits, hopper_cap
 from .twell_quantise import quantise_rows
@@ -32,6 +33,7 @@ LISTS_E4M3_KERNELS = (
     f"gate_pack_short{E4M3_END}",
     "plan_cluster",
     *(f"{name}{E4M3_END}" for name in ("up", "hidden", "down")),
+    f"heavy_walk{E4M3_END}",
     "heavy_gather",
     "heavy_widen",
     f"heavy_hidden{E4M3_END}",
@@ -59,6 +61,7 @@ def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slot
         scales = of_tokens, ffn.s_up
         lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales)
         launch_down(kernels, plan, ffn, lists, ys, (of_tokens, ffn.s_down))
-        heavy = lists.heavy_rows, lists.heavy_count
-        heavy_e4m3_products(kernels, limits, xs, of_tokens, ys, ffn, *heavy)
+        heavy = Heavy(lists.heavy_rows, lists.heavy_count)
+        heavy = walk_heavy(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
+        heavy_e4m3_products(kernels, limits, xs, of_tokens, ys, ffn, heavy)
     return y

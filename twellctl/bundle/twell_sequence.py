@@ -1,6 +1,6 @@
 """The gated FFN as a sequence of kernel launches, on Hopper and on any GPU from sm_80 on.
 
-    Hopper:    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows, densely
+    Hopper:    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
     portable:  torch's gate product -> pack -> plan -> up -> hidden -> down
 
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .twell_config import TILE
 from .twell_heavy import Heavy, heavy_products, launch_heavy_hidden
+from .twell_heavy_walk import walk_heavy
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
@@ -56,6 +57,7 @@ HOPPER_KERNELS = (
     "gate_pack_short",
     "plan_cluster",
     *_SPARSE,
+    "heavy_walk",
     "heavy_gather",
     "heavy_hidden",
     "heavy_down",
@@ -100,8 +102,10 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
         counts, entries, heavy_count = packed_buffers(plan, x.device)
         packed = counts, entries, heavy_count
         launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
-        heavy_rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
-        heavy_products(kernels, limits, xs, ys, ffn, heavy_rows, heavy_count)
+        rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
+        heavy = Heavy(rows, heavy_count)
+        heavy = walk_heavy(kernels, limits, xs, ffn, (counts, entries), heavy, ys)
+        heavy_products(kernels, limits, xs, ys, ffn, heavy)
     return y
 
 

@@ -67,6 +67,7 @@ FEW_WALK_BATCH, FEW_WALK_QUADS, FEW_WALK_CHUNKS = 8, 8, 3
 FEW_WALK_WAYS = 2  # at most; over e4m3, where a row takes half the threads, twice as many
 FEW_WALK_HEAD = 144  # bytes in front of its lists
 WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
+HEAVY_WALK_SIZE = WALK_SIZES[0]  # of a heavy row
 
 
 def shared_kb(capability: Capability) -> int:
@@ -261,6 +262,8 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     f"ffn/down{E4M3_END}.cu": (f"down{E4M3_END}",),
     "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
     f"ffn/heavy{E4M3_END}.cu": ("heavy_widen", f"heavy_hidden{E4M3_END}", f"heavy_down{E4M3_END}"),
+    "ffn/heavy_walk.cu": ("heavy_walk", "heavy_walk_gate"),
+    f"ffn/heavy_walk{E4M3_END}.cu": (f"heavy_walk{E4M3_END}", f"heavy_walk_gate{E4M3_END}"),
     "ffn/walk.cu": ("walk", "walk_gate"),
     f"ffn/walk{E4M3_END}.cu": (f"walk{E4M3_END}", f"walk_gate{E4M3_END}"),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),

@@ -24,7 +24,7 @@ from .twell_grad_plan import (
     order_heavy_smem,
     training_cap,
 )
-from .twell_heavy import heavy_products
+from .twell_heavy import Heavy, heavy_products
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_sequence import (
@@ -130,8 +130,8 @@ def forward(
     y = torch.empty_like(x)
     launch_down(kernels, plan, ffn, lists, y)
     lists = replace(lists, masks=None)
-    heavy = lists.heavy_rows, heavy_count
-    of_heavy = heavy_products(kernels, limits, x, y, ffn, *heavy, training=True)
+    heavy = Heavy(lists.heavy_rows, heavy_count)
+    of_heavy = heavy_products(kernels, limits, x, y, ffn, heavy, training=True)
     return y, hidden_sums.sum() + of_heavy.sum(), fired, lists
 
 

@@ -1,7 +1,7 @@
 """The gated FFN for some hundred tokens on Hopper: each token walks through what fired for it.
 
-    walk_gate_ffn:    torch's gate product -> walk_gate -> the rows that it flagged, densely
-    walk_packed_ffn:  gate_pack -> walk -> the heavy rows, densely
+    walk_gate_ffn:    torch's gate product -> walk_gate -> the heavy rows
+    walk_packed_ffn:  gate_pack -> walk -> the heavy rows
 
 Over e4m3 weights: twell_walk_e4m3.py.
 
@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_heavy import Heavy, launch_heavy
+from .twell_heavy_walk import Packed, walk_heavy
 from .twell_launch import KernelSet
 from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import launch_gate_pack, packed_buffers
 from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 
-WALK_KERNELS = ("walk", "walk_gate")
+WALK_KERNELS = ("walk", "walk_gate", "heavy_walk_gate")
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
@@ -74,12 +75,10 @@ def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Te
     """`[M, K]` to `[M, K]`, bf16, contiguous, of what `takes_walk`: behind torch's gate product."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_walk(M, N, K, limits)
+    heavy_count = torch.zeros(1, dtype=torch.int32, device=x.device)
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    y, flags = torch.empty_like(x), torch.empty(M, dtype=torch.int32, device=x.device)
     of_gate = (gate, N, K, plan.cap, plan.ways)
-    _launch(kernels, "walk_gate", plan, x, ffn, (*of_gate, flags, y))
-    launch_heavy(kernels, limits, x, x.new_empty(M, N), ffn, y, Heavy(flags=flags), overlap=True)
-    return y
+    return _walk(kernels, limits, "walk_gate", plan, x, ffn, gate, of_gate, heavy_count)
 
 
 def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
@@ -88,19 +87,37 @@ def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slo
     plan = plan_walk(M, N, K, limits)
     laid = make_plan(M, N, K, slots, plan.cap, limits)
     counts, entries, heavy_count = packed_buffers(laid, x.device)
-    packed = counts, entries, heavy_count
-    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
-    y, x_rows, heavy_rows = torch.empty_like(x), torch.empty_like(x), counts.new_empty(M)
-    of_gate = (counts, entries, K, laid.num_gate_tiles, slots, plan.cap, plan.ways)
-    _launch(kernels, "walk", plan, x, ffn, (*of_gate, heavy_rows, heavy_count, x_rows, y))
-    heavy = Heavy(heavy_rows, heavy_count)
-    launch_heavy(kernels, limits, x_rows, x.new_empty(M, N), ffn, y, heavy, overlap=True)
+    packed = counts, entries
+    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed, heavy_count)
+    of_gate = (*packed, K, laid.num_gate_tiles, slots, plan.cap, plan.ways)
+    return _walk(kernels, limits, "walk", plan, x, ffn, packed, of_gate, heavy_count)
+
+
+def _walk(
+    kernels: KernelSet,
+    limits: Limits,
+    name: str,
+    plan: WalkPlan,
+    x: Tensor,
+    ffn: FFN,
+    gate: Tensor | Packed,
+    of_gate: tuple,
+    heavy_count: Tensor,
+) -> Tensor:
+    y, x_rows = torch.empty_like(x), torch.empty_like(x)
+    heavy = Heavy(heavy_count.new_empty(len(x)), heavy_count)
+    kernels.launch(
+        name,
+        (len(x),),
+        plan.threads * plan.ways,
+        (
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *of_gate),
+            *(heavy.rows, heavy.count, x_rows, y),
+        ),
+        plan.smem_bytes,
+        overlap=True,
+    )
+    heavy = walk_heavy(kernels, limits, x, ffn, gate, heavy, y, overlap=True)
+    hidden = x.new_empty(len(x), ffn.N)
+    launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy, overlap=True)
     return y
-
-
-def _launch(
-    kernels: KernelSet, name: str, plan: WalkPlan, x: Tensor, ffn: FFN, rest: tuple
-) -> None:
-    args = (x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *rest)
-    block = plan.threads * plan.ways
-    kernels.launch(name, (x.shape[0],), block, args, plan.smem_bytes, overlap=True)

@@ -4,7 +4,7 @@
     walk_packed_e4m3_ffn:  quantise_inputs -> gate_pack -> walk -> the heavy rows
 
 The equation is that of twell_lists_e4m3.py: inputs are rounded to e4m3 with a scale for each row. h
-is rounded to bf16, as with few tokens. Both list the heavy rows, which are computed densely.
+is rounded to bf16, as with few tokens.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, rounded_product
 from .twell_heavy import Heavy, launch_heavy_e4m3, widen
+from .twell_heavy_walk import Packed, walk_heavy
 from .twell_launch import KernelSet
 from .twell_plan import Limits, make_plan
 from .twell_quantise import RoundedRows, quantise_inputs
@@ -32,7 +33,7 @@ def walk_gate_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) 
     rows = quantise_inputs(kernels, x)
     weight = Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
     gate = rounded_product(rows.values, rows.scales, weight, x.dtype)
-    return _walk(kernels, limits, "walk_gate", x, rows, ffn, (gate, ffn.N, ffn.K))
+    return _walk(kernels, limits, "walk_gate", x, rows, ffn, gate, (gate, ffn.N, ffn.K))
 
 
 def walk_packed_e4m3_ffn(
@@ -47,7 +48,7 @@ def walk_packed_e4m3_ffn(
     scales = rows.token_scales, ffn.s_gate
     launch_gate_pack(kernels, limits, rows.values, *weight, *packed, scales, overlap=True)
     of_gate = counts, entries, K, laid.num_gate_tiles, slots
-    return _walk(kernels, limits, "walk", x, rows, ffn, of_gate)
+    return _walk(kernels, limits, "walk", x, rows, ffn, (counts, entries), of_gate)
 
 
 def _walk(
@@ -57,26 +58,28 @@ def _walk(
     x: Tensor,
     rows: RoundedRows,
     ffn: FFN,
+    gate: Tensor | Packed,
     of_gate: tuple,
 ) -> Tensor:
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_walk(M, N, K, limits, E4M3_END)
     y, x_rows = torch.empty_like(x), torch.empty_like(rows.values)
-    heavy_rows, heavy_count = rows.heavy_count.new_empty(M), rows.heavy_count
+    heavy = Heavy(rows.heavy_count.new_empty(M), rows.heavy_count)
     kernels.launch(
         f"{name}{E4M3_END}",
         (M,),
         plan.threads * plan.ways,
         (
             *(rows.values, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *of_gate, plan.cap),
-            *(plan.ways, heavy_rows, heavy_count, x_rows, y),
+            *(plan.ways, heavy.rows, heavy.count, x_rows, y),
             *(rows.token_scales, ffn.s_up, ffn.s_down),
         ),
         plan.smem_bytes,
         overlap=True,
     )
-    wide = widen(kernels, limits, ffn, heavy_count, overlap=True)
+    given = gate, heavy, y, rows.token_scales
+    heavy = walk_heavy(kernels, limits, rows.values, ffn, *given, overlap=True)
+    wide = widen(kernels, limits, ffn, heavy, overlap=True)
     given = x_rows, rows.token_scales, x.new_empty(M, N), wide, ffn, y
-    heavy = Heavy(heavy_rows, heavy_count)
     launch_heavy_e4m3(kernels, limits, *given, heavy, overlap=True)
     return y
