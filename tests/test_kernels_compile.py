@@ -27,7 +27,9 @@ from twellctl.bundle.twell_walk_e4m3 import WALK_E4M3_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "walk", "few_walk")}
+HOPPER_ONLY = {
+    f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "heavy_walk", "walk", "few_walk")
+}
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 HOPPER_ONLY |= {"decode/step_rows_2048.cu", f"ffn/few_walk{E4M3_END}.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}

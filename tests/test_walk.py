@@ -8,6 +8,7 @@ from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
+from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import (
@@ -58,12 +59,13 @@ def test_arguments_are_the_parameters_of_the_kernels(M, biases, end):
 
 def test_the_order_and_what_starts_early():
     few = launches(GATE_TOKENS, 64, 96)
-    assert [launch[0] for launch in few.made] == ["walk_gate", "heavy_hidden", "heavy_down"]
-    assert few.overlaps == [True] * 3
+    heavy = ["heavy_hidden", "heavy_down"]
+    assert [launch[0] for launch in few.made] == ["walk_gate", "heavy_walk_gate", *heavy]
+    assert few.overlaps == [True] * 4
     many = launches(GATE_TOKENS + 1, 64, 96)
     names = [launch[0] for launch in many.made]
-    assert names == ["gate_pack_short", "walk", "heavy_hidden", "heavy_down"]
-    assert many.overlaps == [False, True, True, True]  # weights may be new when the gate begins
+    assert names == ["gate_pack_short", "walk", "heavy_walk", *heavy]
+    assert many.overlaps == [False] + [True] * 4  # weights may be new when the gate begins
 
 
 def test_over_e4m3_all_but_the_first_start_early():
@@ -71,37 +73,45 @@ def test_over_e4m3_all_but_the_first_start_early():
     heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
     few, many = (launches(M, 128, 256, end=E4M3_END) for M in (GATE_TOKENS, GATE_TOKENS + 1))
     names = [launch[0] for launch in few.made]
-    assert names == ["quantise_inputs", "walk_gate_e4m3", *heavy]
+    assert names == ["quantise_inputs", "walk_gate_e4m3", "heavy_walk_gate_e4m3", *heavy]
     names = [launch[0] for launch in many.made]
-    assert names == ["quantise_inputs", "gate_pack_short_e4m3", "walk_e4m3", *heavy]
+    first = ["quantise_inputs", "gate_pack_short_e4m3", "walk_e4m3", "heavy_walk_e4m3"]
+    assert names == [*first, *heavy]
     for found in (few, many):
         assert found.overlaps == [False] + [True] * (len(found.made) - 1)
 
 
-def test_heavy_rows_over_e4m3_are_those_of_the_walk():
-    for M in (100, GATE_TOKENS + 1):
-        first, *_, walk, _, hidden, down = (
-            [arg for arg in made[3] if not isinstance(arg, int)]
-            for made in launches(M, 128, 256, end=E4M3_END).made
-        )
-        rows, count, x_rows = walk[-7:-4]
-        assert (rows.shape, count.shape, x_rows.shape) == ((M,), (1,), (M, 128))
-        assert first[-1] is count
-        assert hidden[0].tensor is x_rows
-        for args in (hidden, down):
-            assert any(arg is rows for arg in args)
-            assert any(arg is count for arg in args)
+@pytest.mark.parametrize("end", ["", E4M3_END])
+@pytest.mark.parametrize("M", [100, GATE_TOKENS + 1])
+def test_heavy_rows_are_those_of_the_walk(M, end):
+    """The kernels behind it get its list, how many it names, and their inputs."""
+    made = {name: args for name, _, _, args, _ in launches(M, 128, 256, end=end).made}
+    walk, few = (
+        next(args for name, args in made.items() if name.startswith(start))
+        for start in ("walk", "heavy_walk")
+    )
+    at = -7 if end else -4
+    rows, count, x_rows = walk[at : at + 3]
+    assert (rows.shape, count.shape, x_rows.shape) == ((M,), (1,), (M, 128))
+    if end:
+        assert made["quantise_inputs"][-1] is count
+        assert made["heavy_widen"][2] is count
+    assert made[f"heavy_hidden{end}"][0].tensor is x_rows
+    for args in (few, made[f"heavy_down{end}"]):
+        assert any(arg is rows for arg in args)
+    heavy = few, made[f"heavy_hidden{end}"], made[f"heavy_down{end}"]
+    for args in heavy:
+        assert any(arg is count for arg in args)
+    assert few[13] == FEW_HEAVY
+    for args in heavy[1:]:
+        place = next(i for i, arg in enumerate(args) if arg is count)
+        assert args[place + 1] == FEW_HEAVY
 
 
-def test_heavy_rows_are_flagged_or_listed():
-    """The kernels behind the walk get what it made."""
-    for M, size in ((100, 100), (GATE_TOKENS + 1, 1)):  # a flag a token, or a count
-        walk, *heavy = (made[3] for made in launches(M, 64, 96).made[-3:])
-        made = [arg for arg in walk if isinstance(arg, Tensor) and arg.dtype == torch.int32][-1]
-        assert made.numel() == size
-        assert all(any(arg is made for arg in args) for args in heavy)
-        rows = heavy[0][0].tensor  # x itself, or what the walk gathered
-        assert any(arg is rows for arg in walk)
+def test_no_row_is_heavy_before_the_walk():
+    """Torch's product is in front of walk_gate, so the host makes the count 0."""
+    (walk, *_) = (args for _, _, _, args, _ in launches(100, 64, 96).made)
+    assert walk[-3].tolist() == [0]
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])

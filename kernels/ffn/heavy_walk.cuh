@@ -135,12 +135,13 @@ struct PackedGate {
         }
         __syncthreads();
         int found = 0;
-        if (warp == 0) {  // moves what fired to the front: no place is written before it is read
+        if (warp == 0) {  // moves what fired to the front
 #pragma unroll 1
             for (int i = lane; i - lane < num; i += 32) {
                 const unsigned gate = i < num ? load_shared_word(gates + 4 * i) : 0;
                 const unsigned fired = __ballot_sync(~0u, fires_pair(gate) >> 31);
                 const int place = 4 * (found + num_set_below(fired, lane));
+                __syncwarp();
                 if (fired >> lane & 1) {
                     store_shared_word(gates + place, gate);
                     store_shared_word(list + place, first + i);
@@ -189,12 +190,13 @@ struct Rows : Numbers {
         cluster_wait();  // all blocks are there, and their barriers
         gate.template fill<SIZE>(walk, sizes, token, at.rank);
         Numbers::settle(own_x);
-        numbers.scale(own_x, find_token<SIZE>());
+        numbers.scale(own_x, token);
         typename Numbers::Sums sums;
         if (walk.num > few_walk::kBatch * at.way)
             walk.run(own_x, at.way, sizes, at.parts + at.way * sizes.parts(), sums);
-        few_walk::finish_row<SIZE>(at, numbers, sums, sizes, b_down, nullptr,
-                                   row_of(find_token<SIZE>()), y);  // again: else it spills
+        // found again or kept, whatever spills nothing
+        const long long row = row_of(Numbers::kScaled ? token : find_token<SIZE>());
+        few_walk::finish_row<SIZE>(at, numbers, sums, sizes, b_down, nullptr, row, y);
     }
 
   private:

@@ -39,7 +39,7 @@ def run_down(
     b_down: Tensor | None = None,
     rows: Tensor | None = None,
     count: Tensor | None = None,
-    flags: Tensor | None = None,
+    few: int = 0,
 ) -> Tensor:
     """y `[M, K]`, over NaN."""
     (M, N), K = hidden.shape, w_down.shape[1]
@@ -49,7 +49,7 @@ def run_down(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),
         PRODUCT_BLOCK,
-        (*maps, b_down, rows, count, flags, 0, M, N, K, y),
+        (*maps, b_down, rows, count, few, 0, M, N, K, y),
         HEAVY_SMEM,
     )
     return y
@@ -95,3 +95,15 @@ def test_listed_rows_alone_are_written(kernels):
     wanted[rows[:count].long()] = (hidden[:count].double() @ w_down.double()).bfloat16()
     assert torch.equal(y.isnan(), wanted.isnan())
     assert torch.equal(y.nan_to_num(), wanted.nan_to_num())
+
+
+def test_as_many_as_are_few_are_left(kernels):
+    """They were had before; with one more all are computed."""
+    torch.manual_seed(0)
+    hidden, w_down = whole(70, 264, most=8), whole(264, 192, most=8)
+    rows = torch.randperm(70, device="cuda").int()
+    for count, few in ((0, 0), (3, 3), (3, 32)):
+        y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([count]), few)
+        assert y.isnan().all()
+    y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([33]), 32)
+    assert y.isfinite().all(1).sum() == 33

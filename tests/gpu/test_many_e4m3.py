@@ -17,6 +17,7 @@ from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, joined, round_rows, round_weight
+from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn
 from twellctl.bundle.twell_log import reasons_said
@@ -192,6 +193,21 @@ def check_way(problem: Problem, kernels, way, most: float) -> None:
     if problem.ffn.N % 16 == 0 and ours.numel() > 30:  # by chance one row may be off by more
         dense = relative_errors(problem.dense(), exact)[held].nan_to_num(nan=9.0)
         assert ours.square().mean() <= (1.3 * dense).square().mean()
+
+
+@pytest.mark.parametrize("num", [1, FEW_HEAVY, FEW_HEAVY + 1])
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize(("K", "N"), [(256, 2048), (2048, 8192), (4096, 14336)])
+def test_few_heavy_rows_and_one_more(kernels, K, N, slots, num):
+    """Of them 7 % and 50 % of the neurons fire, of the others 0.5 %."""
+    torch.manual_seed(num + slots)
+    problem = random_problem(130, K, N, mean=-2.6, bias=num > 1, decades=0.0)
+    rows = torch.randperm(130, device=DEVICE)[:num]
+    problem.x[rows, 0] *= torch.where(
+        torch.arange(num, device=DEVICE) % 2 > 0, 0.57, 0.0
+    ).bfloat16()
+    assert int(((problem.gate() > 0).sum(1) > hopper_cap(N)).sum()) == num
+    check(replace(problem, slots=slots), kernels)
 
 
 @pytest.mark.parametrize("short", [True, False])

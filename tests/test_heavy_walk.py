@@ -1,0 +1,216 @@
+"""heavy_walk: the host's side agrees with the kernels, and they are right on a CPU (emulator)."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from emulated_kernels import EmulatedKernels, needs_emulator
+from launched import Launches, assert_taken
+from test_emulated_e4m3 import pack
+from torch import Tensor
+
+from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_heavy import Heavy
+from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, plan_heavy_walk, walk_heavy
+from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
+from twellctl.bundle.twell_weights import FFN
+
+H200 = Limits(132, 232448, (9, 0))
+ENDS = pytest.mark.parametrize("end", ["", E4M3_END])
+OF_GATE = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole numbers, of which every order of sums gives the same bits. `scales`: of tokens."""
+
+    x: Tensor
+    ffn: FFN
+    scales: Tensor | None
+
+    @property
+    def gate(self) -> Tensor:
+        return self._product(self.x, self.ffn.w_gate, self.ffn.s_gate, self.ffn.b_gate)
+
+    @property
+    def y(self) -> Tensor:
+        """In float64, rounded where the kernels round."""
+        ffn = self.ffn
+        up = self._product(self.x, ffn.w_up, ffn.s_up, ffn.b_up).double()
+        gate = keep_fired(self.gate).double()
+        hidden = torch.where(fires(self.gate), gate * up, 0).bfloat16().double()
+        y = hidden @ ffn.w_down.double()
+        y = y if ffn.s_down is None else y * ffn.s_down.double()
+        return (y if ffn.b_down is None else y + ffn.b_down.double()).bfloat16()
+
+    def _product(self, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None):
+        y = x.double() @ weight.double().t()
+        if scale is not None:
+            y = y * scale.double() * self.scales[:, :1].double()
+        return (y if bias is None else y + bias.double()).bfloat16()
+
+
+def random_problem(M: int, K: int, N: int, end: str, seed: int) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(*shape: int, most: int) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).bfloat16()
+
+    def powers(*shape: int) -> Tensor | None:
+        return 2.0 ** torch.randint(-1, 2, shape, generator=generator) if end else None
+
+    dtype = torch.float8_e4m3fn if end else torch.bfloat16
+    biases = [whole(n, most=3) if seed % 2 else None for n in (N, N, K)]
+    weights = [whole(N, K, most=most).to(dtype) for most in (1, 1, 2)]
+    ffn = FFN(*weights, *biases, *(powers(n) for n in (N, N, K)))
+    return Problem(whole(M, K, most=1).to(dtype), ffn, powers(M, 2))
+
+
+class OnCpu(EmulatedKernels):
+    """Knows the cluster, which is compiled in; what the kernel in front writes comes late."""
+
+    late: tuple = ()
+
+    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
+        assert overlap
+        super().launch(
+            *(name, grid, block, args, smem_bytes),
+            cluster=HEAVY_WALK_SIZE,
+            from_previous=self.late,
+        )
+
+
+def walked(
+    kernels: OnCpu, problem: Problem, rows: list[int], packed: bool, slots: int = 64
+) -> Tensor:
+    """y, 7 where nothing was written, of a list that names `rows`."""
+    M, N = len(problem.x), problem.ffn.N
+    gate, count = problem.gate, torch.tensor([len(rows)], dtype=torch.int32)
+    if packed:
+        tiles = M, -(-N // 256)
+        gate = torch.empty(tiles, dtype=torch.int32), torch.empty((*tiles, slots)).int()
+        pack(problem.gate, *gate, torch.empty(1).int())
+    listed = torch.full((M,), -1, dtype=torch.int32)
+    listed[: len(rows)] = torch.tensor(rows)
+    y = torch.full((M, problem.ffn.K), 7).bfloat16()
+    kernels.late = listed, count
+    given = problem.x, problem.ffn, gate, Heavy(listed, count), y, problem.scales
+    assert walk_heavy(kernels, H200, *given, overlap=True).few == min(M, FEW_HEAVY)
+    return y
+
+
+def check(problem: Problem, y: Tensor, rows: list[int]) -> None:
+    wanted = torch.full_like(y, 7)
+    wanted[rows] = problem.y[rows]
+    wrong = (y != wanted).any(1).nonzero().flatten().tolist()
+    assert not wrong, f"rows {wrong} differ"
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return OnCpu()
+
+
+# ragged tiles, more tiles than blocks, several batches of a way, two ways and one, more than 512
+# inputs of a block's columns
+@needs_emulator
+@OF_GATE
+@ENDS
+@pytest.mark.parametrize(
+    ("K", "N", "slots"), [(128, 264, 64), (128, 2312, 256), (2176, 520, 40), (640, 8, 1)]
+)
+def test_listed_rows_alone_are_written_exactly(kernels, K, N, slots, end, packed):
+    problem, rows = random_problem(4, K, N, end, seed=N), [3, 1]
+    check(problem, walked(kernels, problem, rows, packed, slots), rows)
+
+
+@needs_emulator
+@ENDS
+def test_tiles_that_overflowed_are_multiplied_anew(kernels, end):
+    """None, some and all of a row's; one that is exactly full."""
+    problem = random_problem(3, 128, 776, end, seed=5)
+    fullest = fires(problem.gate).int().split(256, 1)
+    of_tiles = torch.stack([part.sum(1) for part in fullest], 1)[1].tolist()
+    for slots in (1, min(of_tiles), max(of_tiles) - 1, max(of_tiles)):
+        check(problem, walked(kernels, problem, [1], True, slots), [1])
+
+
+@needs_emulator
+@OF_GATE
+@ENDS
+def test_rows_of_which_all_or_none_fire(kernels, end, packed):
+    problem = random_problem(2, 128, 520, end, seed=4)
+    for value in (-1, 1):  # channel 0 decides
+        weights = problem.ffn.w_gate.float()
+        weights[:, 0] = 100 * value
+        x = problem.x.float()
+        x[:, 0] = 1
+        ffn = replace(problem.ffn, w_gate=weights.to(problem.ffn.w_gate.dtype))
+        changed = replace(problem, ffn=ffn, x=x.to(problem.x.dtype))
+        assert fires(changed.gate).float().mean() == (value > 0)
+        check(changed, walked(kernels, changed, [0, 1], packed), [0, 1])
+
+
+@needs_emulator
+@OF_GATE
+def test_a_row_that_is_not_finite_makes_no_other_so(kernels, packed):
+    problem = random_problem(3, 128, 264, "", seed=2)
+    problem.x[0, 5], problem.x[2, 9] = torch.nan, torch.inf
+    y = walked(kernels, problem, [0, 1, 2], packed)
+    assert not y[[0, 2]].isfinite().any()
+    assert torch.equal(y[1], problem.y[1])
+
+
+@needs_emulator
+@OF_GATE
+@ENDS
+@pytest.mark.parametrize("num", [0, FEW_HEAVY, FEW_HEAVY + 1])
+def test_no_row_all_that_are_few_and_one_more(kernels, num, end, packed):
+    problem = random_problem(FEW_HEAVY + 2, 128, 8, end, seed=3)
+    rows = list(range(num))
+    y = walked(kernels, problem, rows, packed)
+    check(problem, y, rows if num <= FEW_HEAVY else [])
+
+
+@needs_emulator
+@OF_GATE
+@ENDS
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+def test_arguments_are_the_parameters_of_the_kernels(biases, end, packed):
+    problem, kernels = random_problem(40, 128, 264, end, seed=int(biases)), Launches()
+    walked(kernels, problem, [1], packed)
+    ((name, grid, block, args, smem_bytes),) = kernels.made
+    assert name == f"heavy_walk{'' if packed else '_gate'}{end}"
+    assert grid == (FEW_HEAVY * HEAVY_WALK_SIZE,)
+    assert block % 32 == 0
+    assert smem_bytes <= H200.smem_bytes
+    assert_taken(name, args)
+
+
+@OF_GATE
+@ENDS
+@pytest.mark.parametrize(
+    ("N", "K"), [(8, 64), (4864, 896), (14336, 4096), (18944, 3584), (65536, 4096)]
+)
+def test_plans(N, K, end, packed):
+    plan = plan_heavy_walk(N, K, H200, end, packed=packed)
+    assert plan.threads <= 512
+    assert plan.threads * (16 if end else 8) >= K * plan.ways
+    assert plan.size * plan.columns >= K
+    assert plan.size * plan.cap >= N
+    assert plan.smem_bytes < H200.smem_bytes
+
+
+@ENDS
+def test_what_it_does_not_take_goes_densely(end):
+    most = 8192 if end else 4096
+    assert plan_heavy_walk(5632, most, H200, end, packed=True)
+    assert plan_heavy_walk(5632, most + 128, H200, end, packed=True) is None
+    assert plan_heavy_walk(5632, 2048, replace(H200, smem_bytes=8192), end, packed=True) is None
+    kernels, heavy = Launches(), Heavy(torch.zeros(3).int(), torch.zeros(1).int())
+    problem = random_problem(1, most + 128, 8, end, seed=1)
+    gate = problem.gate
+    given = problem.x, problem.ffn, gate, heavy, torch.empty_like(gate), problem.scales
+    assert walk_heavy(kernels, H200, *given) is heavy
+    assert not kernels.made
