@@ -10,6 +10,7 @@ import emulated_rows
 import emulated_step
 import emulated_walk
 import pytest
+import test_heavy_walk
 import torch
 from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EVERY_CASE, EmulatedKernels, needs_emulator
@@ -103,6 +104,19 @@ def walk_e4m3(kernels: EmulatedKernels) -> None:
         walked(kernels, problem, way)
 
 
+def heavy_rows(kernels: EmulatedKernels, end: str = "") -> None:
+    """Few heavy rows behind either gate; no tile, some and all are multiplied anew."""
+    by_clusters = test_heavy_walk.OnCpu(kernels.sources)
+    problem = test_heavy_walk.random_problem(3, 128, 4360, end, seed=1)
+    for packed, slots in ((True, 256), (True, 115), (True, 2), (False, 1)):
+        y = test_heavy_walk.walked(by_clusters, problem, [2, 0], packed, slots)
+        test_heavy_walk.check(problem, y, [2, 0])
+
+
+def heavy_rows_e4m3(kernels: EmulatedKernels) -> None:
+    heavy_rows(kernels, E4M3_END)
+
+
 @dataclass(frozen=True)
 class Mutation:
     run: Callable[[EmulatedKernels], None]
@@ -138,7 +152,7 @@ MUTATIONS = {
     ),
     "no tag looked at": Mutation(step, FFN, "if (!(wrong & 0xff)) return;", "return;", "assert"),
     "the other parity": Mutation(
-        walk, WALK, "barrier_wait(barrier, 0);", "barrier_wait(barrier, 1);"
+        walk, WALK, "barrier_wait(at.barrier, 0);", "barrier_wait(at.barrier, 1);"
     ),
     "no __syncthreads": Mutation(
         walk,
@@ -288,6 +302,30 @@ MUTATIONS |= {
         ("half of x", NUMBERS, "load_written(from + 8)", "load_written(from)"),
     )
 }
+MUTATIONS |= {
+    f"few heavy rows: {name}": Mutation(run, "ffn/heavy_walk.cuh", original, mutated, wrong)
+    for name, run, original, mutated, wrong in (
+        (
+            "written while read",
+            heavy_rows,
+            "            __syncwarp();\n",
+            "",
+            "being read",
+        ),
+        ("the neighbour's tile", heavy_rows, "(cell + SIZE * i) *", "(cell + i) *", None),
+        ("without the rest", heavy_rows, "min(TILE, sizes.N - first)", "TILE", "no such memory"),
+        ("no wait for the list", heavy_rows, "        wait_for_previous();\n", "", "in front"),
+        (
+            "no wait for the cluster",
+            heavy_rows,
+            "        cluster_wait();  // all blocks are there, and their barriers\n",
+            "",
+            "may not have begun",
+        ),
+        ("no scale of the token", heavy_rows_e4m3, "x.back *= tokens[token].x;", "", None),
+        ("no scale of the gate", heavy_rows_e4m3, "* gate_neurons[neuron] *", "*", None),
+    )
+}
 MORE = {
     "no arrive": Mutation(
         step,
@@ -359,7 +397,11 @@ ALL = MUTATIONS | (MORE if EVERY_CASE else {})
 
 
 @pytest.mark.parametrize(
-    "run", [walk, pairs_e4m3, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3]
+    "run",
+    [
+        *(walk, pairs_e4m3, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3),
+        *(heavy_rows, heavy_rows_e4m3),
+    ],
 )
 def test_without_a_mistake(run):
     run(EmulatedKernels())

@@ -164,6 +164,28 @@ def test_a_row_that_is_not_finite_makes_no_other_so(kernels, packed):
 
 @needs_emulator
 @OF_GATE
+def test_gates_of_minus_infinity_bring_what_the_dense_equation_has(kernels, packed):
+    """relu of them is 0; and 0 times an up that is not finite is NaN."""
+    problem = random_problem(2, 128, 264, "", seed=2)
+    problem.ffn.w_gate[:, 0], problem.x[0, 0] = 1, -torch.inf
+    assert (problem.gate[0] == -torch.inf).all()
+    assert walked(kernels, problem, [0], packed)[0].isnan().all()
+
+
+@needs_emulator
+def test_gates_of_minus_infinity_add_nothing_where_up_is_finite(kernels):
+    problem = random_problem(2, 128, 264, "", seed=2)
+    gate = problem.gate.clone()
+    gate[0, 5:9] = -torch.inf
+    problem.ffn.w_down[5:9] = 0
+    listed, y = Heavy(torch.zeros(2).int(), torch.ones(1).int()), torch.empty(2, 128).bfloat16()
+    kernels.late = ()
+    walk_heavy(kernels, H200, problem.x, problem.ffn, gate, listed, y, overlap=True)
+    assert torch.equal(y[0], problem.y[0])
+
+
+@needs_emulator
+@OF_GATE
 @ENDS
 @pytest.mark.parametrize("num", [0, FEW_HEAVY, FEW_HEAVY + 1])
 def test_no_row_all_that_are_few_and_one_more(kernels, num, end, packed):

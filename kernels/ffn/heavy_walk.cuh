@@ -49,6 +49,35 @@ struct E4m3 : few_walk::E4m3 {
     }
 };
 
+// Of the gates of neurons `first` on, in places `to` on of the walk's gates, those that fired come
+// to the front, and their neurons into its list; returns how many. -Inf comes as 0: h is 0, or NaN
+// where up is not finite, as in the dense equation. All threads of the block.
+template <class Walk>
+__device__ __forceinline__ int move_fired(const Walk& walk, int first, int num, int to) {
+    const int lane = threadIdx.x % 32;
+    const unsigned gates = walk.gates + 4 * to, list = walk.list + 4 * to;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int found = 0;
+#pragma unroll 1
+        for (int i = lane; i - lane < num; i += 32) {
+            const unsigned gate = i < num ? load_shared_word(gates + 4 * i) : 0;
+            const bool has_fired = fires_pair(gate) >> 31;
+            const unsigned moved = __ballot_sync(~0u, has_fired || gate == 0xff800000u);
+            const int place = 4 * (found + num_set_below(moved, lane));
+            __syncwarp();
+            if (moved >> lane & 1) {
+                store_shared_word(gates + place, has_fired ? gate : 0);
+                store_shared_word(list + place, first + i);
+            }
+            found += __popc(moved);
+        }
+        if (lane == 0) store_shared_word(walk.head, found);
+    }
+    __syncthreads();
+    return load_shared_word(walk.head);
+}
+
 // Gates of all tokens. `fill` makes the list of what fired in the block's part of a token's.
 struct DenseGate {
     const unsigned short* gate;
@@ -56,7 +85,17 @@ struct DenseGate {
     template <int SIZE, class Walk>
     __device__ __forceinline__ void fill(Walk& walk, const Sizes& sizes, int token,
                                          int rank) const {
-        walk.make_list(gate + static_cast<long long>(token) * sizes.N, sizes.N, rank);
+        const int eights = sizes.N / 8, begin = eights * rank / SIZE;
+        const int num = eights * (rank + 1) / SIZE - begin;
+        const unsigned short* from = gate + static_cast<long long>(token) * sizes.N + 8 * begin;
+        for (int i = threadIdx.x; i < num; i += blockDim.x) {
+            float values[8];
+            unpack(load_written(from + 8 * i), values);
+            const unsigned to = walk.gates + 32 * i;
+            store_shared_floats(to, make_float4(values[0], values[1], values[2], values[3]));
+            store_shared_floats(to + 16, make_float4(values[4], values[5], values[6], values[7]));
+        }
+        walk.num = move_fired(walk, 8 * begin, 8 * num, 0);
     }
 };
 
@@ -101,11 +140,11 @@ struct PackedGate {
     // What fires in a tile goes to places `to` on; returns how many there are.
     template <class Walk>
     __device__ __forceinline__ int multiply_tile(const Walk& walk, const Sizes& sizes, int token,
-                                              int tile, int to) const {
+                                                 int tile, int to) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
         const int first = tile * TILE, num = min(TILE, sizes.N - first);
         const long long row = static_cast<long long>(token) * sizes.K;
-        const unsigned gates = walk.gates + 4 * to, list = walk.list + 4 * to;
+        const unsigned gates = walk.gates + 4 * to;
 #pragma unroll 1
         for (int i = kAtOnce * warp; i < num; i += kAtOnce * num_warps) {
             float sums[kAtOnce] = {};
@@ -133,27 +172,7 @@ struct PackedGate {
                 store_shared_word(gates + 4 * (i + j), bf16_bits(gate) << 16);
             }
         }
-        __syncthreads();
-        int found = 0;
-        if (warp == 0) {  // moves what fired to the front
-#pragma unroll 1
-            for (int i = lane; i - lane < num; i += 32) {
-                const unsigned gate = i < num ? load_shared_word(gates + 4 * i) : 0;
-                const unsigned fired = __ballot_sync(~0u, fires_pair(gate) >> 31);
-                const int place = 4 * (found + num_set_below(fired, lane));
-                __syncwarp();
-                if (fired >> lane & 1) {
-                    store_shared_word(gates + place, gate);
-                    store_shared_word(list + place, first + i);
-                }
-                found += __popc(fired);
-            }
-            if (lane == 0) store_shared_word(walk.head, found);
-        }
-        __syncthreads();
-        found = load_shared_word(walk.head);
-        __syncthreads();  // before the next tile's is there
-        return found;
+        return move_fired(walk, first, num, to);
     }
 };
 
