@@ -190,7 +190,7 @@ def test_slots_are_those_of_a_profile_unless_given():
     assert 64 < point.about["slots"] <= 128
     assert point.about["slots"] % 8 == 0
     (point,) = bench_ffn(FfnSettings(**settings | {"tokens": (1,), "densities": (0.02,)})).points
-    assert point.about["slots"] == 16  # one row needs less
+    assert point.about["slots"] == 24  # of many rows, as a profile has; this one needs less
     (point,) = bench_ffn(FfnSettings(**settings, slots=8)).points
     assert point.about["slots"] == 8
     assert point.wrong == []
