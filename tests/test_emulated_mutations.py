@@ -313,6 +313,7 @@ MUTATIONS |= {
             "being read",
         ),
         ("the neighbour's tile", heavy_rows, "(cell + SIZE * i) *", "(cell + i) *", None),
+        ("too many slots taken as whole", heavy_rows, "count <= num_slots;", "count >= 0;", None),
         ("without the rest", heavy_rows, "min(TILE, sizes.N - first)", "TILE", "no such memory"),
         ("no wait for the list", heavy_rows, "        wait_for_previous();\n", "", "in front"),
         (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_heavy import Heavy
-from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, plan_heavy_walk, walk_heavy
+from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, launch_heavy_walk, plan_heavy_walk
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
 from twellctl.bundle.twell_weights import FFN
@@ -96,7 +96,7 @@ def walked(
     y = torch.full((M, problem.ffn.K), 7).bfloat16()
     kernels.late = listed, count
     given = problem.x, problem.ffn, gate, Heavy(listed, count), y, problem.scales
-    assert walk_heavy(kernels, H200, *given, overlap=True).few == min(M, FEW_HEAVY)
+    assert launch_heavy_walk(kernels, H200, *given, overlap=True).few == min(M, FEW_HEAVY)
     return y
 
 
@@ -174,14 +174,19 @@ def test_gates_of_minus_infinity_bring_what_the_dense_equation_has(kernels, pack
 
 @needs_emulator
 def test_gates_of_minus_infinity_add_nothing_where_up_is_finite(kernels):
+    """They are as any that do not fire."""
     problem = random_problem(2, 128, 264, "", seed=2)
-    gate = problem.gate.clone()
-    gate[0, 5:9] = -torch.inf
-    problem.ffn.w_down[5:9] = 0
-    listed, y = Heavy(torch.zeros(2).int(), torch.ones(1).int()), torch.empty(2, 128).bfloat16()
-    kernels.late = ()
-    walk_heavy(kernels, H200, problem.x, problem.ffn, gate, listed, y, overlap=True)
-    assert torch.equal(y[0], problem.y[0])
+    found = []
+    for value in (-torch.inf, -1):
+        gate = problem.gate.clone()
+        gate[0, 5:9] = value
+        listed, y = Heavy(torch.zeros(2).int(), torch.ones(1).int()), torch.empty(2, 128).bfloat16()
+        kernels.late = ()
+        given = problem.x, problem.ffn, gate, listed, y
+        launch_heavy_walk(kernels, H200, *given, overlap=True)
+        found.append(y[0])
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
 
 
 @needs_emulator
@@ -234,5 +239,5 @@ def test_what_it_does_not_take_goes_densely(end):
     problem = random_problem(1, most + 128, 8, end, seed=1)
     gate = problem.gate
     given = problem.x, problem.ffn, gate, heavy, torch.empty_like(gate), problem.scales
-    assert walk_heavy(kernels, H200, *given) is heavy
+    assert launch_heavy_walk(kernels, H200, *given) is heavy
     assert not kernels.made

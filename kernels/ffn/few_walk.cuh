@@ -12,8 +12,8 @@
 // row is heavy: any density is exact, and NaN fires as ever. (Weights are finite: Inf or
 // NaN in a row of W_down makes NaN of columns beside its own.)
 //
-// It follows few_linear, behind whose wait all that came before has ended, or starts when the gate
-// product has ended. So x may be read before the wait.
+// `walk_token` follows few_linear, behind whose wait all that came before has ended, or starts when
+// the gate product has ended. So x may be read before the wait. Its parts make heavy_walk.cuh, too.
 #pragma once
 
 #include "spec.cuh"
@@ -316,7 +316,8 @@ __device__ __forceinline__ void walk_token(
     const long long row = static_cast<long long>(token) * K;
     const bool is_there = kColumns<Numbers> * at.thread < K;
     const int column = is_there ? kColumns<Numbers> * at.thread : 0;
-    Walk<Numbers, ALL, SIZE> walk = walk_at<Walk<Numbers, ALL, SIZE>>(at, numbers, sizes, w_up, w_down, b_up, column);
+    using Own = Walk<Numbers, ALL, SIZE>;
+    Own walk = walk_at<Own>(at, numbers, sizes, w_up, w_down, b_up, column);
     typename Numbers::Input own_x = Numbers::load(x + row + column);
     if (!is_there) own_x = {};
     Numbers::settle(own_x);

@@ -1,5 +1,5 @@
 // The heavy rows over e4m3 (heavy.cuh). x_rows, W_gate and W_up are e4m3 with scales; the hidden
-// state is bf16, and so W_down is made bf16, without its scales, if there is any heavy row.
+// state is bf16, and so W_down is made bf16, without its scales, if more than `few` rows are heavy.
 //   heavy_gather   (heavy.cu) x_rows in shorts; behind a walk x_rows are there
 //   heavy_widen    wide [N, K] bf16 = w_down [N, K] e4m3
 //   heavy_hidden_e4m3, heavy_down_e4m3: as heavy_hidden, and heavy_down over `wide`
@@ -52,8 +52,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
     heavy_down_e4m3(const __grid_constant__ TensorMap hidden_map,
                     const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
-                    const int* heavy_rows, const int* heavy_count, int few, int window_start, int window,
-                    int num_columns, int num_inner, unsigned short* y,
+                    const int* heavy_rows, const int* heavy_count, int few, int window_start,
+                    int window, int num_columns, int num_inner, unsigned short* y,
                     const float* column_scales) {
     extern __shared__ unsigned char dynamic_memory[];
     wait_for_previous();

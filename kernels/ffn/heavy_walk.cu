@@ -17,7 +17,7 @@ extern "C" __global__ void __cluster_dims__(kSize, 1, 1)
                    unsigned short* y, const int* counts, const int* entries, int num_tiles,
                    int num_slots, const unsigned short* w_gate, const unsigned short* b_gate) {
     extern __shared__ uint4 memory[];
-    const few_heavy::Rows<Bf16> rows = {
+    const few_heavy::HeavyRows<Bf16> rows = {
         {}, x, w_up, w_down, b_up, b_down, heavy_rows, heavy_count, few,
         {N, K, cap, ways, warps, columns}, y};
     rows.walk<kSize>(few_heavy::PackedGate<Bf16>{counts, entries, num_tiles, num_slots, x, w_gate,
@@ -33,7 +33,7 @@ extern "C" __global__ void __cluster_dims__(kSize, 1, 1)
                         const int* heavy_count, int columns, int N, int K, int cap, int ways,
                         int warps, int few, unsigned short* y, const unsigned short* gate) {
     extern __shared__ uint4 memory[];
-    const few_heavy::Rows<Bf16> rows = {
+    const few_heavy::HeavyRows<Bf16> rows = {
         {}, x, w_up, w_down, b_up, b_down, heavy_rows, heavy_count, few,
         {N, K, cap, ways, warps, columns}, y};
     rows.walk<kSize>(few_heavy::DenseGate{gate}, memory);

@@ -7,7 +7,7 @@
 // overflowed or are not finite are multiplied anew; of a dense one, `heavy_walk_gate`, a range.
 //
 // With more heavy rows than `few` nothing is done here; with no more the kernels of heavy.cuh do
-// nothing.
+// nothing. Weights are finite, as in few_walk.cuh.
 //
 // Launch: SIZE blocks for each of `few` rows, 32 warps ways threads; sizes as of few_walk, but for a
 // packed gate cap is 256 for each tile that a block may have, of at most 32. It may start before the
@@ -178,7 +178,7 @@ struct PackedGate {
 
 // What is the same for both gates.
 template <class Numbers>
-struct Rows : Numbers {
+struct HeavyRows : Numbers {
     using Number = typename Numbers::Number;
 
     const Number *x, *w_up, *w_down;

@@ -21,7 +21,7 @@ extern "C" __global__ void __cluster_dims__(kSize, 1, 1)
                         const unsigned char* w_gate, const unsigned short* b_gate,
                         const float* gate_scales) {
     extern __shared__ uint4 memory[];
-    const few_heavy::Rows<E4m3> rows = {
+    const few_heavy::HeavyRows<E4m3> rows = {
         {{up_scales, down_scales}, token_scales, gate_scales}, x, w_up, w_down, b_up, b_down,
         heavy_rows, heavy_count, few, {N, K, cap, ways, warps, columns}, y};
     rows.walk<kSize>(few_heavy::PackedGate<E4m3>{counts, entries, num_tiles, num_slots, x, w_gate,
@@ -39,7 +39,7 @@ extern "C" __global__ void __cluster_dims__(kSize, 1, 1)
                              const float* up_scales, const float* down_scales,
                              const unsigned short* gate) {
     extern __shared__ uint4 memory[];
-    const few_heavy::Rows<E4m3> rows = {
+    const few_heavy::HeavyRows<E4m3> rows = {
         {{up_scales, down_scales}, token_scales, nullptr}, x, w_up, w_down, b_up, b_down,
         heavy_rows, heavy_count, few, {N, K, cap, ways, warps, columns}, y};
     rows.walk<kSize>(few_heavy::DenseGate{gate}, memory);

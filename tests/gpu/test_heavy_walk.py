@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
+from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, plan_heavy_walk
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_plan import hopper_cap
 from twellctl.bundle.twell_sequence import hopper_ffn
@@ -66,7 +66,10 @@ def test_few_heavy_rows_and_one_more(kernels, way, K, N, num, slots):
     torch.manual_seed(num + slots)
     heavy = torch.randperm(M, device="cuda")[:num]
     x, ffn = problem(K, N, heavy, biases=num > 1)
-    given = kernels, device_limits(0), x, ffn, slots
+    limits = device_limits(0)
+    taken = plan_heavy_walk(N, K, limits, packed=way is not by_gate)
+    assert (taken is not None) == (K <= 4096)
+    given = kernels, limits, x, ffn, slots
     y = way(*given)
     assert torch.equal(y, way(*given)), "differs from run to run"
     wanted = exact(x, ffn).double()

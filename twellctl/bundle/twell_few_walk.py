@@ -32,7 +32,7 @@ WALK_TOKENS = range(4, 65)
 # faster a little beyond, with random neurons on an H200, but real tokens share more of theirs
 WALK_BYTES, WALK_GROWS = 250_000, 16
 LINEAR_TOKENS = 32  # up to here the gate product over bf16 is few_linear's
-_MOST_K = 8 * FEW_WALK_BLOCK
+_MOST_K = 8 * FEW_WALK_BLOCK  # over e4m3 threads would do for twice that: not tried with few tokens
 _HOPPER = (9, 0)
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
@@ -87,21 +87,25 @@ def _columns(end: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _plan(N: int, K: int, size: int, end: str = "") -> FewWalkPlan:
-    threads = plan_clusters("", K, size, 0, end).threads
-    all_ = FEW_WALK_CHUNKS * threads >= N // 8  # all gates are looked at in one go
+    warps, ways = _warps_and_ways(K, end)
+    all_ = FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
     return plan_clusters(f"few_walk_{size}{'_all' if all_ else ''}{end}", K, size, cap, end)
 
 
 def plan_clusters(name: str, K: int, size: int, cap: int, end: str) -> FewWalkPlan:
     """Of a kernel whose lists have `cap` places, for K up to `most_inputs`."""
-    own = _columns(end)
-    warps = 2 * ceil_div(K, 64 * own)
-    ways = min(FEW_WALK_WAYS * own // 8, FEW_WALK_BLOCK // (32 * warps))
+    own, (warps, ways) = _columns(end), _warps_and_ways(K, end)
     columns = own * ceil_div(K // own, size)
     parts, slots = 2 * warps * FEW_WALK_QUADS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
     smem_bytes = FEW_WALK_HEAD + 8 * cap + ways * parts + slots
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
+
+
+def _warps_and_ways(K: int, end: str) -> tuple[int, int]:
+    own = _columns(end)
+    warps = 2 * ceil_div(K, 64 * own)  # of a way
+    return warps, min(FEW_WALK_WAYS * own // 8, FEW_WALK_BLOCK // (32 * warps))
 
 
 def most_inputs(end: str = "") -> int:

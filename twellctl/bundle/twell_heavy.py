@@ -1,4 +1,4 @@
-"""Heavy rows on Hopper: tokens with too many neurons for the sparse kernels go densely.
+"""Heavy rows on Hopper, densely: tokens with too many neurons for a walk or the lists.
 
     heavy_gather -> heavy_hidden -> heavy_down        of e4m3 weights W_down is widened before
 
@@ -31,7 +31,7 @@ from .twell_weights import FFN
 class Heavy:
     """Which rows heavy.cuh has: `count` of the list `rows` from `start` on, or all.
 
-    None if `count` is at most `few`.
+    No row if `count` is at most `few`.
     """
 
     rows: Tensor | None = None
@@ -161,7 +161,7 @@ def heavy_e4m3_products(
 def widen(
     kernels: KernelSet, limits: Limits, ffn: FFN, heavy: Heavy, *, overlap: bool = False
 ) -> Tensor:
-    """W_down `[N, K]` in bf16, without its scales, if there is any heavy row."""
+    """W_down `[N, K]` in bf16, without its scales, if more than few rows are `heavy`."""
     wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
     args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy.count, heavy.few, wide
     kernels.launch("heavy_widen", (4 * limits.num_sms,), GATHER_BLOCK, args, overlap=overlap)

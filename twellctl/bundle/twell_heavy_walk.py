@@ -20,9 +20,8 @@ from .twell_spec import HEAVY_WALK_SIZE
 from .twell_weights import FFN, end_of
 
 FEW_HEAVY = 32  # rows; of more, all weights are read once for all of them
-_MOST_TILES = 32  # of a packed gate, of a block
 
-Packed = tuple[Tensor, Tensor]  # counts and entries
+PackedGate = tuple[Tensor, Tensor]  # counts and entries
 
 
 @lru_cache(maxsize=4096)
@@ -30,8 +29,8 @@ def plan_heavy_walk(
     N: int, K: int, limits: Limits, end: str = "", *, packed: bool
 ) -> FewWalkPlan | None:
     """For N neurons and inputs of K; None of what it does not take. `end`: E4M3_END or ""."""
-    tiles = ceil_div(ceil_div(N, TILE), HEAVY_WALK_SIZE)
-    if most_inputs(end) < K or (packed and tiles > _MOST_TILES):
+    tiles = ceil_div(ceil_div(N, TILE), HEAVY_WALK_SIZE)  # of a block: 32 of the largest N
+    if most_inputs(end) < K:
         return None
     name = f"heavy_walk{'' if packed else '_gate'}{end}"
     cap = tiles * TILE if packed else 8 * ceil_div(N // 8, HEAVY_WALK_SIZE)
@@ -39,12 +38,12 @@ def plan_heavy_walk(
     return plan if plan.smem_bytes + STATIC_SMEM <= limits.smem_bytes else None
 
 
-def walk_heavy(
+def launch_heavy_walk(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
     ffn: FFN,
-    gate: Tensor | Packed,
+    gate: Tensor | PackedGate,
     heavy: Heavy,
     y: Tensor,
     token_scales: Tensor | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .twell_heavy import Heavy, heavy_e4m3_products
-from .twell_heavy_walk import walk_heavy
+from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, hopper_cap
 from .twell_quantise import quantise_rows
@@ -44,8 +44,8 @@ LISTS_E4M3_KERNELS = (
 def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     """`[M, K]` bf16 to `[M, K]`, M >= 1, contiguous; K a multiple of 128, N of 8.
 
-    The three weights of `ffn` are e4m3, contiguous, with their scales. `slots` entries a tile; rows
-    with more go densely.
+    The three weights of `ffn` are e4m3, contiguous, with their scales. `slots` entries a tile; a
+    row with more is heavy.
     """
     y = torch.empty_like(x)
     values, token_scales = quantise_rows(kernels, limits, x, ffn)
@@ -62,6 +62,6 @@ def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slot
         lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales)
         launch_down(kernels, plan, ffn, lists, ys, (of_tokens, ffn.s_down))
         heavy = Heavy(lists.heavy_rows, lists.heavy_count)
-        heavy = walk_heavy(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
+        heavy = launch_heavy_walk(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
         heavy_e4m3_products(kernels, limits, xs, of_tokens, ys, ffn, heavy)
     return y

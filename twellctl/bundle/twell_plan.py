@@ -182,7 +182,7 @@ def rounds_for(pairs_a_token: int) -> int:
 
 
 def hopper_cap(N: int) -> int:
-    """Pairs beyond which a row is cheaper densely, on tensor cores."""
+    """Pairs beyond which a row is heavy: a block, or a group of the lists, would take too long."""
     return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 24)), GROUP))
 
 

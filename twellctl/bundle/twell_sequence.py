@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .twell_config import TILE
 from .twell_heavy import Heavy, heavy_products, launch_heavy_hidden
-from .twell_heavy_walk import walk_heavy
+from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
@@ -95,7 +95,7 @@ def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor
 
 
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` entries a tile, more go densely."""
+    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
     y = torch.empty_like(x)
     cap = hopper_cap(ffn.N)
     for plan, xs, ys in chunks_of(x, y, ffn, slots, cap, limits, portable=False):
@@ -104,7 +104,7 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
         launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
         rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
         heavy = Heavy(rows, heavy_count)
-        heavy = walk_heavy(kernels, limits, xs, ffn, (counts, entries), heavy, ys)
+        heavy = launch_heavy_walk(kernels, limits, xs, ffn, (counts, entries), heavy, ys)
         heavy_products(kernels, limits, xs, ys, ffn, heavy)
     return y
 

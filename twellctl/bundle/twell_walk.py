@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_heavy import Heavy, launch_heavy
-from .twell_heavy_walk import Packed, walk_heavy
+from .twell_heavy_walk import PackedGate, launch_heavy_walk
 from .twell_launch import KernelSet
 from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import launch_gate_pack, packed_buffers
 from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 
+# beside those of the lists, among which are gate_pack and heavy_walk
 WALK_KERNELS = ("walk", "walk_gate", "heavy_walk_gate")
 GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
 MOST_PAIRS = 80_000  # as found on an H200
@@ -100,7 +101,7 @@ def _walk(
     plan: WalkPlan,
     x: Tensor,
     ffn: FFN,
-    gate: Tensor | Packed,
+    gate: Tensor | PackedGate,
     of_gate: tuple,
     heavy_count: Tensor,
 ) -> Tensor:
@@ -117,7 +118,7 @@ def _walk(
         plan.smem_bytes,
         overlap=True,
     )
-    heavy = walk_heavy(kernels, limits, x, ffn, gate, heavy, y, overlap=True)
+    heavy = launch_heavy_walk(kernels, limits, x, ffn, gate, heavy, y, overlap=True)
     hidden = x.new_empty(len(x), ffn.N)
     launch_heavy(kernels, limits, x_rows, hidden, ffn, y, heavy, overlap=True)
     return y

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, rounded_product
 from .twell_heavy import Heavy, launch_heavy_e4m3, widen
-from .twell_heavy_walk import Packed, walk_heavy
+from .twell_heavy_walk import PackedGate, launch_heavy_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, make_plan
 from .twell_quantise import RoundedRows, quantise_inputs
@@ -58,7 +58,7 @@ def _walk(
     x: Tensor,
     rows: RoundedRows,
     ffn: FFN,
-    gate: Tensor | Packed,
+    gate: Tensor | PackedGate,
     of_gate: tuple,
 ) -> Tensor:
     M, N, K = x.shape[0], ffn.N, ffn.K
@@ -78,7 +78,7 @@ def _walk(
         overlap=True,
     )
     given = gate, heavy, y, rows.token_scales
-    heavy = walk_heavy(kernels, limits, rows.values, ffn, *given, overlap=True)
+    heavy = launch_heavy_walk(kernels, limits, rows.values, ffn, *given, overlap=True)
     wide = widen(kernels, limits, ffn, heavy, overlap=True)
     given = x_rows, rows.token_scales, x.new_empty(M, N), wide, ffn, y
     launch_heavy_e4m3(kernels, limits, *given, heavy, overlap=True)

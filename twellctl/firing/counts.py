@@ -15,8 +15,8 @@ from twellctl.firing.profiled import SHARES, LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
 SLOTS_STEP = 8
-# share of rows that the chosen slots may send to the backup: such a row wants its gate multiplied
-# anew, and more slots cost next to no time
+# share of rows that the chosen slots may send to the backup: a tile of such a row is multiplied
+# anew, and more slots cost memory but next to no time
 MAX_OVERFLOW = 1e-5
 UNION_TOKENS = 128
 UNION_SLACK = 0.05

@@ -329,7 +329,7 @@ def _packed(profile: Profile) -> list[Markup | str]:
     )
     text = (
         f"Slots are the places that a tile of {profile.tile} neurons has in the packed gate. A "
-        "token with more in some tile overflows: it is computed from the dense row."
+        "token with more in some tile overflows: it is computed apart."
     )
     pair = tag(
         "div",
