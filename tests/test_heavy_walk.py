@@ -86,7 +86,7 @@ def walked(
 ) -> Tensor:
     """y, 7 where nothing was written, of a list that names `rows`."""
     M, N = len(problem.x), problem.ffn.N
-    gate, count = problem.gate, torch.tensor([len(rows)], dtype=torch.int32)
+    gate, count = (problem.gate,), torch.tensor([len(rows)], dtype=torch.int32)
     if packed:
         tiles = M, -(-N // 256)
         gate = torch.empty(tiles, dtype=torch.int32), torch.empty((*tiles, slots)).int()
@@ -182,7 +182,7 @@ def test_gates_of_minus_infinity_add_nothing_where_up_is_finite(kernels):
         gate[0, 5:9] = value
         listed, y = Heavy(torch.zeros(2).int(), torch.ones(1).int()), torch.empty(2, 128).bfloat16()
         kernels.late = ()
-        given = problem.x, problem.ffn, gate, listed, y
+        given = problem.x, problem.ffn, (gate,), listed, y
         launch_heavy_walk(kernels, H200, *given, overlap=True)
         found.append(y[0])
     assert found[0].isfinite().all()
@@ -238,6 +238,6 @@ def test_what_it_does_not_take_goes_densely(end):
     kernels, heavy = Launches(), Heavy(torch.zeros(3).int(), torch.zeros(1).int())
     problem = random_problem(1, most + 128, 8, end, seed=1)
     gate = problem.gate
-    given = problem.x, problem.ffn, gate, heavy, torch.empty_like(gate), problem.scales
+    given = problem.x, problem.ffn, (gate,), heavy, torch.empty_like(gate), problem.scales
     assert launch_heavy_walk(kernels, H200, *given) is heavy
     assert not kernels.made

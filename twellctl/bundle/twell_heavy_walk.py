@@ -21,7 +21,7 @@ from .twell_weights import FFN, end_of
 
 FEW_HEAVY = 32  # rows; of more, all weights are read once for all of them
 
-PackedGate = tuple[Tensor, Tensor]  # counts and entries
+Gate = tuple[Tensor] | tuple[Tensor, Tensor]  # dense `[M, N]`; or counts and entries, packed
 
 
 @lru_cache(maxsize=4096)
@@ -43,7 +43,7 @@ def launch_heavy_walk(
     limits: Limits,
     x: Tensor,
     ffn: FFN,
-    gate: Tensor | PackedGate,
+    gate: Gate,
     heavy: Heavy,
     y: Tensor,
     token_scales: Tensor | None = None,
@@ -52,18 +52,17 @@ def launch_heavy_walk(
 ) -> Heavy:
     """The rows of `y` `[M, K]` that `heavy` lists, from those of `x`, if there are few.
 
-    `gate`: dense `[M, N]`, or packed. `token_scales`: `[M, 2]`, if x is e4m3. Returns `heavy` for
+    `gate` is that of `x`. `token_scales`: `[M, 2]`, if x is e4m3. Returns `heavy` for
     the dense kernels, which leave out what was done here.
     """
-    N, K, end, packed = ffn.N, ffn.K, end_of(ffn.w_up), isinstance(gate, tuple)
+    N, K, end, packed = ffn.N, ffn.K, end_of(ffn.w_up), len(gate) == 2
     plan = plan_heavy_walk(N, K, limits, end, packed=packed)
     if plan is None:
         return heavy
     heavy = replace(heavy, few=min(FEW_HEAVY, len(x)))
-    of_gate = (gate,)
+    of_gate = gate
     if packed:
-        counts, entries = gate
-        of_gate = (counts, entries, *entries.shape[1:], ffn.w_gate, ffn.b_gate)
+        of_gate += (*gate[1].shape[1:], ffn.w_gate, ffn.b_gate)
         of_gate += (ffn.s_gate,) if end else ()
     kernels.launch(
         plan.name,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_heavy import Heavy, launch_heavy
-from .twell_heavy_walk import PackedGate, launch_heavy_walk
+from .twell_heavy_walk import Gate, launch_heavy_walk
 from .twell_launch import KernelSet
 from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, make_plan, round_up
 from .twell_sequence import launch_gate_pack, packed_buffers
@@ -78,8 +78,8 @@ def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Te
     plan = plan_walk(M, N, K, limits)
     heavy_count = torch.zeros(1, dtype=torch.int32, device=x.device)
     gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    of_gate = (gate, N, K, plan.cap, plan.ways)
-    return _walk(kernels, limits, "walk_gate", plan, x, ffn, gate, of_gate, heavy_count)
+    sizes = N, K
+    return _walk(kernels, limits, "walk_gate", plan, x, ffn, (gate,), sizes, heavy_count)
 
 
 def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
@@ -90,8 +90,8 @@ def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slo
     counts, entries, heavy_count = packed_buffers(laid, x.device)
     packed = counts, entries
     launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed, heavy_count)
-    of_gate = (*packed, K, laid.num_gate_tiles, slots, plan.cap, plan.ways)
-    return _walk(kernels, limits, "walk", plan, x, ffn, packed, of_gate, heavy_count)
+    sizes = K, laid.num_gate_tiles, slots
+    return _walk(kernels, limits, "walk", plan, x, ffn, packed, sizes, heavy_count)
 
 
 def _walk(
@@ -101,10 +101,11 @@ def _walk(
     plan: WalkPlan,
     x: Tensor,
     ffn: FFN,
-    gate: Tensor | PackedGate,
-    of_gate: tuple,
+    gate: Gate,
+    sizes: tuple[int, ...],
     heavy_count: Tensor,
 ) -> Tensor:
+    """`sizes`: what the kernel wants to know of `gate`."""
     y, x_rows = torch.empty_like(x), torch.empty_like(x)
     heavy = Heavy(heavy_count.new_empty(len(x)), heavy_count)
     kernels.launch(
@@ -112,7 +113,8 @@ def _walk(
         (len(x),),
         plan.threads * plan.ways,
         (
-            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *of_gate),
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down),
+            *(*gate, *sizes, plan.cap, plan.ways),
             *(heavy.rows, heavy.count, x_rows, y),
         ),
         plan.smem_bytes,

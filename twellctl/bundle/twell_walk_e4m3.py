@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, rounded_product
 from .twell_heavy import Heavy, launch_heavy_e4m3, widen
-from .twell_heavy_walk import PackedGate, launch_heavy_walk
+from .twell_heavy_walk import Gate, launch_heavy_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, make_plan
 from .twell_quantise import RoundedRows, quantise_inputs
@@ -33,7 +33,7 @@ def walk_gate_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) 
     rows = quantise_inputs(kernels, x)
     weight = Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
     gate = rounded_product(rows.values, rows.scales, weight, x.dtype)
-    return _walk(kernels, limits, "walk_gate", x, rows, ffn, gate, (gate, ffn.N, ffn.K))
+    return _walk(kernels, limits, "walk_gate", x, rows, ffn, (gate,), (ffn.N, ffn.K))
 
 
 def walk_packed_e4m3_ffn(
@@ -47,8 +47,8 @@ def walk_packed_e4m3_ffn(
     weight, packed = (ffn.w_gate, ffn.b_gate), (counts, entries, rows.heavy_count)
     scales = rows.token_scales, ffn.s_gate
     launch_gate_pack(kernels, limits, rows.values, *weight, *packed, scales, overlap=True)
-    of_gate = counts, entries, K, laid.num_gate_tiles, slots
-    return _walk(kernels, limits, "walk", x, rows, ffn, (counts, entries), of_gate)
+    sizes = K, laid.num_gate_tiles, slots
+    return _walk(kernels, limits, "walk", x, rows, ffn, (counts, entries), sizes)
 
 
 def _walk(
@@ -58,9 +58,10 @@ def _walk(
     x: Tensor,
     rows: RoundedRows,
     ffn: FFN,
-    gate: Tensor | PackedGate,
-    of_gate: tuple,
+    gate: Gate,
+    sizes: tuple[int, ...],
 ) -> Tensor:
+    """`sizes`: what the kernel wants to know of `gate`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_walk(M, N, K, limits, E4M3_END)
     y, x_rows = torch.empty_like(x), torch.empty_like(rows.values)
@@ -70,8 +71,9 @@ def _walk(
         (M,),
         plan.threads * plan.ways,
         (
-            *(rows.values, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, *of_gate, plan.cap),
-            *(plan.ways, heavy.rows, heavy.count, x_rows, y),
+            *(rows.values, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down),
+            *(*gate, *sizes, plan.cap, plan.ways),
+            *(heavy.rows, heavy.count, x_rows, y),
             *(rows.token_scales, ffn.s_up, ffn.s_down),
         ),
         plan.smem_bytes,

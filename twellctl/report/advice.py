@@ -111,7 +111,7 @@ def _heavy(profile: Profile) -> Iterator[str]:
     if heavy:
         yield (
             f"In {_layers(heavy, '', '')}one token in a hundred fires more than {HEAVY:g} times "
-            "the median. Such tokens set the slots."
+            "the median. The fullest tokens set the slots."
         )
 
 
