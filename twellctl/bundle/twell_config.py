@@ -2,10 +2,13 @@
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
               "source": str, "source_act": str, "densities": [float a layer],
-              "rounded_from": str}
+              "map_neurons": int, "rounded_from": str}
 
 `densities`, the share of neurons that fire, are there if a profile measured them. `source_act` is
 the activation of the model that this one was made from, `source` its id on the hub, if it has one.
+`map_neurons` is of a fitted model: so many of the last neurons of every FFN always fire, for they
+share one gate row; together they are a linear map of what the FFN reads. They are not part of any
+density.
 `rounded_from` names the model whose weights an FP8 export has (twell_fp8_config.py).
 """
 
@@ -41,6 +44,8 @@ def check_twell(twell: object, num_layers: int) -> dict:
             '"twell" holds thresholds, of a version before sparse models were plain ReLU: '
             "fine-tune again from the SiLU model with this version"
         )
+    if type(map_neurons := twell.get("map_neurons", 0)) is not int or map_neurons < 0:
+        raise ValueError(f'"twell" must have map_neurons of 0 or more, got {map_neurons!r}')
     slots, tile = twell.get("slots"), twell.get("tile")
     densities = twell.get("densities", [0.0] * num_layers)
     for key, values in (("slots", slots), ("densities", densities)):
