@@ -15,7 +15,7 @@ PAGE, EPS = 64, 1e-5
 
 @dataclass
 class Model:
-    """Random layers, and a cache that is full of numbers, for `rows` texts; all bf16.
+    """Random layers, and a cache that is full of numbers; all bf16.
 
     With `fp8` the layers' weights are rounded to e4m3. `weights` are what the judge takes, and
     `given` what a kernel does.
@@ -33,7 +33,6 @@ class Model:
     window: int = 0
     gate_mean: float = 0.0  # of its bias; 0: has a bias if the rest has
     seed: int = 0
-    rows: int = 1
     vocabulary: int = 512
     token: int = 7
     fp8: bool = False
@@ -50,7 +49,7 @@ class Model:
 
         K, D, N = self.K, self.D, self.N
         Q, std = (self.H + 2 * self.Hkv) * D, K**-0.5
-        pages = self.rows * (self.position // PAGE + 1) + 1
+        pages = self.position // PAGE + 2
         self.table = torch.randperm(pages - 1, generator=generator).int() + 1
         self.embeddings, self.head = normal(16, K), normal(self.vocabulary, K, std=std)
         self.last_norm = normal(K, mean=1, std=0.1)
@@ -109,7 +108,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Done:
-    """What steps gave, one a row; and layers' new keys and values `[Hkv, D]`."""
+    """What steps gave, one after the other; and layers' new keys and values `[Hkv, D]`."""
 
     logits: Tensor
     counts: Tensor
@@ -156,16 +155,11 @@ def cached(model: Model) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def judge(model: Model, late_root: bool = False) -> Done:
-    """The same step in float64, rounded where the kernels round.
-
-    `late_root`: x is not divided by its root mean square, but the products are.
-    """
+def judge(model: Model) -> Done:
+    """The same step in float64, rounded where the kernels round."""
 
     def product(weight: Tensor, norm: Tensor, bias: Tensor | None) -> Tensor:
-        if not late_root:
-            return _linear(_norm(x, norm), weight, bias)
-        return _linear(_rounded(x * norm.double()), weight, bias, _root(x))
+        return _linear(_norm(x, norm), weight, bias)
 
     x, counts, new = model.embeddings[model.token].double(), [], []
     for layer in model.weights:
@@ -180,11 +174,7 @@ def judge(model: Model, late_root: bool = False) -> Done:
         up = product(layer["up"], layer["ffn_norm"], layer["up_bias"])
         hidden = _rounded(gate * up) * fired
         x = _rounded(_linear(hidden, layer["down"].t(), layer["down_bias"]) + x)
-    if late_root:
-        h = _rounded(x * model.last_norm.double()) * _root(x)
-    else:
-        h = _norm(x, model.last_norm)
-    logits = h @ model.head.double().t()
+    logits = _norm(x, model.last_norm) @ model.head.double().t()
     return Done(logits[None], torch.tensor([counts]), new)
 
 
@@ -217,8 +207,8 @@ def _root(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
-    return _rounded(x @ weight.double().t() * scale + (0 if bias is None else bias.double()))
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _rounded(x @ weight.double().t() + (0 if bias is None else bias.double()))
 
 
 def _rounded(x: Tensor) -> Tensor:

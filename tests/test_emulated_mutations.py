@@ -6,7 +6,6 @@ With TWELL_TEST_EVERY_CASE in the environment also those that are like another o
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import emulated_rows
 import emulated_step
 import emulated_walk
 import pytest
@@ -70,15 +69,6 @@ def step_e4m3(kernels: EmulatedKernels) -> None:
     step(kernels, fp8=True)
 
 
-def rows(kernels: EmulatedKernels) -> None:
-    """Of two texts; blocks bring rows of down twice."""
-    model = emulated_step.Model(2048, 64, 32, 8, 2048, 1, 3, gate_mean=2, rows=2)
-    wanted = [emulated_step.judge(row, late_root=True) for row in emulated_rows.rows_of(model)]
-    found = emulated_rows.emulate(kernels, model, 128, seeds=(1,))
-    for done, exact in zip(found, wanted, strict=True):
-        assert (done.logits - exact.logits).abs().max() < 0.5
-
-
 def e4m3(kernels: EmulatedKernels) -> None:
     """x in e4m3, and each kernel of many tokens: rows in two panels."""
     of_lists.test_rows_are_rounded_as_the_judge_does(kernels, 70, 384, True)
@@ -130,7 +120,6 @@ FEW, FEW_DOWN = "tile/few_product.cuh", "ffn/few_down.cu"
 NUMBERS = "few_walk_numbers.cuh"
 WALK, LISTS, SUMS = "ffn/few_walk.cuh", "train/grad_lists.cu", "train/grad_sums.cu"
 STEP, PRODUCTS, FFN = (f"decode/step{part}.cuh" for part in ("", "_products", "_ffn"))
-ROWS_PRODUCTS, ROWS_FFN = (f"decode/step_rows{part}.cuh" for part in ("_products", "_ffn"))
 MUTATIONS = {
     "no fence between blocks": Mutation(
         step, STEP, "            fence_gpu();\n", wrong="not made visible"
@@ -191,12 +180,6 @@ MUTATIONS = {
     ),
     "another column's scale": Mutation(
         step_e4m3, FFN, "kQuad * own.first + thread(), bits);", "thread(), bits);", "assert"
-    ),
-    "no wait for hidden": Mutation(
-        rows,
-        ROWS_FFN,
-        "            sync_consumers();\n            barrier_wait(down_full()",
-        "            barrier_wait(down_full()",
     ),
     "no barrier of the cluster": Mutation(
         few,
@@ -368,28 +351,6 @@ MORE = {
         "wait forever",
     ),
     "the last tag": Mutation(step, STEP, "phase ? tag : (tag - 1) & 0xffff", "tag", "wait forever"),
-    "an early arrive": Mutation(
-        rows,
-        ROWS_FFN,
-        "*at<int>(kTotal) = total;\n        __syncwarp();",
-        "*at<int>(kTotal) = total;",
-    ),
-    "leaves too early": Mutation(
-        rows,
-        ROWS_PRODUCTS,
-        "    __device__ __forceinline__ void leave_place() {\n        __syncwarp();",
-        "    __device__ __forceinline__ void leave_place() {",
-    ),
-    "no wait for rows of down": Mutation(rows, ROWS_FFN, "barrier_wait(down_full(), down_parity);"),
-    "rows of down over others": Mutation(
-        rows, ROWS_FFN, "barrier_wait(down_empty(), refill);", wrong="too many arrive"
-    ),
-    "masks not waited for": Mutation(
-        rows,
-        ROWS_FFN,
-        "while (max(masks[0], masks[1]) == ~0u) {",
-        "while (false) {",
-    ),
     "no wait for the cluster": Mutation(
         walk, WALK, "    cluster_wait();", wrong="may not have begun"
     ),
@@ -400,7 +361,7 @@ ALL = MUTATIONS | (MORE if EVERY_CASE else {})
 @pytest.mark.parametrize(
     "run",
     [
-        *(walk, pairs_e4m3, few, lists, sums, step, step_e4m3, rows, e4m3, walk_e4m3),
+        *(walk, pairs_e4m3, few, lists, sums, step, step_e4m3, e4m3, walk_e4m3),
         *(heavy_rows, heavy_rows_e4m3),
     ],
 )

@@ -31,7 +31,7 @@ HOPPER_ONLY = {
     f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "heavy_walk", "walk", "few_walk")
 }
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
-HOPPER_ONLY |= {"decode/step_rows_2048.cu", f"ffn/few_walk{E4M3_END}.cu"}
+HOPPER_ONLY |= {f"ffn/few_walk{E4M3_END}.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
 ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}

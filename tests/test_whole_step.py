@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled import compile_claims
-from emulated_rows import words_of_rows
 from launched import assert_taken
 
 from twellctl.bundle.twell_plan import Limits
@@ -17,7 +16,6 @@ from twellctl.decoding.whole_step import (
     Linear,
     StepSizes,
     WholeStep,
-    most_rows_at_once,
     why_no_whole_step,
 )
 
@@ -114,55 +112,6 @@ def test_the_launch(sparse, end):
     words = args[-4]
     assert not words.any()
     assert len(words) == 6 * 2048 + 132 * (2048 + 4 * 64)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_sms", "rows"),
-    [
-        (SMALL, 132, 16),
-        (replace(SMALL, H=16, D=128), 132, 16),
-        (SMALL, 128, 16),
-        (SMALL, 144, 16),
-        (SMALL, 152, 1),
-        (replace(SMALL, N=8192), 132, 1),
-        (replace(SMALL, N=5636), 132, 1),
-        (replace(SMALL, V=50260), 132, 1),
-        (replace(SMALL, end=E4M3_END), 132, 1),
-        (StepSizes(4096, 5632, 32, 128, 128256), 132, 1),
-        (StepSizes(1536, 5632, 12, 128, 151936), 132, 1),
-    ],
-)
-def test_how_many_rows_go_in_one_kernel(sizes, num_sms, rows):
-    limits = replace(H200, num_sms=num_sms)
-    assert most_rows_at_once(sizes, limits, sparse=True) == rows
-    assert most_rows_at_once(sizes, limits, sparse=False) == 1
-    assert rows == 1 or sizes.rows_entry in ENTRY_FILES
-
-
-def test_the_launch_of_rows():
-    kernels, layers = Launches(), [make_layer(None), make_layer(None)]
-    sizes = replace(SMALL, N=64, V=512)
-    weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
-    step = WholeStep(
-        kernels, H200, sizes, layers, *weights, (bf16(128, 64),) * 2, 1e-5, sparse=True
-    )
-    states = {}
-    for B in (2, 16, 2):
-        inputs = torch.zeros(B, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-        tables = torch.zeros(B, 8, dtype=torch.int32)[:, :3]
-        logits, counts = step(*inputs, tables)
-        assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (B, 512), (2, B))
-        name, grid, block, args, smem_bytes = kernels.call
-        assert (name, grid, block) == ("step_rows_2048_64", (132,), 384)
-        assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
-        assert_taken(name, args)
-        assert args[1:6] == (2, 64, 512, 32, 8)
-        assert args[9:11] == (B, 8)
-        words = args[-4]
-        assert (words == -1).all()
-        assert len(words) == words_of_rows(2048, 3072, 132)
-        assert states.setdefault(B, words) is words
-    assert len({id(words) for words in states.values()}) == 2
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])

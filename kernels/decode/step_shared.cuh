@@ -1,5 +1,4 @@
-// What `step` (step.cuh) and `step_rows` (step_rows.cuh) share: how a layer is told, patience, and
-// arithmetic on eights.
+// What all of `step` (step.cuh) stands on: how a layer is told, patience, and arithmetic on eights.
 #pragma once
 
 #include "decode/attend_softmax.cuh"

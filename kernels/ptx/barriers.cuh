@@ -23,12 +23,6 @@ __device__ __forceinline__ void barrier_expect_bytes(unsigned barrier, unsigned 
                  : "memory");
 }
 
-// What threads have written is what the copy engine and the tensor cores read from here on, and what
-// the engine writes over.
-__device__ __forceinline__ void fence_for_engine() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Until phase `parity` of it is over. The loop is in the assembly: the compiler would unroll less of
 // what is around a loop of its own.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {

@@ -221,7 +221,7 @@ extern "C" const char* launch(Kernel* entry, const uint64_t* entry_words,
                 std::memset(block.memory.get() + behind, 0xff, tls_bytes - behind);
             block.cells.resize(std::max(tls_bytes > behind ? tls_bytes : used, used) / 4 + 4);
             block.warps.resize(num_threads / 32);
-            block.flushed.assign(num_threads + kMbarriers + 1, 0), block.fenced = block.flushed;
+            block.flushed.assign(num_threads + kMbarriers + 1, 0);
         }
         run(first, random);
         if (!failure.empty()) break;
@@ -247,7 +247,6 @@ unsigned dynamic_smem_bytes() { return dynamic_bytes; }
 
 void wait_for_previous() { thread->clock.back() = 1; }
 void fence_gpu() { make_seen(thread->block->flushed); }
-void fence_for_engine() { make_seen(thread->block->fenced); }
 
 void barrier_init(unsigned barrier, unsigned arrivals) {
     auto& all = thread->block->mbarriers;

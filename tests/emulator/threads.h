@@ -75,7 +75,7 @@ struct Block {
     std::vector<Warp> warps;
     std::map<unsigned, Mbarrier> mbarriers;
     Meeting meetings[16];
-    Clock flushed, fenced;  // what other blocks and the copy engine see
+    Clock flushed;  // what other blocks see
     Clock releasing, released;  // to the cluster: before its next barrier, and by the last one
     std::map<size_t, unsigned> read_by_cluster;  // cells, behind which turn of its barrier
     bool has_ended = false;  // one of its threads

@@ -32,7 +32,7 @@ FAMILIES = {
     },
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
 }
-ONE_KERNEL = {  # models of which a step of one row is one kernel; of several if no number
+ONE_KERNEL = {  # models of which a step of one row is one kernel
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 32},
     "few heads of k": {"num_attention_heads": 32, "num_key_value_heads": 8},
     "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2},
@@ -246,40 +246,6 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
             model.get_input_embeddings().weight[7, 100] = value
             for name, form in decoder.forms(1).items():
                 assert form(*inputs)[0].isnan().all(), (name, value)
-
-
-@pytest.mark.parametrize("B", [2, 5, 16])
-@pytest.mark.parametrize("family", [f for f in ONE_KERNEL if not f.isdecimal()])
-def test_rows_together(family, B):
-    """So is one of several rows, in each of several steps; and a row's bits are its own."""
-    model = make_for_one_kernel(family)
-    judge = copy.deepcopy(model).double()
-    decoder = KernelDecoder(model)
-    decoder.open_cache(16 * B + 1)
-    forms = decoder.forms(B)
-    names = {"one kernel", "union", "dense", *(["pairs"] if B >= 4 else [])}
-    assert forms.keys() == names
-    lengths = [(5 + 61 * row) % 900 for row in range(B)]
-    tables = torch.randperm(16 * B, device="cuda").int().view(B, 16) + 1
-    ids = torch.randint(1, 1000, (B, 1000), device="cuda")
-    with torch.inference_mode():
-        for row, length in enumerate(lengths):
-            if length:
-                positions = torch.arange(length, device="cuda").int()[None]
-                decoder.prefill(ids[row : row + 1, :length], positions, tables[row : row + 1])
-        for step in range(3):
-            ends = [length + step for length in lengths]
-            tokens = ids[range(B), ends].int()
-            inputs = tokens, torch.tensor(ends, device="cuda").int(), tables
-            found = twice_each(forms, inputs)
-            wanted = torch.stack(
-                [judge(ids[row : row + 1, : end + 1]).logits[0, -1] for row, end in enumerate(ends)]
-            )
-            check_forms(found, wanted, counted=True)
-            order = torch.randperm(B, device="cuda")
-            logits, counts = forms["one kernel"](*(t[order].contiguous() for t in inputs))
-            assert torch.equal(logits, found["one kernel"][0][order])
-            assert torch.equal(counts, found["one kernel"][1][:, order])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

@@ -203,10 +203,6 @@ STEP_FLOW = {
     (3584, 1): (32, 144, 2),
     (4096, 1): (32, 128, 2),
 }
-ROWS_TOKENS, ROWS_K, ROWS_BLOCK = 16, 2048, 384  # of step_rows
-ROWS_OCTETS = 6  # of gates, of a block, at most
-ROWS_PARTS, ROWS_GROUPS, ROWS_SOURCES = 16, 8, 9
-ROWS_TASKS = 4  # heads of 64 of rows, of a block, at most
 
 
 def _step_numbers(source: str) -> dict[str, int]:
@@ -296,7 +292,6 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
     "decode/norm.cu": ("rms_norm", "embed_norm"),
     **dict(_STEPS.values()),
-    "decode/step_rows_2048.cu": {f"step_rows_2048_{D}": (D,) for D in STEP_HEAD_DIMS},
 }
 ENTRY_FILES = {
     entry: source

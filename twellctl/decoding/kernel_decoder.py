@@ -12,9 +12,9 @@ PyTorch's products take the place of the attention's few_linear and of dense FFN
 FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer rows.
 
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
-step of one row, or of up to 16, may be one launch in the place of all that, if the model is such
-that it can be (whole_step.py). Which of these forms is the fastest is measured in the first step
-of so many rows (step_forms.py). With another activation than ReLU nothing can be left out: then
+step of one row may be one launch instead of all that, if the model is such that it can be
+(whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
+(step_forms.py). With another activation than ReLU nothing can be left out: then
 the FFN goes densely, a step may have up to 256 rows, and the head takes at most 64 a launch.
 
 Prompts go through the model's own forward (HFDecoder), ReLU FFNs over TwELL, into the same cache.
@@ -191,7 +191,7 @@ class KernelDecoder:
             problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper, end=self._end)
             ways = few_ways(problem, self._densities) | ways
         return {
-            **{name: step for name, step in self._whole_steps.items() if step.most_rows >= B},
+            **(self._whole_steps if B == 1 else {}),
             **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
         }
 
@@ -237,7 +237,7 @@ class KernelDecoder:
         return logits[0] if len(logits) == 1 else torch.cat(logits), counts
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
-        """For steps of one row, or of a few, if the model is such."""
+        """For steps of one row, if the model is such."""
         if why_not_one_kernel(self._model) is not None:
             return {}
         layers, body = self._layers, self._model.model

@@ -18,7 +18,7 @@ from twellctl.bundle.twell_spec import E4M3_END, PAGE
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.whole_step import StepSizes, most_rows_at_once, why_no_whole_step
+from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
@@ -152,8 +152,6 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
         others += [sizes.entry(sparse) for sparse in (True, False)]
-        if most_rows_at_once(sizes, limits, sparse=True) > 1:
-            others.append(sizes.rows_entry)
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:

@@ -1,5 +1,5 @@
-"""A step in one kernel, all layers and the head, of one token (kernels/decode/step.cuh) or of
-several, a row each (kernels/decode/step_rows.cuh), for the models and GPUs that they take.
+"""A step of one token in one kernel, all layers and the head (kernels/decode/step.cuh), for the
+models and GPUs that it takes.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,6 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_spec import (
     MOST_OF_BLOCK,
-    ROWS_BLOCK,
-    ROWS_GROUPS,
-    ROWS_K,
-    ROWS_OCTETS,
-    ROWS_PARTS,
-    ROWS_SOURCES,
-    ROWS_TASKS,
-    ROWS_TOKENS,
     STEP_HEAD_DIMS,
     STEP_QUAD,
     STEP_WARPS,
@@ -66,10 +58,6 @@ class StepSizes:
     def entry(self, sparse: bool) -> str:
         return step_entry(self.K, self.D, sparse=sparse, end=self.end)
 
-    @property
-    def rows_entry(self) -> str:
-        return f"step_rows_{self.K}_{self.D}"
-
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
@@ -88,20 +76,8 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     return None
 
 
-def most_rows_at_once(sizes: StepSizes, limits: Limits, *, sparse: bool) -> int:
-    """How many rows a step in one kernel may have, for a model that `step` takes."""
-    blocks = limits.num_sms
-    least, most = ROWS_PARTS * ROWS_GROUPS, ROWS_PARTS * ROWS_SOURCES
-    if not sparse or sizes.end or sizes.K != ROWS_K or not least <= blocks <= most:
-        return 1
-    if sizes.N % 8 or sizes.V % 8 or ceil_div(sizes.N // 8, blocks) > ROWS_OCTETS:
-        return 1
-    return min(ROWS_TOKENS, 64 * ROWS_TASKS // sizes.D * blocks // sizes.H)
-
-
 class WholeStep:
-    """For steps of up to `most_rows` rows that follow one another. It reads the weights where they
-    lie.
+    """For steps of one row that follow one another. It reads the weights where they lie.
 
     `layers` have W_down by rows of neurons, and the same window; `rotary` is cos and sin
     `[positions, D]`.
@@ -130,53 +106,32 @@ class WholeStep:
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
         self._table = torch.tensor([_words_of(layer) for layer in layers], device=device)
         words = 6 * K + blocks * (K + 4 * D)
+        # by which blocks hand each other results, and how often they were used
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self.most_rows = most_rows_at_once(sizes, limits, sparse=sparse)
-        self._of_rows: dict[int, tuple[Tensor, Tensor]] = {}  # words and epoch, by rows
 
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32 `[B, V]`, and how many neurons of each layer fired, int32 `[L, B]`.
+        """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
 
-        int32 tokens and positions `[B]`, tables `[B, W]`, as `Decoder.step` takes them. The
-        first step of so many rows must not be one of a capture.
+        int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them.
         """
-        sizes, device, B = self._sizes, tokens.device, len(tokens)
-        counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=device)
-        logits = torch.empty(B, sizes.V, dtype=torch.float32, device=device)
-        inputs: tuple[Tensor | int, ...] = tokens, positions, tables
-        if B > 1:
-            inputs += B, tables.stride(0)
+        sizes, device = self._sizes, tokens.device
+        counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
+        logits = torch.empty(1, sizes.V, dtype=torch.float32, device=device)
         self._kernels.launch(
-            self._entry if B == 1 else sizes.rows_entry,
+            self._entry,
             (self._limits.num_sms,),
-            _THREADS if B == 1 else ROWS_BLOCK,
+            _THREADS,
             (
                 *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
-                *(*inputs, *self._weights),
+                *(tokens, positions, tables, *self._weights),
                 *(float(self._eps), float(self._scale)),
-                *(*self._words_for(B), counts, logits),
+                *(self._words, self._epoch, counts, logits),
             ),
             self._limits.smem_bytes,
             together=True,
         )
         return logits, counts
-
-    def _words_for(self, B: int) -> tuple[Tensor, Tensor]:
-        """By which blocks hand each other results, and how often they were used."""
-        if B == 1:
-            return self._words, self._epoch
-        if B not in self._of_rows:
-            if self._epoch.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"run a step of {B} rows once before the capture")
-            sizes, blocks = self._sizes, self._limits.num_sms
-            K, columns = sizes.K, (sizes.H + 2 * self._kv_heads) * sizes.D
-            # x three times, q, k and v, two bf16 a word; what fired; hidden; parts of y
-            turn = ROWS_TOKENS * (3 * K + columns) // 2
-            turn += blocks * (8 + 8 * ROWS_OCTETS * ROWS_TOKENS // 2) + ROWS_PARTS * ROWS_TOKENS * K
-            words = torch.full((4 * turn,), -1, dtype=torch.int32, device=self._epoch.device)
-            self._of_rows[B] = words, torch.zeros_like(self._epoch)
-        return self._of_rows[B]
 
 
 def _words_of(layer: DecoderLayer) -> list[int]:

@@ -5,6 +5,5 @@ void barrier_init_fence();
 void barrier_expect_bytes(unsigned barrier, unsigned num_bytes);
 bool barrier_is_over(unsigned barrier, unsigned parity);
 void barrier_wait(unsigned barrier, unsigned parity);
-void fence_for_engine();
 inline void barrier_arrive(unsigned barrier) { barrier_expect_bytes(barrier, 0); }
 inline void sync_some(int which, int num_threads) { emulator::meet_in_block(which, num_threads); }
