@@ -22,7 +22,7 @@ from twellctl.decoding.step_end import Record, StepEnd
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
-_IN_FLIGHT = 2  # steps whose records were not read yet, at most
+_IN_FLIGHT = 2  # of as many a kernel tells the host by itself
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -39,7 +39,7 @@ class Step:
     _event: torch.cuda.Event | None
 
     def read(self) -> np.ndarray:
-        """Its records, int32 `[num_rows, width]`; waits for it. Valid until two steps later."""
+        """Its records, int32 `[num_rows, width]`; waits for it. Valid for `in_flight` steps."""
         if self._event is not None:
             self._event.synchronize()
         return self._record.numpy()[: self.num_rows]
@@ -48,7 +48,10 @@ class Step:
 class Batch:
     """Up to `max_rows` rows with tables of up to `max_pages` pages."""
 
-    def __init__(self, decoder: Decoder, max_rows: int, max_pages: int):
+    def __init__(
+        self, decoder: Decoder, max_rows: int, max_pages: int, in_flight: int = _IN_FLIGHT
+    ):
+        """`in_flight`: steps whose records were not read yet, at most."""
         self.decoder = decoder
         self.record = Record(decoder.neurons, decoder.vocab_size)
         self._end = StepEnd(self.record, decoder.kernels, max_rows, decoder.device)
@@ -63,7 +66,7 @@ class Batch:
         self._records = torch.zeros(
             (max_rows, self.record.width), dtype=torch.int32, device=decoder.device
         )
-        self._told = self._on_host(_IN_FLIGHT, *self._records.shape)
+        self._told = self._on_host(in_flight, *self._records.shape)
         self._slot = 0  # of those, the next step's; Field.SLOT says the same
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
@@ -83,6 +86,33 @@ class Batch:
         self._slot = 0
         self._fields.copy_(self._host_fields, non_blocking=True)
         self._tables.copy_(self._host_tables, non_blocking=True)
+
+    def put(
+        self,
+        rows: Sequence[int],
+        fields: Sequence[np.ndarray],
+        pages: Sequence[Sequence[int]],
+    ) -> None:
+        """Set some `rows` anew, behind the steps under way. Rows without pages are nobody's."""
+        new = self._on_host(len(rows), len(Field) + 1 + self._tables.shape[1])
+        for values, row, of_row, taken in zip(new.numpy(), rows, fields, pages, strict=True):
+            values[: len(Field) + 1] = [*of_row, row]
+            values[len(Field) + 1 :][: len(taken)] = taken
+        new = new.to(self.decoder.device, non_blocking=True)
+        there = new[:, len(Field)]
+        self._fields[:, there] = new[:, : len(Field)].T
+        self._tables[there] = new[:, len(Field) + 1 :]
+        self._num_rows = max(self._num_rows, 1 + max(rows))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these `rows` alone, in this order, behind the steps under way."""
+        self._num_rows = len(rows)
+        there = self._on_host(len(rows))
+        there.numpy()[:] = rows
+        there = there.to(self.decoder.device, non_blocking=True)
+        for of_rows, dim in ((self._fields, 1), (self._tables, 0)):
+            kept = of_rows.index_select(dim, there)
+            of_rows.zero_().narrow(dim, 0, len(rows)).copy_(kept)
 
     def add_page(self, row: int, place: int, page: int) -> None:
         """One more page of a row, for the steps to come."""
@@ -109,6 +139,9 @@ class Batch:
         self._end(logits, fired, of_rows, records, variant)
         return records.cpu().numpy()
 
+    def _tells_host(self, variant: Variant) -> bool:
+        return len(self._told) == _IN_FLIGHT and self._end.tells_host(variant)
+
     def _on_host(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu)
 
@@ -125,8 +158,8 @@ class Batch:
     def _followed(self, B: int, variant: Variant) -> Step:
         """The step just launched, with the copy of its records behind it, if it needs one."""
         told = self._told[self._slot]
-        self._slot = 1 - self._slot
-        if not self._end.tells_host(variant):
+        self._slot = (self._slot + 1) % len(self._told)
+        if not self._tells_host(variant):
             told[:B].copy_(self._records[:B], non_blocking=True)
         event = None
         if self._on_gpu:
@@ -138,7 +171,7 @@ class Batch:
         fields = self._fields[:, :B]
         inputs = fields[Field.TOKEN], fields[Field.POSITION], self._tables[:B, :W]
         logits, fired = self.decoder.step(*inputs)
-        records = self._told if self._end.tells_host(variant) else self._records
+        records = self._told if self._tells_host(variant) else self._records
         self._end(logits, fired, fields, records[..., :B, :], variant)
 
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:

@@ -5,8 +5,10 @@ simple, on any device and in any dtype: the judge of faster decoders.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -15,6 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
+from twellctl.decoding.pages import pages_for
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
@@ -59,6 +62,11 @@ class HFDecoder:
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         return self._forward(tokens[:, None], positions[:, None], tables)
 
+    def read(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> None:
+        """Cache whole prompts from their first tokens on, in one forward."""
+        begun = [(prompt, 0, taken) for prompt, taken in zip(prompts, pages, strict=True)]
+        self.prefill(*(torch.from_numpy(rows).to(self.device) for rows in padded(begun)))
+
     def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones.
 
@@ -86,6 +94,22 @@ class HFDecoder:
             kind: rows.mask(window if kind == "sliding_attention" else None, self._model.dtype)
             for kind in set(kinds)
         }
+
+
+def padded(
+    parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and tables as `Decoder.prefill` takes them, of (tokens, first, pages)."""
+    P = max(len(tokens) for tokens, _, _ in parts)
+    tokens = np.zeros((len(parts), P), np.int32)
+    positions = np.full_like(tokens, -1)
+    tables = np.zeros((len(parts), max(pages_for(f + len(t)) for t, f, _ in parts)), np.int32)
+    for row, (new, first, pages) in enumerate(parts):
+        tokens[row, P - len(new) :] = new
+        positions[row, P - len(new) :] = range(first, first + len(new))
+        taken = pages[: pages_for(first + len(new))]
+        tables[row, : len(taken)] = taken
+    return tokens, positions, tables
 
 
 class _Rows(Cache):

@@ -58,12 +58,10 @@ def open_scheduler(
     name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
     `CPU_CACHE_BYTES`. `decoder`: another one than `open_decoder` would choose.
     """
-    eos_tokens = _eos_tokens(model, extra_eos)
+    ends = eos_tokens(model, extra_eos)
     decoder = decoder or open_decoder(model)
-    if cache_bytes is None:
-        cache_bytes = _free_bytes(decoder.device)
-    num_pages = _num_pages(decoder, cache_bytes, max_running)
-    return Scheduler(decoder, num_pages, max_running, eos_tokens)
+    pages = num_pages(decoder, cache_bytes, max_running, decoder.context)
+    return Scheduler(decoder, pages, max_running, ends)
 
 
 def open_decoder(model: PreTrainedModel) -> Decoder:
@@ -90,7 +88,7 @@ def _choose(model: PreTrainedModel) -> tuple[type[Decoder], str | None]:
     return LoneDecoder, why
 
 
-def _eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) -> frozenset[int]:
+def eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) -> frozenset[int]:
     """The tokens that end a text, by the model's configs, and `extra_eos`."""
     found = [*extra_eos]
     for config in (model.config, model.generation_config):
@@ -109,9 +107,11 @@ def _free_bytes(device: torch.device) -> int:
     return int(GPU_SHARE * free)
 
 
-def _num_pages(decoder: Decoder, cache_bytes: int, max_running: int) -> int:
-    """No more than all sequences can use at their longest, and what `cache_bytes` hold."""
-    most = min(max_running, decoder.max_rows or max_running) * pages_for(decoder.context) + 1
+def num_pages(decoder: Decoder, cache_bytes: int | None, max_running: int, longest: int) -> int:
+    """No more than sequences of `longest` tokens can use, and what `cache_bytes` hold."""
+    if cache_bytes is None:
+        cache_bytes = _free_bytes(decoder.device)
+    most = min(max_running, decoder.max_rows or max_running) * pages_for(longest) + 1
     if not decoder.page_bytes:
         return most
     if (held := cache_bytes // decoder.page_bytes) < 2:

@@ -24,11 +24,12 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
+from twellctl.decoding.hf_decoder import padded
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 
-_NO_NUMBERS = (
+NO_NUMBERS = (
     "the model computed NaN in place of the next token's probabilities: change the prompt; if all "
     "prompts fail so, the model is broken or its dtype too narrow"
 )
@@ -187,7 +188,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, record: np.ndarray, events: list[Event]) -> None:
         token = self._batch.record.token(record, sequence.sampling)
         if token is None:
-            self._end(sequence, events, EngineError(_NO_NUMBERS))
+            self._end(sequence, events, EngineError(NO_NUMBERS))
             return
         sequence.tokens.append(token.id)
         self.generated_tokens += 1
@@ -327,18 +328,11 @@ class Scheduler:
 
     def _prompts(self, sequences: list[Sequence], ends: list[int]) -> tuple[Tensor, ...]:
         """Tokens, positions and tables as a decoder reads prompts."""
-        P = max(end - s.cached for s, end in zip(sequences, ends, strict=True))
-        tokens = np.zeros((len(sequences), P), np.int32)
-        positions = np.full_like(tokens, -1)
-        tables = np.zeros((len(sequences), pages_for(max(ends))), np.int32)
-        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
-            start, place = sequence.cached, P - (end - sequence.cached)
-            tokens[row, place:] = sequence.tokens[start:end]
-            positions[row, place:] = range(start, end)
-            pages = sequence.pages[: pages_for(end)]
-            tables[row, : len(pages)] = pages
-        rows = (tokens, positions, tables)
-        return tuple(torch.from_numpy(row).to(self.decoder.device) for row in rows)
+        parts = [
+            (sequence.tokens[sequence.cached : end], sequence.cached, sequence.pages)
+            for sequence, end in zip(sequences, ends, strict=True)
+        ]
+        return tuple(torch.from_numpy(row).to(self.decoder.device) for row in padded(parts))
 
     def _free_memory(self, failure: EngineError) -> None:
         if isinstance(failure, OutOfMemory):

@@ -1,0 +1,241 @@
+"""Many prompts continued as fast as they go through: no one waits for a token, only for the last.
+
+Rows of a batch take steps, `STEPS` in a row without the host. The host looks at what they gave when
+the next ones run already: it takes out what has ended, reads the next prompts together, and puts
+them into the free rows. The last token of a prompt is a row's first input, so that reading gives
+only keys and values. (scheduler.py is for those who wait for each token.)
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_spec import PAGE
+from twellctl.decoding.batch import Batch, Step, buckets
+from twellctl.decoding.dense_decoder import DenseDecoder
+from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.opening import eos_tokens, num_pages
+from twellctl.decoding.pages import RunPool, pages_for
+from twellctl.decoding.sampler import Field, Variant
+from twellctl.decoding.scheduler import NO_NUMBERS, check_fits, failure_of, variant_of_all
+from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.step_end import NO_TOKEN
+from twellctl.errors import TwellError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS = 1024  # at once, at most
+STEPS = 8  # between two looks of the host
+_PROMPT_TOKENS = 16384  # read in one forward, at most
+
+
+def answers(
+    model: PreTrainedModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Iterable[list[int]],
+    *,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    seed: int = 0,
+    rows: int = ROWS,
+) -> Iterator[tuple[int, list[int]]]:
+    """(index of a prompt, the tokens behind it) as they end, the token that ended them included.
+
+    `temperature` 0 is greedy; else a seed gives each prompt its own draws. Raises `TwellError` for
+    a model whose steps cannot be batched, a prompt that is empty or too long, and out of memory.
+    """
+    prompts = [list(prompt) for prompt in prompts]
+    waiting = iter(
+        [
+            Sequence(prompt, Sampling(max_new_tokens, temperature, seed=(seed << 32) + i), i)
+            for i, prompt in enumerate(prompts)
+        ]
+    )
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    ends = eos_tokens(model, [tokenizer.eos_token_id])
+    with contextlib.closing(Bulk(model, ends, rows=rows, longest=longest)) as bulk:
+        for sequence in bulk.run(lambda: next(waiting, None)):
+            yield sequence.client, sequence.tokens[sequence.num_prompt :]
+
+
+class Bulk:
+    """Continues sequences of `model` until one of `ends`, up to `rows` at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ends: frozenset[int],
+        *,
+        rows: int = ROWS,
+        longest: int | None = None,
+        cache_bytes: int | None = None,
+    ):
+        """`longest`: tokens of a sequence at most, None: the model's context.
+
+        `cache_bytes` bounds the key-value cache, as `open_scheduler` says. `TwellError` for a model
+        that does not go through batches.
+        """
+        self._decoder = _open_decoder(model)
+        self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
+        pages = num_pages(self._decoder, cache_bytes, rows, self.context)
+        self._pool, self._buckets = RunPool(pages), buckets(rows)
+        self.context = min(self.context, self._pool.capacity * PAGE)
+        self._rows: list[Sequence | None] = []  # None: free
+        self._left: set[int] = set()  # rows whose sequence has gone, and still writes
+        self._held: Sequence | None = None  # what there was no room for
+        self._under_way: tuple[list[Step], list[tuple[int, Sequence]]] | None = None
+        self._variant = Variant()
+        self._on_stream = contextlib.nullcontext()
+        if on_gpu := self._decoder.device.type == "cuda":  # graphs are not captured on the default
+            self._on_stream = torch.cuda.stream(torch.cuda.Stream(self._decoder.device))
+        with torch.inference_mode():
+            self._decoder.open_cache(pages)
+            self._batch = Batch(self._decoder, rows, pages_for(self.context), 2 * STEPS)
+        if on_gpu:
+            torch.cuda.synchronize(self._decoder.device)
+
+    def close(self) -> None:
+        """The model is as it was."""
+        if isinstance(self._decoder, DenseDecoder):
+            self._decoder.close()
+
+    def run(self, following: Callable[[], Sequence | None]) -> Iterator[Sequence]:
+        """Sequences as they end; `following` gives the next one when there is room, None: none now.
+
+        It is asked again after each that ended. Raises `TwellError`.
+        """
+        busy = True
+        while busy:
+            try:
+                busy, ended = self._advance(following)
+            except TwellError:
+                raise
+            except Exception as error:  # of the device
+                failure = failure_of(error)
+                if isinstance(failure, OutOfMemory):
+                    failure = "out of memory: lower --batch-size or --max-tokens"
+                raise TwellError(str(failure)) from error
+            yield from ended
+
+    @property
+    def num_running(self) -> int:
+        return sum(sequence is not None for sequence in self._rows)
+
+    @torch.inference_mode()
+    def _advance(self, following: Callable[[], Sequence | None]) -> tuple[bool, list[Sequence]]:
+        """Launch the next steps and look at those before; (whether to go on, what has ended)."""
+        with self._on_stream:
+            entered = self._enter(following)
+            launched = self._launch()
+            read, self._under_way = self._under_way, launched
+            ended = [] if read is None else self._read(*read)
+            if launched and not self._batch.reads_late:
+                self._under_way = None
+                ended += self._read(*launched)
+        return bool(entered or launched or ended or self._under_way), ended
+
+    # ---- rows ----
+
+    def _enter(self, following: Callable[[], Sequence | None]) -> bool:
+        """Fill the free rows. Those that stay free shall write where nobody reads."""
+        places = [row for row, sequence in enumerate(self._rows) if sequence is None]
+        places += range(len(self._rows), self._buckets[-1])
+        entered = {}
+        for row in places:
+            sequence, self._held = self._held or following(), None
+            if sequence is None:
+                break
+            try:
+                check_fits(sequence, self.context)
+            except EngineError as error:
+                raise TwellError(str(error)) from error
+            pages = self._pool.take(pages_for(sequence.most_tokens))
+            if pages is None:
+                self._held = sequence
+                break
+            sequence.pages, entered[row] = pages, sequence
+        self._read_prompts(list(entered.values()))
+        self._put(entered)
+        return bool(entered)
+
+    def _read_prompts(self, sequences: list[Sequence]) -> None:
+        """All but their last tokens, in few forwards."""
+        some, size = [], 0
+        for sequence in [s for s in sequences if s.num_prompt > 1]:
+            if some and size + sequence.num_prompt > _PROMPT_TOKENS:
+                self._decoder.read([s.tokens[:-1] for s in some], [s.pages for s in some])
+                some, size = [], 0
+            some.append(sequence)
+            size += sequence.num_prompt
+        if some:
+            self._decoder.read([s.tokens[:-1] for s in some], [s.pages for s in some])
+
+    def _put(self, entered: dict[int, Sequence]) -> None:
+        nobody = np.zeros(len(Field), np.int32)
+        changed = {row: (nobody, ()) for row in self._left}
+        changed |= {row: (s.fields(), s.pages) for row, s in entered.items()}
+        self._left.clear()
+        if changed:
+            self._batch.put(list(changed), *zip(*changed.values(), strict=True))
+        self._rows += [None] * (max(entered, default=-1) + 1 - len(self._rows))
+        for row, sequence in entered.items():
+            self._rows[row] = sequence
+        self._variant |= variant_of_all(list(entered.values()))
+        taken = [row for row, sequence in enumerate(self._rows) if sequence is not None]
+        if taken and self._bucket(len(taken)) < self._bucket(len(self._rows)):
+            self._batch.keep(taken)
+            self._rows = [self._rows[row] for row in taken]
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_rows)
+
+    # ---- steps ----
+
+    def _launch(self) -> tuple[list[Step], list[tuple[int, Sequence]]] | None:
+        rows = [(row, s) for row, s in enumerate(self._rows) if s and not s.all_launched]
+        if not rows:
+            return None
+        count = min(STEPS, max(s.most_tokens - len(s.tokens) - s.launched for _, s in rows))
+        num_pages = max(len(s.pages) for _, s in rows)
+        for _, sequence in rows:
+            sequence.launched += count
+        return [self._batch.launch(num_pages, self._variant) for _ in range(count)], rows
+
+    def _read(self, steps: list[Step], rows: list[tuple[int, Sequence]]) -> list[Sequence]:
+        """Wait for `steps`; which of `rows` have ended."""
+        steps[-1].read()
+        drawn = np.stack([step.read()[:, 0] for step in steps], 1).tolist()
+        ended = []
+        for row, sequence in rows:
+            sequence.launched -= len(steps)
+            if sequence.gone:
+                continue
+            for token in drawn[row][: sequence.most_tokens - len(sequence.tokens)]:
+                if token == NO_TOKEN:
+                    raise TwellError(NO_NUMBERS)
+                sequence.tokens.append(token)
+                sequence.gone = token in self.ends
+                if sequence.gone:
+                    break
+            sequence.gone |= len(sequence.tokens) == sequence.most_tokens
+            if sequence.gone:
+                ended.append(sequence)
+                self._pool.give_back(sequence.pages)
+                place = self._rows.index(sequence)
+                self._rows[place] = None
+                self._left.add(place)
+        return ended
+
+
+def _open_decoder(model: PreTrainedModel) -> DenseDecoder | HFDecoder:
+    why = None
+    for kind in (DenseDecoder, HFDecoder):
+        if (why := kind.why_not(model)) is None:
+            return kind(model)
+    raise TwellError(f"this model writes no texts side by side: {why}")
