@@ -3,17 +3,19 @@
 import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
-from twellctl.decoding.engine import OutOfMemory
-from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.batch import Batch
+from twellctl.decoding.bulk import Bulk
 from twellctl.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.errors import TwellError, UsageError
 from twellctl.models import loading
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.text.reading import read_texts
 from twellctl.text.tokens import encode_chat
 from twellctl.write import write
@@ -54,7 +56,7 @@ def test_a_model_writes_questions_and_answers(silu_llama, tokenizer, tmp_path):
     done = write(silu_llama, out, **SMALL)
     made = chats(out)
     assert (done.out, done.texts) == (out, len(made))
-    assert 600 <= done.tokens < 600 + 200
+    assert 600 <= done.tokens < 600 + 2 * 256  # what is begun is written to its end
     assert all(question.strip() and answer.strip() for question, answer in made)
     assert len({question for question, _ in made}) == len(made)  # all different
     assert len(list(read_texts([str(out)], "text", tokenizer))) == len(made)  # as finetune reads it
@@ -155,7 +157,7 @@ def test_a_question_ends_where_the_template_says(changed, drawn, question):
     assert tokenizer.decode(sequence.tokens) == "[INST] "
     sequence.tokens += tokenizer.encode(drawn, add_special_tokens=False)
     answer = made.answered(sequence, frozenset(made.special))
-    assert (answer and answer.client.question) == question
+    assert (answer and answer.client.messages[0]["content"]) == question
     if answer is not None:
         assert tokenizer.decode(answer.tokens) == f"[INST] {question} [/INST]"
 
@@ -204,30 +206,19 @@ def test_another_seed_draws_other_first_tokens(silu_llama, tokenizer):
     assert sum(a == b for a, b in zip(drawn(0), drawn(1), strict=True)) < 5
 
 
-def test_prompts_are_read_many_at_once(silu_llama, tmp_path, monkeypatch):
-    read, together = Scheduler._read_chunk, []
+def test_rows_are_full_and_no_more_are_begun_than_wanted(silu_llama, tmp_path, monkeypatch):
+    launch, running = Batch.launch, []
 
-    def reads(scheduler, sequences, events):
-        together.append(len(sequences))
-        return read(scheduler, sequences, events)
+    def launches(batch, num_pages, variant):
+        running.append(batch._num_rows)
+        return launch(batch, num_pages, variant)
 
-    monkeypatch.setattr(Scheduler, "_read_chunk", reads)
-    done = write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "batch_size": 64})
-    assert sum(together) >= 2 * done.texts  # a question and an answer each
-    assert sum(together) > 5 * len(together)  # of such long questions six fill a chunk
-
-
-@pytest.mark.parametrize("at_once", [1, 8, 16])
-def test_few_do_not_wait_for_each_other(silu_llama, tmp_path, monkeypatch, at_once):
-    launch, running = Scheduler._launch, []
-
-    def launches(scheduler, events):
-        running.append(len(scheduler.running))
-        return launch(scheduler, events)
-
-    monkeypatch.setattr(Scheduler, "_launch", launches)
-    write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "batch_size": at_once})
-    assert sum(running) > 0.9 * at_once * len(running)
+    monkeypatch.setattr(Batch, "launch", launches)
+    done = write(silu_llama, tmp_path / "a.jsonl", **SMALL | {"tokens": 3000, "batch_size": 8})
+    assert running[: len(running) // 2] == [8] * (len(running) // 2)
+    assert 3000 <= done.tokens < 3000 + 8 * 100
+    one = write(silu_llama, tmp_path / "b.jsonl", **SMALL | {"tokens": 1, "batch_size": 64})
+    assert one.texts == 1
 
 
 def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
@@ -252,10 +243,10 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
 
 
 def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_path, monkeypatch):
-    def fail(self):
-        return [(None, OutOfMemory("of 3 GiB"))]
+    def fail(*_):
+        raise torch.OutOfMemoryError("of 3 GiB")
 
-    monkeypatch.setattr(Scheduler, "advance", fail)
+    monkeypatch.setattr(Bulk, "_launch", fail)
     out = tmp_path / "own.jsonl"
     out.write_text(OURS)
     with pytest.raises(TwellError, match="out of memory: lower --batch-size or --max-tokens"):
@@ -263,9 +254,11 @@ def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_
     assert out.read_text() == OURS
 
 
-def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path):
-    def interrupt(done: int, total: int) -> None:
-        if done > 300:
+def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["twellctl.write"], "_SHOWN_EVERY", 0)
+
+    def interrupt(going) -> None:
+        if going.share > 0.5:
             raise KeyboardInterrupt
 
     out, said = tmp_path / "own.jsonl", []
@@ -299,7 +292,9 @@ def test_texts_fit_into_a_short_context_if_not_told(silu_llama, tmp_path, docume
         ({"max_tokens": 0}, "max-tokens must be 1 or more"),
         ({"batch_size": 0}, "batch-size must be 1 or more"),
         ({"documents": 1.5}, "documents must be 0 to 1, a share"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature 0 would write one text again and again"),
+        ({"temperature": 2.5}, "temperature must be 0 to 2"),
+        ({"prompts": "p.jsonl"}, "leave out --documents"),
         ({"seed": -1}, "seed must be 0 to"),
         ({"max_tokens": 256 - QUESTION_TOKENS}, "max-tokens must be at most"),
         ({"max_tokens": 256, "documents": 1.0}, "max-tokens must be at most 255"),
@@ -335,7 +330,7 @@ def test_what_was_only_converted_writes_nothing(relu_llama, tmp_path):
 def test_two_do_not_write_one_file(silu_llama, tmp_path):
     out, refused = tmp_path / "own.jsonl", []
 
-    def second(done: int, total: int) -> None:
+    def second(going) -> None:
         if not refused:
             with pytest.raises(TwellError, match="being written by another twellctl") as error:
                 write(silu_llama, out, **SMALL, overwrite=True)
@@ -356,3 +351,77 @@ def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, 
         one = SMALL | {"documents": share}
         with pytest.raises(TwellError, match="but the model has 80 tokens"):
             write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **one)
+
+
+def prompt_file(tmp_path, *rows) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+ASKED = [[{"role": "user", "content": f"What is {i}{' and more' * i}?"}] for i in range(12)]
+ASKED += [[{"role": "system", "content": "Be short."}, *ASKED[0], *ASKED[1]]]
+
+
+def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
+    rows = [{"prompt": chat[0]["content"]} for chat in ASKED[:-1]] + [{"messages": ASKED[-1]}]
+    file, out, said = prompt_file(tmp_path, *rows), tmp_path / "own.jsonl", []
+    how = {"prompts": file, "max_tokens": 12, "batch_size": 4, "temperature": 0.0}
+    done = write(silu_llama, out, **how, tokens=10**6, note=said.append)
+    assert said == ["each prompt was answered once: greedily a second answer would be the same"]
+    stock = loading.load_model(open_checkpoint(silu_llama))
+    known = []
+    for chat in ASKED:
+        prompt = torch.tensor([encode_chat(tokenizer, chat)])
+        ids = stock.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        known.append([*chat, {"role": "assistant", "content": text}])
+    made = [row["messages"] for row in lines(out)]
+    assert sorted(made, key=str) == sorted(known, key=str)
+    assert done.texts == len(ASKED)
+    assert len(list(read_texts([str(out)], "text", tokenizer))) == len(ASKED)
+
+
+def test_prompts_are_answered_again_by_other_draws(silu_llama, tmp_path):
+    file = prompt_file(tmp_path, *({"messages": chat} for chat in ASKED))
+    how = {"prompts": file, "max_tokens": 12, "batch_size": 4}
+    once = write(silu_llama, tmp_path / "a.jsonl", **how)
+    assert once.texts == len(ASKED)
+    often = write(silu_llama, tmp_path / "b.jsonl", **how, tokens=3 * once.tokens)
+    assert often.tokens >= 3 * once.tokens
+    assert often.texts > 2 * len(ASKED)
+    made = [str(row["messages"]) for row in lines(tmp_path / "b.jsonl")]
+    assert len(set(made)) > 0.9 * len(made)
+
+
+def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "is_only_converted", False)
+    file = prompt_file(tmp_path, {"prompt": "Why?"}, {"prompt": "So " * 300})
+    said = []
+    done = write(relu_llama, tmp_path / "own.jsonl", prompts=file, note=said.append)
+    assert done.texts == 1
+    assert said == ["1 prompts are left out: they fill the model's context"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "a"}, "p.jsonl:2 must have a prompt or messages, it has neither"),
+        ({"prompt": "a", "messages": []}, "p.jsonl:2 must have a prompt or messages, it has both"),
+        ({"prompt": "  "}, "p.jsonl:2 has no text in its prompt"),
+        ({"prompt": 7}, "p.jsonl:2 has no text in its prompt"),
+        ({"messages": []}, "p.jsonl:2 has no text in its messages"),
+        ({"messages": [{"role": "user"}]}, "p.jsonl:2 has no text in its messages"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "p.jsonl:2: its messages must end with the user's",
+        ),
+        (None, "p.jsonl holds no prompt"),
+    ],
+)
+def test_prompts_without_text_are_told_by_their_line(silu_llama, tmp_path, row, said):
+    path = tmp_path / "p.jsonl"
+    path.write_text("" if row is None else json.dumps({"prompt": "a"}) + "\n" + json.dumps(row))
+    with pytest.raises(TwellError, match=said):
+        write(silu_llama, tmp_path / "own.jsonl", prompts=path)
+    assert not (tmp_path / "own.jsonl").exists()

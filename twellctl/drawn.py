@@ -1,13 +1,14 @@
 """The texts that `twellctl write` lets a model write: how one begins, and what row it becomes.
 
-A chat begins behind the opening of a user's turn: there the model draws a question (Xu et al.,
-Magpie, arXiv:2406.08464), and then its answer. A document begins with a token drawn from all (Liu
-et al., LLM-QAT, arXiv:2305.17888). No torch before the first one begins.
+An answer follows a prompt that somebody wrote. A chat begins behind the opening of a user's turn:
+there the model draws a question (Xu et al., Magpie, arXiv:2406.08464), and then its answer. A
+document begins with a token drawn from all (Liu et al., LLM-QAT, arXiv:2305.17888). No torch before
+the first one begins.
 """
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from twellctl.decoding.engine import Sampling
 from twellctl.errors import TwellError, UsageError
@@ -20,17 +21,18 @@ if TYPE_CHECKING:
 
 QUESTION_TOKENS = 128  # at most
 MAX_TOKENS = 512  # of an answer or a document, if not told
+Messages: TypeAlias = list[dict[str, str]]
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}question\N{RIGHT WHITE SQUARE BRACKET}"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what part of a character decodes to
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What a sequence is: of which kind, the how manieth, and behind which question."""
+    """What a sequence is: of which kind, the how manieth, and behind which messages."""
 
     kind: "Kind"
     number: int
-    question: str | None = None
+    messages: Messages | None = None
 
 
 class Kind:
@@ -39,6 +41,7 @@ class Kind:
     name: str
     doubt: str  # where they end before their first word
     num_empty = 0  # of those in a row
+    num_prompts = 0  # that are answered, if that is what is written
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Kind:
         self.tokenizer = tokenizer
         self._vocabulary, self._seed = vocabulary, seed
         self._max_tokens, self._temperature = max_tokens, temperature
-        self._num_begun = self._context = 0
+        self._num_begun = self._context = self.longest = 0  # the longest that a text can become
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number for number, token in added if token.special}  # no text
 
@@ -60,8 +63,8 @@ class Kind:
         """Texts shall have `context` tokens at most; `TwellError` if longer ones are asked for."""
         raise NotImplementedError
 
-    def begun(self) -> "Sequence":
-        """The next text, of which nothing is written."""
+    def begun(self) -> "Sequence | None":
+        """The next text, of which nothing is written; None: there are no more."""
         raise NotImplementedError
 
     def answered(self, sequence: "Sequence", ends: frozenset[int]) -> "Sequence | None":
@@ -84,12 +87,27 @@ class Kind:
                 f"max-tokens must be at most {room}, the rest of the model's context of {context}, "
                 f"got {self._max_tokens}"
             )
+        self.longest = taken + self._max_tokens
 
     def _text(self, tokens: list[int], ends: frozenset[int]) -> str:
         """Of what was drawn, without the token that ended it."""
         if tokens and tokens[-1] in ends:
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    def _asked(self, messages: Messages) -> str:
+        """The text of a chat up to where the answer begins."""
+        try:
+            return chat_text(self.tokenizer, messages, opens_answer=True)
+        except ValueError as error:
+            raise TwellError(str(error)) from error
+
+    def _chat(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
+        """The line of messages and the answer to them; None without either."""
+        answer = self._text(sequence.tokens[sequence.num_prompt :], ends).strip()
+        if not sequence.client.messages or not answer:
+            return None
+        return {"messages": [*sequence.client.messages, {"role": "assistant", "content": answer}]}
 
     def _encoded(self, text: str, **how: Any) -> list[int]:
         tokens = self.tokenizer.encode(text, verbose=False, **{"add_special_tokens": False} | how)
@@ -101,6 +119,55 @@ class Kind:
 
         how = Sampling(most, self._temperature, seed=(self._seed << 32) + seed)
         return Sequence(prompt, how, what)
+
+
+class Answers(Kind):
+    """What the model answers to prompts of others, in an order that the seed draws."""
+
+    name = "answers"
+    doubt = "is it one that its chat template was made for?"
+
+    def __init__(self, prompts: list[Messages], again: bool, *how: Any):
+        """`again`: when all are answered they are again, by other draws.
+
+        `TwellError` where there is no chat template, or one that does not take a prompt.
+        """
+        super().__init__(*how)
+        if self.tokenizer.chat_template is None:
+            raise TwellError("the model has no chat template, so it answers no prompts")
+        self._again = again
+        self._left: list[tuple[Messages, list[int]]] = []  # of this pass
+        self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
+
+    def fit_into(self, context: int) -> None:
+        """Prompts that leave no room for an answer are left out: `num_long`."""
+        sizes = [len(tokens) for _, tokens in self._prompts]
+        self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
+        self.num_prompts = len(self._prompts)
+        self.num_long = len(sizes) - self.num_prompts
+        self._fit(min(sizes), context)
+        self.longest = min(context, self._max_tokens + max(n for n in sizes if n < context))
+
+    def begun(self) -> "Sequence | None":
+        if not self._left:
+            if self._num_begun and not self._again:
+                return None
+            draw = random.Random((self._seed << 32) + self._num_begun)
+            self._left = draw.sample(self._prompts, len(self._prompts))
+        messages, prompt = self._left.pop()
+        self._num_begun += 1
+        most = min(self._max_tokens, self._context - len(prompt))
+        what = Begun(self, self._num_begun, messages)
+        return self._sequence(prompt, most, what.number, what)
+
+    def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
+        return self._chat(sequence, ends)
+
+    def _begins(self, number: int, messages: Messages) -> tuple[Messages, list[int]]:
+        try:
+            return messages, self._encoded(self._asked(messages))
+        except TwellError as error:
+            raise TwellError(f"prompt {number}: {error}") from error
 
 
 class Chats(Kind):
@@ -116,7 +183,7 @@ class Chats(Kind):
             raise TwellError(
                 "the model has no chat template, so it writes no chats: leave out --documents"
             )
-        before, mark, behind = self._asked(_MARK).partition(_MARK)
+        before, mark, behind = self._asked(_question(_MARK)).partition(_MARK)
         self._opening = self._encoded(before)
         if not mark or not self._opening:
             raise TwellError(
@@ -126,7 +193,9 @@ class Chats(Kind):
         self._closing = next(iter(behind.split()), "")  # where a question ends, by its text
 
     def fit_into(self, context: int) -> None:
-        self._fit(QUESTION_TOKENS + len(self._encoded(self._asked(_MARK))), context)
+        self._fit(QUESTION_TOKENS + len(self._encoded(self._asked(_question(_MARK)))), context)
+        # broken characters take more tokens than were drawn
+        self.longest = min(context, self.longest + 2 * QUESTION_TOKENS)
 
     def begun(self) -> "Sequence":
         self._num_begun += 1
@@ -135,35 +204,25 @@ class Chats(Kind):
 
     def answered(self, sequence: "Sequence", ends: frozenset[int]) -> "Sequence | None":
         what = sequence.client
-        if what.question is not None or not (question := self._question(sequence, ends)):
+        text = self._text(sequence.tokens[sequence.num_prompt :], ends)
+        question = (text.partition(self._closing)[0] if self._closing else text).strip()
+        if what.messages or not question:
             return None
-        prompt = self._encoded(self._asked(question))
-        room = self._context - len(prompt)  # broken characters take more tokens than were drawn
+        messages = _question(question)
+        prompt = self._encoded(self._asked(messages))
+        room = self.longest - len(prompt)
         if room < 1:
             return None
         most = min(self._max_tokens, room)
-        what = Begun(self, what.number, question)
+        what = Begun(self, what.number, messages)
         return self._sequence(prompt, most, -what.number % 2**32, what)
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
-        question = sequence.client.question
-        answer = self._text(sequence.tokens[sequence.num_prompt :], ends).strip()
-        if question is None or not answer:
-            return None
-        turns = ("user", question), ("assistant", answer)
-        return {"messages": [{"role": role, "content": text} for role, text in turns]}
+        return self._chat(sequence, ends)
 
-    def _question(self, sequence: "Sequence", ends: frozenset[int]) -> str:
-        text = self._text(sequence.tokens[sequence.num_prompt :], ends)
-        return (text.partition(self._closing)[0] if self._closing else text).strip()
 
-    def _asked(self, question: str) -> str:
-        """The text of a chat up to where the answer begins."""
-        messages = [{"role": "user", "content": question}]
-        try:
-            return chat_text(self.tokenizer, messages, opens_answer=True)
-        except ValueError as error:
-            raise TwellError(str(error)) from error
+def _question(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
 
 
 class Documents(Kind):

@@ -1,15 +1,24 @@
 """Many prompts at once: each is continued as transformers' own generate continues it alone."""
 
+import contextlib
 import random
 
 import pytest
 import torch
 
-from twellctl.decoding.bulk import answers
+from twellctl.decoding import bulk
+from twellctl.decoding.bulk import Bulk, answers
+from twellctl.decoding.dense_decoder import DenseDecoder
+from twellctl.decoding.engine import Sampling
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.pages import RunPool
+from twellctl.decoding.sequence import Sequence
+from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+ENDS = frozenset(range(0, 512, 9))  # random models seldom find one end
 
 
 @pytest.fixture
@@ -19,10 +28,11 @@ def opened(make_model):
     def opened(family: str = "llama", **changes):
         model = load_model(open_checkpoint(make_model(family, **changes)))
 
-        def greedy(prompt: list[int], most: int) -> list[int]:
+        def greedy(prompt: list[int], most: int, ends: frozenset[int] = frozenset()) -> list[int]:
             ids = torch.tensor([prompt])
             how = {"do_sample": False, "max_new_tokens": most, "pad_token_id": 0}
-            return model.generate(ids, **how)[0, len(prompt) :].tolist()
+            made = model.generate(ids, **how, eos_token_id=[*ends] or 511)[0, len(prompt) :]
+            return made.tolist()
 
         return model, greedy
 
@@ -30,14 +40,98 @@ def opened(make_model):
 
 
 def ragged(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 90 tokens."""
     draw = random.Random(seed)
-    return [[draw.randrange(1, 512) for _ in range(draw.randint(1, 90))] for _ in range(count)]
+    sizes = [1, 2, 64, 65, *(draw.randint(1, 90) for _ in range(count))][:count]
+    return [[draw.randrange(1, 511) for _ in range(size)] for size in sizes]
+
+
+def run(model, prompts, most: int, ends=ENDS, temperature: float = 0.0, **how) -> dict:
+    """The tokens behind each prompt."""
+    waiting = iter(
+        [Sequence(p, Sampling(most, temperature, seed=i), i) for i, p in enumerate(prompts)]
+    )
+    with contextlib.closing(Bulk(model, ends, **how)) as made:
+        return {s.client: s.tokens[s.num_prompt :] for s in made.run(lambda: next(waiting, None))}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_generate(opened, tokenizer, family):
     model, greedy = opened(family)
-    prompts = ragged(11)
-    known = [greedy(prompt, 30) for prompt in prompts]
-    made = dict(answers(model, tokenizer, prompts, max_new_tokens=30, rows=4))
-    assert [made[i] for i in range(len(prompts))] == known
+    before, prompts = model.config._attn_implementation, ragged(9)
+    made = dict(answers(model, tokenizer, prompts, max_new_tokens=20, rows=4))
+    assert model.config._attn_implementation == before
+    assert [made[i] for i in range(len(prompts))] == [greedy(p, 20, {0}) for p in prompts]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", [DenseDecoder, HFDecoder])
+def test_rows_end_and_are_taken_again(opened, monkeypatch, kind, late):
+    """Also where the host looks at steps when the next ones run already, as on a GPU."""
+    if kind is HFDecoder:
+        monkeypatch.setattr(DenseDecoder, "why_not", lambda model: "not today")
+    init = bulk.Batch.__init__
+
+    def patched(batch, *args):
+        init(batch, *args)
+        batch.reads_late = late
+
+    monkeypatch.setattr(bulk.Batch, "__init__", patched)
+    model, greedy = opened()
+    prompts = ragged(40)
+    known = {i: greedy(prompt, 30, ENDS) for i, prompt in enumerate(prompts)}
+    assert min(map(len, known.values())) == 1  # one ends at once
+    assert run(model, prompts, 30, rows=6) == known
+    # of a cache where three rows find room
+    size = kind(model).page_bytes if kind is HFDecoder else HFDecoder(model).page_bytes
+    assert run(model, prompts, 30, rows=6, longest=128, cache_bytes=7 * size) == known
+
+
+def test_a_window_hides_what_lies_before_it(opened):
+    model, greedy = opened("mistral", sliding_window=24)
+    prompts = ragged(8)
+    known = {i: greedy(prompt, 30, ENDS) for i, prompt in enumerate(prompts)}
+    assert run(model, prompts, 30, rows=3) == known
+
+
+def test_a_draw_does_not_depend_on_who_is_beside_it(opened):
+    model, _ = opened()
+    prompts = ragged(20)
+    made = run(model, prompts, 20, temperature=1.0, rows=5)
+    assert made == run(model, prompts, 20, temperature=1.0, rows=16)
+    assert made != run(model, prompts, 20, rows=5)
+    alone = run(model, [prompts[0]] * 9, 20, temperature=1.0, rows=9)
+    assert len({tuple(tokens) for tokens in alone.values()}) > 5
+
+
+def test_what_does_not_fit_is_refused(opened, tokenizer, make_model):
+    model, _ = opened()
+    with pytest.raises(TwellError, match="need room for 300 tokens, there is room for 256"):
+        list(answers(model, tokenizer, [[1] * 100], max_new_tokens=200))
+    with pytest.raises(TwellError, match="needs at least one token before it"):
+        list(answers(model, tokenizer, [[]], max_new_tokens=2))
+    hybrid = load_model(open_checkpoint(make_model("falcon_h1")))
+    with pytest.raises(TwellError, match=r"no texts side by side: FalconH1\w* keeps more"):
+        list(answers(hybrid, tokenizer, [[1]]))
+
+
+def test_numbers_that_are_none_end_it(opened, tokenizer):
+    model, _ = opened()
+    model.lm_head.weight.data[:] = torch.nan
+    with pytest.raises(TwellError, match="computed NaN"):
+        list(answers(model, tokenizer, [[1]], max_new_tokens=9))
+
+
+def test_runs_of_pages_are_lent_once():
+    pool, draw, lent = RunPool(200), random.Random(0), []
+    for _ in range(2000):
+        if draw.random() < 0.5 and (run := pool.take(draw.randint(1, 20))):
+            lent.append(run)
+        elif lent:
+            pool.give_back(lent.pop(draw.randrange(len(lent))))
+        taken = [page for run in lent for page in run]
+        assert len(set(taken)) == len(taken)
+        assert not taken or 0 < min(taken) <= max(taken) < 200
+    for run in lent:
+        pool.give_back(run)
+    assert pool.take(199) == range(1, 200)

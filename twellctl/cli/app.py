@@ -77,7 +77,17 @@ def convert(
 def write(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
-    tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 20_000_000,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A jsonl file of prompts to answer: prompt, or messages that end with a user's.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to write. [default: 20000000; each prompt answered once]"),
+    ] = None,
     documents: Annotated[
         float | None,
         typer.Option(
@@ -93,25 +103,30 @@ def write(
             "leaves]"
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="How freely tokens are drawn.")] = 0.8,
-    batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn. 0, for prompts: the likeliest.")
+    ] = 0.8,
+    batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Let a model write text to train on.
 
-    A chat model draws users' questions, and answers them; any model writes documents behind a first
-    word that is drawn. The sparse form of a chat model, fine-tuned on them beside other text, keeps
-    its manner and more of what it knew. What is in OUT after Ctrl-C can be used.
+    With --prompts it answers them. Else a chat model draws users' questions, and answers them; any
+    model writes documents behind a first word that is drawn. The sparse form of a chat model,
+    fine-tuned on them beside other text, keeps its manner and more of what it knew. MODEL may be
+    the sparse one, too. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
+    from twellctl.screens.write import stages
     from twellctl.write import write as run
 
-    doing, progress = ui.stages()
+    doing, progress = stages()
     done = run(
         model,
         out,
+        prompts=prompts,
         tokens=tokens,
         documents=documents,
         max_tokens=max_tokens,
@@ -126,7 +141,7 @@ def write(
     )
     ui.say(
         f"{done.out}: {done.texts} texts, {done.tokens} tokens, "
-        f"{done.tokens / done.seconds:.0f} tokens/s"
+        f"{done.drawn / done.seconds:.0f} tokens/s"
     )
     own = ui.word(done.out)
     ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")

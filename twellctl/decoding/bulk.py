@@ -81,9 +81,10 @@ class Bulk:
         `cache_bytes` bounds the key-value cache, as `open_scheduler` says. `TwellError` for a model
         that does not go through batches.
         """
-        self._decoder = _open_decoder(model)
+        self._decoder, self.why_slow = _open_decoder(model)  # None: as fast as it gets
         self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
         pages = num_pages(self._decoder, cache_bytes, rows, self.context)
+        self.num_drawn = 0  # tokens, in all
         self._pool, self._buckets = RunPool(pages), buckets(rows)
         self.context = min(self.context, self._pool.capacity * PAGE)
         self._rows: list[Sequence | None] = []  # None: free
@@ -124,8 +125,9 @@ class Bulk:
             yield from ended
 
     @property
-    def num_running(self) -> int:
-        return sum(sequence is not None for sequence in self._rows)
+    def num_tokens(self) -> int:
+        """Of what is under way, with the prompts."""
+        return sum(len(sequence.tokens) for sequence in self._rows if sequence is not None)
 
     @torch.inference_mode()
     def _advance(self, following: Callable[[], Sequence | None]) -> tuple[bool, list[Sequence]]:
@@ -220,6 +222,7 @@ class Bulk:
                 if token == NO_TOKEN:
                     raise TwellError(NO_NUMBERS)
                 sequence.tokens.append(token)
+                self.num_drawn += 1
                 sequence.gone = token in self.ends
                 if sequence.gone:
                     break
@@ -233,9 +236,10 @@ class Bulk:
         return ended
 
 
-def _open_decoder(model: PreTrainedModel) -> DenseDecoder | HFDecoder:
-    why = None
-    for kind in (DenseDecoder, HFDecoder):
-        if (why := kind.why_not(model)) is None:
-            return kind(model)
-    raise TwellError(f"this model writes no texts side by side: {why}")
+def _open_decoder(model: PreTrainedModel) -> tuple[DenseDecoder | HFDecoder, str | None]:
+    """The best one for `model`, and what stands against a better one."""
+    if (why := DenseDecoder.why_not(model)) is None:
+        return DenseDecoder(model), None
+    if (last := HFDecoder.why_not(model)) is None:
+        return HFDecoder(model), why
+    raise TwellError(f"this model writes no texts side by side: {last}")

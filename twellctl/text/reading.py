@@ -38,6 +38,37 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
             raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
 
 
+def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
+    """The messages up to a user's of each line of a jsonl file: `prompt`, a text, or `messages`.
+
+    `TwellError` names file and line of what is wrong.
+    """
+    if Path(path).suffix not in (".jsonl", ".json"):
+        raise UsageError(f"{path} is no .jsonl file: give one whose lines have a prompt")
+    found = [_messages(row, where) for where, row in _jsonl_rows(Path(path))]
+    if not found:
+        raise TwellError(f"{path} holds no prompt: give a file with some")
+    return found
+
+
+def _messages(row: Any, where: str) -> list[dict[str, str]]:
+    keys = [key for key in ("prompt", "messages") if isinstance(row, dict) and key in row]
+    if len(keys) != 1:
+        has = "both" if keys else "neither"
+        raise TwellError(f"{where} must have a prompt or messages, it has {has}")
+    messages = row[keys[0]]
+    if keys == ["prompt"]:
+        messages = [{"role": "user", "content": messages}]
+    turns = messages if isinstance(messages, list) else []
+    turns = [(m.get("role"), m.get("content")) for m in turns if isinstance(m, dict)]
+    texts = all(isinstance(text, str) and text.strip() for _, text in turns)
+    if not turns or len(turns) < len(messages) or not texts:
+        raise TwellError(f"{where} has no text in its {keys[0]}: correct or leave out this row")
+    if turns[-1][0] != "user":
+        raise TwellError(f"{where}: its messages must end with the user's, which is answered")
+    return [{"role": role, "content": text} for role, text in turns]
+
+
 def estimated_text_bytes(paths: list[str], text_column: str, tokenizer: Any = None) -> float:
     """Bytes of all texts that `read_texts` gives, in UTF-8: by the first rows of each file."""
     return sum(
@@ -89,17 +120,22 @@ def _read_txt(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+    for where, row in _jsonl_rows(path):
+        yield _row_text(row, text_column, tokenizer, where)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line, the value there), but of empty lines."""
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            row = parse_json(_decoded(line, where), finite=False)
+            yield where, parse_json(_decoded(line, where), finite=False)
         except ValueError as error:
             raise TwellError(
                 f"{where} is not valid JSON ({reason(error)}): each line must hold one object"
             ) from error
-        yield _row_text(row, text_column, tokenizer, where)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
