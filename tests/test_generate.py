@@ -164,14 +164,22 @@ def test_bad_calls_are_refused(relu_llama, settings, sentence):
         generate(relu_llama, **{"prompt": PROMPT} | settings)
 
 
-def test_models_that_do_not_fit_are_refused(cli, silu_llama, relu_llama, tmp_path):
-    for folder, sentence in [
-        (silu_llama, "is a SiLU model: make it ReLU with"),
-        (tmp_path / "none", "does not exist: give a model folder"),
-    ]:
-        code, out, err = cli("generate", folder, PROMPT)
-        assert (code, out, len(err)) == (1, "", 1)
-        assert sentence in err[0]
+def test_a_silu_model_runs_densely_and_says_so(cli, silu_llama, tokenizer):
+    code, out, err = cli("generate", silu_llama, PROMPT, "--max-tokens=9", "--no-chat")
+    assert (code, len(err)) == (0, 2)
+    assert err[0].endswith("is a SiLU model: every neuron is computed for every token")
+    assert "fired" not in err[1]
+    stock = loading.load_model(open_checkpoint(silu_llama))
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    made = tokenizer.decode(stock.generate(ids, do_sample=False, max_new_tokens=9)[0])
+    assert made.startswith(PROMPT + out[:-1])
+    assert out.strip()
+
+
+def test_models_that_do_not_fit_are_refused(cli, relu_llama, tmp_path):
+    code, out, err = cli("generate", tmp_path / "none", PROMPT)
+    assert (code, out, len(err)) == (1, "", 1)
+    assert "does not exist: give a model folder" in err[0]
     code, _, err = cli("generate", relu_llama)
     assert (code, len(err)) == (2, 1)
     assert "PROMPT" in err[0]

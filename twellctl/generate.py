@@ -108,7 +108,7 @@ def generate(
     chat: bool | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Load `model` (a ReLU folder, an export or a hub id); the text after `prompt`, to iterate.
+    """Load `model` (a folder, an export or a hub id); the text after `prompt`, to iterate.
 
     `chat` sends the prompt through the chat template as a user's message; None does where there is
     a template. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
@@ -117,7 +117,6 @@ def generate(
     _check_numbers(max_tokens, temperature, top_p, top_k, seed)
     _check_text(prompt)
     checkpoint = open_checkpoint(model)
-    checkpoint.require_relu()
     checkpoint.require_tokenizer()
     # torch takes seconds to import: a wrong model is told before
     from twellctl.decoding.opening import open_scheduler
@@ -130,6 +129,7 @@ def generate(
     budget = max_tokens or min(MAX_TOKENS, _room(scheduler, tokens))
     sampling = Sampling(budget, temperature, top_p, top_k, seed)
     checkpoint.beware_of_noise(note)
+    checkpoint.say_if_dense(note)
     return Generation(scheduler, tokenizer, tokens, sampling, continued=not chat)
 
 

@@ -1,4 +1,4 @@
-"""twellctl serve-local: OpenAI's API for one ReLU model and a page to chat with it."""
+"""twellctl serve-local: OpenAI's API for one model and a page to chat with it."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def serve_local(
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Serve `model` (a ReLU folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
+    """Serve `model` (a folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
     With `api_key` clients must send it; only then `host` may be one that others can reach.
     `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). Up to
@@ -57,11 +57,11 @@ def serve_local(
     access = access_of(host, api_key, allow_hosts)
     _check_numbers(port, max_running, max_waiting, timeout, drain)
     checkpoint = open_checkpoint(model)
-    checkpoint.require_relu()
     checkpoint.require_tokenizer()
     with _short_turns(), _listener(host, port) as listener:
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         checkpoint.beware_of_noise(note)
+        checkpoint.say_if_dense(note)
         try:
             limits = Limits(answer_seconds=timeout)
             how = {"access": access, "limits": limits, "drain": drain, "log": log}

@@ -163,9 +163,17 @@ def test_chat_template_that_refuses_is_a_bad_request(served, monkeypatch):
         chat(client)
 
 
-def test_what_cannot_be_served_is_refused(silu_llama, relu_llama, tmp_path):
-    with pytest.raises(TwellError, match="is a SiLU model: make it ReLU with 'twellctl convert"):
-        serve_local(silu_llama)
+def test_a_silu_model_is_served_densely(silu_llama):
+    checkpoint = open_checkpoint(silu_llama)
+    served, said = load_served_model(checkpoint), []
+    checkpoint.say_if_dense(said.append)
+    assert said == [f"{silu_llama} is a SiLU model: every neuron is computed for every token"]
+    with running(served) as client:
+        assert complete(client, prompt="x = 1", max_tokens=5).choices[0].text
+    assert served.engine.stats().densities == ()
+
+
+def test_what_cannot_be_served_is_refused(relu_llama, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):

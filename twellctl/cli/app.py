@@ -298,7 +298,7 @@ app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 
 @command(app, "generate exported 'Once upon a time'", group=USE)
 def generate(
-    model: LocalModel,
+    model: Model,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
     ],
@@ -327,7 +327,8 @@ def generate(
 ) -> None:
     """Continue or answer a prompt.
 
-    The text goes to stdout as it comes; tokens/s and the share of neurons that fired to stderr.
+    The text goes to stdout as it comes; tokens/s and, of a ReLU model, the share of neurons that
+    fired to stderr.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import generate as run
@@ -352,7 +353,7 @@ def generate(
 
 @command(app, "serve-local exported --port 8000", group=USE)
 def serve_local(
-    model: LocalModel,
+    model: Model,
     host: Annotated[
         str, typer.Option(help="The address to listen on; beyond this machine only with a key.")
     ] = "127.0.0.1",

@@ -14,14 +14,16 @@ from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 class FiredCounts:
     """Counts at the activations of a model's gated FFNs, in forwards inside `counted`.
 
-    Where a layer has several FFNs (experts) none is metered. One that runs over TwELL's kernels
+    Where a layer has several FFNs (experts), or an activation is none that is zero below zero (SiLU
+    is not), none is metered. One that runs over TwELL's kernels
     never shows its activation: the gates of the last tokens are computed a second time.
     `neurons`: how many each layer has, known from the first forward on.
     """
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
-        ffns = gated_ffns(model)
-        self._ffns = ffns if len(ffns) <= num_hidden_layers else []
+        ffns, below = gated_ffns(model), torch.tensor([-1.0])
+        is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
+        self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)
         self._counts: list[Tensor | None] = [None] * len(self._ffns)
 

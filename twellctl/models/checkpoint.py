@@ -105,6 +105,12 @@ class Checkpoint:
         if self.is_only_converted:
             note(f"beware: {self.name} was converted and not fine-tuned: what it writes is noise")
 
+    def say_if_dense(self, note: Callable[[str], None]) -> None:
+        """Say so if no neuron can be left out: the activation is not ReLU."""
+        if self.activation != "relu":
+            name = "SiLU" if self.is_silu else self.activation
+            note(f"{self.name} is a {name} model: every neuron is computed for every token")
+
     @property
     def is_fp8(self) -> bool:
         """Whether it is an FP8 export."""
