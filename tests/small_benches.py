@@ -25,7 +25,7 @@ def count_less(monkeypatch) -> None:
     monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
     monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
     monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.decode_forms.COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("twellctl.bench.decode_floors.COPIED_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from twellctl.bench import decode as module
 from twellctl.bench import decode_runs as runs
 from twellctl.bench.decode import bench_decode
-from twellctl.bench.decode_forms import (
+from twellctl.bench.decode_floors import (
     copy_bandwidth,
     ffn_bytes,
     step_bytes,
@@ -68,15 +68,14 @@ def tiny(tmp_path_factory):
 
 
 def test_what_can_be_run_is_measured():
-    found = bench_decode(DecodeSettings(**TINY, generate_static=True)).to_json()
+    found = bench_decode(DecodeSettings(**TINY)).to_json()
     (model,) = found["models"]
     assert model["without_twell"] == NO_GPU
     assert model["model"]["layers"] == 2
     assert [point["batch"] for point in model["points"]] == [1, 3]
     for point in model["points"]:
-        assert list(point["forms"]) == ["generate", "generate static", "dense"]
+        assert list(point["forms"]) == ["generate", "dense"]
         assert point["skipped"] == {}
-        assert list(point["ffn_ms"]) == ["dense eager"]
         for form in point["forms"].values():
             assert form["steps"] == 12
             assert form["ms_p10"] <= form["ms"] <= form["ms_p90"]
@@ -274,23 +273,14 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
     with pytest.raises(TwellError, match=r"prompts of 16 tokens, not 64: give more text"):
         bench_decode(DecodeSettings(**little))
-    for words, sentence in [
-        ((relu_llama, "--ffn"), "MODEL does not go with this: leave out --ffn"),
-        (("--ffn", "--config", TINY_CONFIG), "--config does not go with this: leave out --ffn"),
-        (("--hidden-size", 128), "--hidden-size does not go with this: give --ffn, too"),
-        (("--rounds", 3), "--rounds does not go with this: give --ffn, too"),
-    ]:
-        code, _, err = cli("bench", "decode", *words)
-        assert (code, len(err)) == (2, 1)
-        assert sentence in err[0]
 
 
 def test_without_a_gpu_only_the_cpu_is_tried(cli, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for words in ((), ("--ffn",)):
-        code, out, err = cli("bench", "decode", *words)
+    for command in ("decode", "model"):
+        code, out, err = cli("bench", command)
         assert (code, out, len(err)) == (1, "", 1)
-        assert "--device cpu runs tiny" in err[0]
+        assert "torch finds none here (see twellctl doctor); --device cpu runs tiny" in err[0]
 
 
 # ---- the judge ----
@@ -307,7 +297,6 @@ def test_the_judge_counts_what_fires_in_the_last_steps(tiny):
     fired = torch.stack([torch.stack(rows) for rows in seen]).float()  # [L, rows, steps, N]
     assert found.densities == pytest.approx(fired.mean((1, 2, 3)).tolist())
     assert found.unions == pytest.approx(fired.amax(1).mean((1, 2)).tolist())
-    assert [list(inputs.shape) for inputs in found.ffn_inputs] == [[3, 128]] * 2
     assert found.most_alike.expected == pytest.approx(1 - (1 - found.densities[0]) ** 3, rel=0.2)
 
 
@@ -382,7 +371,7 @@ def test_the_sentence_tells_ratio_and_steps():
             {},
             {},
         ),
-        DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}, {}),
+        DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}),
     ]
     assert bench(*points).sentences == [
         "on this GPU this model decodes 1.43x as fast as dense bf16 at batch 1 (1429 steps/s), "
@@ -396,9 +385,7 @@ def test_the_sentence_tells_ratio_and_steps():
         "on this GPU this model decodes 1.43x as fast as dense bf16 and 0.86x as fast as dense FP8 "
         "at batch 1 (1429 steps/s), 0.80x and 0.48x at 16 (800)"
     ]
-    said = bench(
-        DecodePoint(1, (decode_form("dense", 0.001),), {}, {}), device="CPU", without="no GPU"
-    )
+    said = bench(DecodePoint(1, (decode_form("dense", 0.001),), {}), device="CPU", without="no GPU")
     assert said.sentences == [
         "on this CPU this model decodes at 1000 steps/s at batch 1 in its dense form; TwELL and "
         "dense FP8 were not run: no GPU"
@@ -408,26 +395,25 @@ def test_the_sentence_tells_ratio_and_steps():
 @pytest.mark.parametrize("shortfall", [0.3, float("nan")])
 def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
     point = DecodePoint(
-        1, (decode_form("dense", 0.1), decode_form("twell", 0.1, shortfall=shortfall)), {}, {}
+        1, (decode_form("dense", 0.1), decode_form("twell", 0.1, shortfall=shortfall)), {}
     )
     (words,) = bench(point).wrong
     assert words.startswith("twell chose a token ")
     json.dumps(bench(point).to_json())
-    assert bench(DecodePoint(1, (decode_form("dense", 0.1, shortfall=0.2),), {}, {})).wrong == []
+    assert bench(DecodePoint(1, (decode_form("dense", 0.1, shortfall=0.2),), {})).wrong == []
     fp8 = [decode_form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
-    (words,) = bench(DecodePoint(1, tuple(fp8), {}, {})).wrong
+    (words,) = bench(DecodePoint(1, tuple(fp8), {})).wrong
     assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")
 
 
 def test_json_holds_everything():
-    ffn = {"dense eager": 0.001}
     point = DecodePoint(
-        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), ffn, {"generate": "no"}
+        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), {"generate": "no"}
     )
     saved = bench(point).to_json()
     assert (saved["schema_version"], saved["bandwidth_gb_s"]) == (1, 4000)
     (told,) = saved["models"][0]["points"]
-    assert (told["ffn_ms"], told["skipped"]) == ({"dense eager": 1.0}, {"generate": "no"})
+    assert told["skipped"] == {"generate": "no"}
     assert set(told["forms"]["twell"]) == {
         "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
         "steps", "over_dense", "over_fp8", "density", "union", "shortfall", "floor_bytes",

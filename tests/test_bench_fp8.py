@@ -1,40 +1,21 @@
-"""bench with dense FP8 as a rival, and of FFNs and models in FP8: all of its commands."""
+"""bench with dense FP8 as a rival, and of models in FP8."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import small_benches
 import torch
 from shapes import TINY_CONFIG
-from small_benches import BothForms, drawn, relative
+from small_benches import BothForms, relative
 from torch import nn
 
-from twellctl.bench import decode_ffn, decode_runs, dense_fp8
+from twellctl.bench import decode_runs, dense_fp8
 from twellctl.bench.decode import bench_decode
-from twellctl.bench.decode_ffn import Weights
-from twellctl.bench.decode_forms import (
-    few_pair,
-    few_weights,
-    fp8_parts,
-    rounded_weights,
-    torch_ffn,
-    weights_of,
-)
-from twellctl.bench.dense_fp8 import (
-    SCHEMES,
-)
-from twellctl.bench.ffn import bench_ffn
 from twellctl.bench.model import bench_model
 from twellctl.bench.precisions import in_precisions, is_in_fp8
-from twellctl.bench.results import DENSE_FP8
-from twellctl.bench.settings import DecodeSettings, FfnSettings, ModelSettings
-from twellctl.bench.synthetic import EVEN, make_rows, make_weights
+from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.bench.twell_side import shared_copy
-from twellctl.bundle.twell_fp8 import E4M3, fp8_ffn
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
-from twellctl.bundle.twell_model import TwellFFN, gated_ffns
-from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -44,98 +25,12 @@ from twellctl.profile import profile
 CPU = torch.device("cpu")
 RIVALS = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
-by_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 
 
 @pytest.fixture
 def has_fp8(monkeypatch):
     """As if this device were one with FP8 products; torch's run on the CPU, too."""
     monkeypatch.setattr(dense_fp8, "why_no_products", lambda *asked: None)
-
-
-def test_bench_ffn_times_both_rivals(cli, has_fp8):
-    words = ("--hidden-size", 256, "--intermediate-size", 512, "--rounds", 1, "--device", "cpu")
-    words += ("--tokens", 64, "--tokens", 16, "--density", 0.05)
-    code, out, err = cli("bench", "ffn", *words, "--json", "-")
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["without_fp8"] is None
-    for point in found["points"]:
-        assert list(point["candidates"]) == [
-            *("dense eager", "dense eager, fused"),
-            *(*RIVALS, "twell plain"),
-        ]
-        assert point["fastest_fp8"].startswith("dense FP8 ")
-        fastest, twell = (point["candidates"][point[name]] for name in ("fastest_fp8", "twell"))
-        assert point["over_fastest_fp8"] == pytest.approx(fastest["ms"] / twell["ms"])
-        assert fastest["over_fastest_fp8"] == 1
-        assert not point["fastest_dense"].startswith("dense FP8")
-    assert " as fast as eager bf16 and " in found["sentences"][0]
-    code, out, _ = cli("bench", "ffn", *words)
-    assert code == 0
-    assert "over FP8" in out
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
-def test_bench_ffn_runs_over_fp8_weights(has_fp8, bias):
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.2,)}
-    how = {"rounds": 1, "device": "cpu", "quantize": "fp8", "bias": bias}
-    found = bench_ffn(FfnSettings(**sizes, **how))
-    assert found.wrong == []
-    (point,) = found.points
-    names = ["dense eager", "dense eager, fused", *RIVALS, "twell FP8 plain"]
-    assert [c.name for c in point.candidates] == names
-    errors = {c.name: c.errors["error"] for c in point.candidates}
-    assert errors["dense eager"] < 0.01  # the weights of all are the rounded ones
-    assert errors["twell FP8 plain"] == pytest.approx(errors[RIVALS[0]], rel=0.05)
-    (said,) = found.sentences
-    assert said.startswith("on this CPU this FFN of 128 x 256 in FP8 at 20.00% density is ")
-
-
-def test_a_row_that_owes_much_to_a_neuron_that_just_fires_is_not_wrong(has_fp8):
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "densities": (0.005,)}
-    how = {"tokens": (1, 8), "rounds": 1, "device": "cpu", "quantize": "fp8"}
-    found = bench_ffn(FfnSettings(**sizes, **how))
-    assert found.wrong == []
-    assert all(len(point.candidates) == 5 for point in found.points)
-
-
-def test_a_wrong_ffn_in_fp8_is_an_error(has_fp8, monkeypatch):
-    forward = TwellFFN._in_fp8
-    monkeypatch.setattr(TwellFFN, "_in_fp8", lambda *given: 2 * forward(*given))
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "tokens": (64,), "densities": (0.05,)}
-    with pytest.raises(TwellError, match=r"twell FP8 plain failed .* its result is wrong"):
-        bench_ffn(FfnSettings(**sizes, rounds=1, device="cpu", quantize="fp8"))
-
-
-def test_only_bf16_is_quantised(cli):
-    code, _, err = cli("bench", "ffn", "--quantize", "fp8", "--dtype", "fp16")
-    assert (code, err) == (2, ["error: quantize goes with dtype bf16, got fp16"])
-
-
-def test_it_is_left_out_where_it_is_not_wanted(cli, has_fp8, both_forms, count_less):
-    words = ("--hidden-size", 128, "--intermediate-size", 128, "--rounds", 1, "--device", "cpu")
-    words += ("--density", 0.5, "--no-dense-fp8", "--json", "-")
-    code, out, err = cli("bench", "ffn", *words, "--tokens", 16)
-    assert (code, json.loads(out)["without_fp8"]) == (0, "by --no-dense-fp8"), err
-    code, out, err = cli("bench", "decode", "--ffn", *words, "--batch", 2)
-    assert (code, json.loads(out)["without_fp8"]) == (0, "by --no-dense-fp8"), err
-    found = bench_decode(DecodeSettings(**TINY_STEPS | {"dense_fp8": False, "batches": (1,)}))
-    (point,) = found.models[0].points
-    assert ([form.name for form in point.forms], point.skipped) == (["dense", "twell"], {})
-    found = bench_model(ModelSettings(**TINY_BODY, dense_fp8=False))
-    assert found.facts["without_fp8"] == "by --no-dense-fp8"
-
-
-def test_bench_ffn_says_once_why_it_is_left_out(cli):
-    words = ("--hidden-size", 128, "--intermediate-size", 128, "--rounds", 1, "--device", "cpu")
-    words += ("--tokens", 16, "--tokens", 8, "--density", 0.5)
-    code, out, err = cli("bench", "ffn", *words)
-    assert code == 0
-    assert [line for line in err if "FP8" in line] == [f"dense FP8 was left out: {NO_FP8}"]
-    assert "FP8" not in out
-    code, out, _ = cli("bench", "ffn", *words, "--json", "-")
-    assert json.loads(out)["without_fp8"] == NO_FP8
 
 
 # ---- whole models ----
@@ -270,10 +165,17 @@ def test_bench_decode_runs_a_bf16_model_densely_in_fp8(has_fp8, both_forms, coun
         assert (fp8["over_fp8"], dense["over_dense"]) == (1, 1)
         assert twell["over_fp8"] == pytest.approx(fp8["ms"] / twell["ms"])
         assert 0.4 * dense["floor_bytes"] < fp8["floor_bytes"] < 0.9 * dense["floor_bytes"]
-        assert list(point["ffn_ms"]) == ["dense eager"]
     (said,) = found.sentences
     assert said.startswith("on this CPU this model (random, 2 layers, ")
     assert "x as fast as dense FP8 at batch 1 (" in said
+
+
+def test_dense_fp8_is_left_out_where_it_is_not_wanted(has_fp8, both_forms, count_less):
+    found = bench_decode(DecodeSettings(**TINY_STEPS | {"dense_fp8": False, "batches": (1,)}))
+    (point,) = found.models[0].points
+    assert ([form.name for form in point.forms], point.skipped) == (["dense", "twell"], {})
+    found = bench_model(ModelSettings(**TINY_BODY, dense_fp8=False))
+    assert found.facts["without_fp8"] == "by --no-dense-fp8"
 
 
 def test_bench_decode_over_fp8_weights(cli, has_fp8, both_forms, count_less, monkeypatch):
@@ -326,71 +228,6 @@ def test_a_rival_that_fails_is_left_out(has_fp8, both_forms, count_less, monkeyp
     assert point.skipped == {"dense FP8": "no such layer"}
     assert "dense FP8" not in found.sentences[0]
     assert found.to_json()["models"][0]["points"][0]["forms"]["twell"]["over_fp8"] is None
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_the_ffns_of_an_fp8_model_are_read_as_it_computes_them(make_model, family):
-    folder = make_model(family, hidden_act="relu")
-    model = load_model(open_checkpoint(folder), dtype=torch.bfloat16, device=CPU)
-    models = in_precisions(model.requires_grad_(False), "fp8")
-    x = drawn(5, 32, seed=9)
-    for bf16, fp8 in zip(gated_ffns(models.bf16), gated_ffns(models.fp8), strict=True):
-        weights = few_pair(bf16, fp8)
-        assert weights.fp8.ffn.w_down.dtype == E4M3
-        assert torch.equal(torch_ffn(x, weights), torch_ffn(x, weights_of(bf16)))
-        found = fp8_ffn(x, *fp8_parts(weights.fp8), round_inputs=False)
-        assert relative(found, torch_ffn(x, weights)) < 0.02
-        rounded = rounded_weights(weights)
-        again = fp8_ffn(x, *fp8_parts(rounded), round_inputs=False)
-        assert relative(again, found) < 0.02
-        assert few_pair(bf16, bf16).fp8 is None
-
-
-@pytest.mark.parametrize("quantize", [None, "fp8"], ids=["bf16", "FP8"])
-def test_one_ffn_for_few_tokens(cli, has_fp8, count_less, quantize):
-    words = ("--hidden-size", "512", "--intermediate-size", "1024", "--rounds", "1")
-    words += ("--device", "cpu", "--batch", "4", "--density", "0.05")
-    words += ("--quantize", quantize) if quantize else ()
-    code, out, err = cli("bench", "decode", "--ffn", *words, "--json", "-")
-    assert code == 0, err
-    found = json.loads(out)
-    (point,) = found["points"]
-    twell = "twell FP8 plain" if quantize else "twell plain"
-    assert list(point["candidates"]) == ["dense eager", *RIVALS, twell]
-    union, size = point["fired_for_some_token"], 512 * 1024
-    assert point["floor_bytes"]["dense FP8"] == 3 * size
-    assert point["floor_bytes"]["twell"] == pytest.approx(
-        size * (1 if quantize else 2) * (1 + 2 * union)
-    )
-    errors = {name: c["error"] for name, c in point["candidates"].items()}
-    assert errors[twell] < 0.01
-    assert errors["dense FP8 row-wise eager"] > 0.02  # inputs are rounded
-    said = found["sentences"][0]
-    called = "this FFN of 512 x 1024 in FP8 at" if quantize else "this FFN of 512 x 1024 at"
-    assert called in said
-    assert "as fast as dense FP8 (" in said
-    code, out, _ = cli("bench", "decode", "--ffn", *words)
-    assert code == 0
-    assert "over FP8" in out
-
-
-def test_the_kernels_own_dense_form_in_fp8_is_judged(monkeypatch):
-    """As on a GPU: the form over the kernels for few tokens, which here is the judge itself."""
-    made = {"dtype": torch.bfloat16, "generator": torch.Generator().manual_seed(1)}
-    one = make_weights(128, 256, 0.2, bias=False, **made)
-    few = few_weights(*one.split)
-    few = replace(few, fp8=rounded_weights(few))
-    forms = {
-        "dense FP8 few": (DENSE_FP8, lambda x, w: fp8_ffn(x, *fp8_parts(w.fp8), round_inputs=False))
-    }
-    monkeypatch.setattr(decode_ffn, "few_forms", lambda device, **how: forms)
-    x, weights = make_rows(4, 128, 0.2, EVEN, **made), Weights([one], [few], 0.2, False, True)
-    said = decode_ffn._why_no_few_fp8(4, weights, CPU)
-    assert said == "the kernels need an NVIDIA GPU"
-    (contender,) = decode_ffn._few_contenders(x, weights, True, CPU)
-    y = contender.call(0)
-    assert contender.own_error(y) < 0.005
-    assert contender.own_error(2 * y) == pytest.approx(1, rel=0.01)
 
 
 def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(

@@ -11,8 +11,10 @@ from twellctl.bench.body import last_hidden
 from twellctl.bench.model import bench_model
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import ModelSettings
-from twellctl.bench.twell_side import TwellNumbers, twell_twin
+from twellctl.bench.twell_side import TwellNumbers, routes_taken, twell_twin
+from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
+from twellctl.bundle.twell_route import Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.models.loading import MASKLESS, load_model, without_mask
@@ -159,3 +161,45 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
     code, _, err = cli("bench", "model", "--batch", "2", "--tokens", "64")
     assert (code, len(err)) == (2, 1)
     assert "batch is in place of --tokens: give one of them" in err[0]
+
+
+def test_json_goes_to_a_file_beside_the_tables(cli, tmp_path):
+    file, other = tmp_path / "bench.json", tmp_path / "other.json"
+    other.write_text('{"mine": 1}')
+    words = ("bench", "model", "--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64")
+    words += ("--density", "0.02", "--rounds", "1", "--device", "cpu", "--json")
+    for _ in range(2):  # its own kind is replaced
+        code, out, err = cli(*words, file)
+        assert code == 0, err
+        assert "64 tokens" in "".join(out)
+        assert json.loads(file.read_text())["command"] == "bench model"
+    code, out, err = cli(*words, other)
+    assert (code, out) == (1, "")
+    assert f"{other} exists and is no bench" in err[-1]
+    assert other.read_text() == '{"mine": 1}'
+
+
+def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
+    monkeypatch.setattr(TwellFFN, "forward", lambda ffn, x: torch.zeros_like(x))
+    words = ("--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64", "--rounds", "1")
+    code, out, err = cli("bench", "model", *words, "--device", "cpu")
+    assert code == 1
+    assert "on this CPU this model" in out
+    assert "twell plain eager has a relative error of" in err[-1]
+
+
+def test_which_way_auto_went(monkeypatch):
+    bucket, auto = density_bucket(0.01), ("walk", "lists", "fused", "dense")
+    kinds = {
+        Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper", auto): Choice("lists", "dense"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "fused"),
+        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("fused", "fused"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("walk", "walk"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper_e4m3", auto): Choice("walk", "lists"),
+    }
+    monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
+    layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
+    assert routes_taken(64, 256, False, 10000, layers, False) == {"lists": 2, "fused": 1}
+    # graphs are replayed there
+    assert routes_taken(64, 256, False, 50, layers, False) == {"fused": 2}
+    assert routes_taken(64, 256, False, 50, layers, True) == {"lists": 2}

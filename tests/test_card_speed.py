@@ -23,7 +23,7 @@ def point(batch: int, dense: float, **others: float) -> DecodePoint:
     named = {"dense": dense} | {name.replace("_", " "): took for name, took in others.items()}
     chosen = {"twell": {"chosen": "union"}}
     forms = (decode_form(name, took, **chosen.get(name, {})) for name, took in named.items())
-    return DecodePoint(batch, tuple(forms), {}, {})
+    return DecodePoint(batch, tuple(forms), {})
 
 
 def card_with(relu_llama, found: dict, folder) -> str:

@@ -14,7 +14,7 @@ from twellctl.training.recipe import Recipe
 
 COMMANDS = (
     "convert", "write", "finetune", "profile", "export", "quickstart", "generate", "serve-local",
-    "doctor", "eval", "bench ffn", "bench model", "bench decode", "bench train",
+    "doctor", "eval", "bench model", "bench decode",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_without_a_command_there_is_help(cli, page, words):
         assert re.search(rf"^│ {command.split()[0]} ", text, re.MULTILINE), command
     assert text.index("Make a model sparse") < text.index("finetune") < text.index("Use it")
     assert "--install-completion" in text
-    assert "ffn" in page(cli, "bench", *words)
+    assert "decode" in page(cli, "bench", *words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

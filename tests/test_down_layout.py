@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.twell_side import TwellNumbers, as_loaded, twell_twin
 from twellctl.bundle import twell_model
 from twellctl.bundle.twell_model import gated_ffns, lay_weights, twell_class
 from twellctl.convert import convert
 from twellctl.export import export
+from twellctl.firing.synthetic import FfnWeights
 
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}

@@ -45,7 +45,6 @@ class Benches:
                     + [form("twell", TWELL, twell, self.shortfall)] * (not self.without_twell)
                 ),
                 {},
-                {},
             )
             for batch, (dense, twell) in MILLISECONDS.items()
         ]

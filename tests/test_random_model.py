@@ -9,10 +9,10 @@ from shapes import FAMILIES, TINY_CONFIG, write_config
 
 from twellctl.bench import random_model as module
 from twellctl.bench.random_model import BUILT_IN, Shape, make_model, open_shape
-from twellctl.bench.synthetic import check_union
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.counts import count_layers
+from twellctl.firing.synthetic import check_union
 
 
 @pytest.fixture(autouse=True)

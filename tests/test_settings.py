@@ -1,4 +1,4 @@
-"""Settings as flags: what is told of them, what is refused, and that two kinds go together."""
+"""Settings as flags: what is told of them, and what is refused."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from twellctl.bench.settings import MOST_ROWS, FfnSettings
+from twellctl.bench.settings import MOST_ROWS, DecodeSettings
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
-from twellctl.cli.flags import made, takes, takes_either
+from twellctl.cli.flags import made, takes
 from twellctl.errors import UsageError
 from twellctl.settings import refuse_wrong, setting
 
@@ -25,13 +25,6 @@ class One:
     )
     fast: bool = setting(True, "Fast.")
     wide: bool = setting(False, "Wide.", one_way=True)
-
-
-@dataclass(frozen=True)
-class Other:
-    seed: int = setting(1, "Seed.", last=True)
-    size: int = setting(24, "A size.", at_least=8)
-    rounds: int = setting(3, "Rounds of it.")
 
 
 @pytest.mark.parametrize(
@@ -87,31 +80,6 @@ def test_the_help_says_the_defaults():
     )
 
 
-def test_two_kinds_share_their_flags():
-    either = takes_either("--first", One, Other, of=("", "the other"))
-    flags, text = ran(either, "--help")
-    assert "Sizes. [default: 8, 16; with --first one, 24]" in text
-    assert "Of the other: rounds of it. [default: 3]" in text
-    assert "Seed. [default: 0; with --first 1]" in text
-    flags, _ = ran(either, "--size", "32")
-    assert made(Other, flags, "--first", given=True) == Other(size=32)
-    assert made(One, flags, "--first") == One(sizes=(32,))
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags", "sentence"),
-    [
-        (Other, {"NAME": "me"}, "^NAME does not go with this: leave out --first$"),
-        (Other, {"share": 0.1}, "^--share does not go with this: leave out --first$"),
-        (One, {"rounds": 3}, "^--rounds does not go with this: give --first, too$"),
-        (Other, {"size": [8, 16]}, "^size is given once with --first, got 2$"),
-    ],
-)
-def test_flags_of_the_other_kind_are_refused(kind, flags, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        made(kind, flags, "--first", given=kind is Other)
-
-
 def test_what_is_said_without_torch_is_true():
     assert MOST_ROWS == FEW_TOKENS
-    assert FfnSettings().check() is None
+    assert DecodeSettings().check() is None

@@ -1,27 +1,22 @@
-"""How candidates are timed: by turns, over rotated inputs, with a counter of energy."""
+"""How candidates are timed: by turns, over rotated inputs."""
 
-import builtins
-import itertools
 import math
 import time
 
 import pytest
 import torch
 
-from twellctl.bench import energy, timing
-from twellctl.bench.contest import Contender, hold, open_course, relative_errors
-from twellctl.bench.energy import joules_per_call, open_counter
+from twellctl.bench import timing
+from twellctl.bench.contest import Contender, Course, hold, relative_errors
 from twellctl.bench.results import DENSE, TWELL
-from twellctl.bench.settings import FfnSettings
 from twellctl.bench.timing import Timer, by_turns
 from twellctl.errors import TwellError
 
 CPU = torch.device("cpu")
 
 
-def course(rounds: int = 1):
-    settings = FfnSettings(device="cpu", rounds=rounds)
-    return open_course(settings, lambda text: None, lambda done, total: None)
+def course(rounds: int = 1) -> Course:
+    return Course(CPU, rounds, lambda text: None, lambda done, total: None)
 
 
 class Recorded:
@@ -56,76 +51,6 @@ def test_calls_go_through_all_inputs_in_turn(monkeypatch):
 def test_seconds_are_those_of_one_call():
     timer = Timer(lambda number: time.sleep(0.02), 1, CPU, graphed=False)
     assert timer.seconds() == pytest.approx(0.02, rel=0.5)  # a busy machine wakes it late
-    took, calls = timer.run(0.2)
-    assert took / calls == pytest.approx(0.02, rel=0.5)
-
-
-def test_energy_is_power_between_ticks_times_the_time_of_a_call():
-    begin = time.perf_counter()
-    ticks = 0.02  # the counter moves fifty times a second, at 100 W
-
-    def counter() -> int:
-        return int((time.perf_counter() - begin) / ticks) * int(1000 * 100 * ticks)
-
-    timer = Timer(lambda number: time.sleep(0.002), 1, CPU, graphed=False)
-    assert joules_per_call(timer, counter, 0.4) == pytest.approx(100 * timer.seconds(), rel=0.3)
-
-
-def test_a_counter_that_stands_still_is_no_energy():
-    timer = Timer(lambda number: time.sleep(0.001), 1, CPU, graphed=False)
-    with pytest.raises(TwellError, match=r"moved 0 times in .* leave out --energy"):
-        joules_per_call(timer, lambda: 7, 0.05)
-
-
-def test_without_a_counter_energy_is_refused(monkeypatch):
-    with pytest.raises(TwellError, match="there is none on the CPU: leave out --energy"):
-        open_counter(CPU)
-    imported = builtins.__import__
-
-    def without_pynvml(name, *rest):
-        if name == "pynvml":
-            raise ImportError(name)
-        return imported(name, *rest)
-
-    class Gpu:
-        uuid = "0"
-
-    monkeypatch.setattr(builtins, "__import__", without_pynvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu)
-    monkeypatch.setattr(energy.ctypes, "CDLL", no_library)
-    with pytest.raises(TwellError, match=r"NVML \(libnvidia-ml.so.1\) is not here: leave out"):
-        open_counter(torch.device("cuda"))
-
-
-def no_library(name: str):
-    raise OSError(f"{name}: cannot open shared object file")
-
-
-def test_nvml_is_asked_for_the_gpu_by_its_uuid(monkeypatch):
-    asked, energies = [], itertools.count(5)
-
-    class Library:
-        class nvmlErrorString:
-            pass
-
-        @staticmethod
-        def nvmlInit_v2():
-            return 0
-
-        @staticmethod
-        def nvmlDeviceGetHandleByUUID(uuid, handle):
-            asked.append(uuid)
-            return 0
-
-        @staticmethod
-        def nvmlDeviceGetTotalEnergyConsumption(handle, energy):
-            energy._obj.value = next(energies)
-            return 0
-
-    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: Library)
-    counter = energy._by_library("GPU-1-2")
-    assert asked == [b"GPU-1-2"]
-    assert [counter(), counter()] == [5, 6]
 
 
 def test_a_dense_candidate_may_fail_and_is_left_out():

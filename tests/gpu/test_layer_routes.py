@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bundle import twell_ffn
 from twellctl.convert import convert
 from twellctl.finetune import finetune
+from twellctl.firing.synthetic import EVEN, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes

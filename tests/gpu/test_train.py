@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from twellctl.bench.synthetic import Spread, make_rows, make_weights
 from twellctl.bundle import twell_ffn, twell_reasons
 from twellctl.bundle.twell_ffn import register_sources, train_ffn
 from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
+from twellctl.firing.synthetic import Spread, make_rows, make_weights
 from twellctl.here.resources import kernel_files
 
 pytestmark = [

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.bench.device import bench_device
-from twellctl.bench.energy import Counter, energy_by_turns, open_counter
 from twellctl.bench.results import TWELL, Candidate, Outcome
-from twellctl.bench.settings import Settings
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
 from twellctl.errors import TwellError, first_line
 
@@ -39,19 +36,8 @@ class Course:
 
     device: torch.device
     rounds: int
-    counter: Counter | None
-    energy_seconds: float
     note: Callable[[str], None]
     progress: Callable[[int, int], None]
-
-
-def open_course(
-    settings: Settings, note: Callable[[str], None], progress: Callable[[int, int], None]
-) -> Course:
-    """A course of `settings.rounds` on their device, with energy if they say so. `TwellError`."""
-    device = bench_device(settings.device)
-    counter = open_counter(device) if settings.energy else None
-    return Course(device, settings.rounds, counter, settings.energy_seconds, note, progress)
 
 
 def hold(
@@ -63,16 +49,14 @@ def hold(
     tokens: int,
     num_inputs: int = 1,
     graphs: bool = True,
-    also: Callable[[Contender], dict[str, float]] = lambda contender: {},
 ) -> Outcome:
     """Measure all contenders on `tokens` rows a call; `errors_of(result)` judges inputs 0.
 
-    `also` measures more of each, once it is warm; `graphs` False never replays CUDA graphs. Of the
-    dense ones all but eager may fail or be wrong, and are left out then. Raises `TwellError`.
+    `graphs` False never replays CUDA graphs. Of the dense ones all but eager may fail or be wrong,
+    and are left out then. Raises `TwellError`.
     """
     timers: dict[str, Timer] = {}
     errors: dict[str, dict[str, float]] = {}
-    more: dict[str, dict[str, float]] = {}
     skipped: dict[str, str] = {}
     for contender in contenders:
         name = contender.name
@@ -83,9 +67,7 @@ def hold(
             errors[name] = errors_of(result)
             del result
             graphed = graphs and tokens < GRAPHS_BELOW
-            timer = Timer(contender.call, num_inputs, course.device, graphed=graphed)
-            more[name] = also(contender)
-            timers[name] = timer
+            timers[name] = Timer(contender.call, num_inputs, course.device, graphed=graphed)
         except TwellError:
             raise
         except Exception as error:  # whatever a compiler may say
@@ -94,14 +76,9 @@ def hold(
             skipped[name] = first_line(error)
             course.note(f"{name} is left out: {skipped[name]}")
     samples = by_turns(timers, course.rounds, course.progress)
-    joules: dict[str, float] = {}
-    if course.counter is not None:
-        course.note(f"{what}: energy")
-        joules = energy_by_turns(timers, course.counter, course.energy_seconds, course.progress)
     kinds = {contender.name: contender.kind for contender in contenders}
     candidates = tuple(
-        Candidate(name, kinds[name], tuple(taken), errors[name], joules.get(name), more[name])
-        for name, taken in samples.items()
+        Candidate(name, kinds[name], tuple(taken), errors[name]) for name, taken in samples.items()
     )
     return Outcome(timers[MUST_RUN].how, candidates, skipped)
 

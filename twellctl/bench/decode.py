@@ -10,34 +10,26 @@ this device copies.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twellctl.bench.decode_forms import (
-    copy_bandwidth,
-    few_forms,
-    few_pair,
-    step_bytes,
-    why_no_few,
-)
+from twellctl.bench.decode_floors import copy_bandwidth, step_bytes
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts, total_memory
 from twellctl.bench.precisions import DTYPE, Precisions, in_precisions, is_in_fp8
 from twellctl.bench.random_model import Shape, make_model, open_shape
-from twellctl.bench.results import DENSE, TWELL
+from twellctl.bench.results import TWELL
 from twellctl.bench.settings import DecodeSettings
-from twellctl.bench.synthetic import check_union
-from twellctl.bench.timing import Timer, by_turns
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.down_copies import is_little
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
+from twellctl.firing.synthetic import check_union
 from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.blocks import spread_windows, token_stream
@@ -45,7 +37,6 @@ from twellctl.text.reading import read_texts
 
 CONTEXT = 2048  # of the random model, at least
 COUNTED_TOKENS = 8192
-FFN_SAMPLES = 5
 
 
 def bench_decode(
@@ -123,7 +114,6 @@ def _measured(
         models,
         max(batches),
         generate=settings.generate,
-        static=settings.generate_static,
         dense_fp8=settings.dense_fp8,
     )
     taken: list[_Taken] = []
@@ -132,8 +122,6 @@ def _measured(
     for number, form in enumerate(forms):
         progress(number, len(forms))
         cache_bytes = max(cache_bytes, _run(form, settings, subject, taken, skipped, note))
-    note("the FFNs alone")
-    ffn_seconds = _ffn_seconds(models, {t.batch: t.judged for t in taken})
     position = settings.prompt_tokens + settings.new_tokens - settings.timed_steps // 2
 
     def measured(t: _Taken) -> DecodeForm:
@@ -155,7 +143,6 @@ def _measured(
         DecodePoint(
             batch,
             tuple(measured(t) for t in taken if t.batch == batch),
-            ffn_seconds[batch],
             skipped[batch],
         )
         for batch in batches
@@ -225,32 +212,6 @@ def _run_batch(
     return _Taken(form, batch, weight_bytes, in_fp8, steps, judged, opened.chosen(batch))
 
 
-def _ffn_seconds(models: Precisions, judged: dict[int, Judged]) -> dict[int, dict[str, float]]:
-    """By batch and form: the FFNs of all layers, on the inputs of the last step."""
-    bf16, benched = gated_ffns(models.bf16), gated_ffns(models.benched)
-    weights = [few_pair(*ffns) for ffns in zip(bf16, benched, strict=True)]
-    device, in_fp8 = models.bf16.device, models.fp8 is not None
-    found: dict[int, dict[str, float]] = {}
-    for batch, text in judged.items():
-        with_kernels = not any(why_no_few(batch, w, device) for w in weights[0].all)
-        forms = few_forms(device, with_kernels=with_kernels, dense_fp8=in_fp8, twell_in_fp8=in_fp8)
-        timers = {
-            name: Timer(
-                lambda number, form=form, inputs=text.ffn_inputs: form(
-                    inputs[number], weights[number]
-                ),
-                len(weights),
-                device,
-                graphed=True,
-            )
-            for name, (kind, form) in forms.items()
-            if with_kernels or kind == DENSE
-        }
-        samples = by_turns(timers, FFN_SAMPLES, lambda done, total: None)
-        found[batch] = {name: len(weights) * median(taken) for name, taken in samples.items()}
-    return found
-
-
 def _make_model(
     settings: DecodeSettings,
     shape: Shape,
@@ -259,8 +220,7 @@ def _make_model(
     note: Callable[[str], None],
 ) -> Subject:
     note(f"making {shape.name} of {shape.layers} layers")
-    # those of the FFNs alone, and those that the sparse engine may keep
-    copies = 1 + is_little(shape.down_bytes, total_memory(device))
+    copies = int(is_little(shape.down_bytes, total_memory(device)))  # that the engine may keep
     room = {"down_copies": copies, "quantize": settings.quantize}
     shape.require_memory(free_memory(device), **room)
     generator = torch.Generator(device).manual_seed(settings.seed)

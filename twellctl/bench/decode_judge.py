@@ -4,8 +4,6 @@ So every form of a decode bench is judged alike: how far a chosen token fell sho
 one, and which neurons fired in its steps, for one row and for all rows of a step together.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +19,14 @@ class Judged:
     """Of the last steps of some rows, by layer; `shortfall` of all their tokens.
 
     `densities`: the mean share of neurons that fired for a row; `unions`: for some row of a step.
-    `ffn_inputs` are those of the last step, `[B, K]` each. `shortfall`: how far the logit of a
-    chosen token lay below the largest, at most, in standard deviations of the logits.
+    `shortfall`: how far the logit of a chosen token lay below the largest, at most, in standard
+    deviations of the logits.
     """
 
     rows: int
     densities: tuple[float, ...]
     unions: tuple[float, ...]
     shortfall: float
-    ffn_inputs: tuple[Tensor, ...]
 
     @property
     def density(self) -> float:
@@ -64,7 +61,7 @@ def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], l
 
     shortfall = torch.zeros((), device=model.device)
     # that hooks keep the kernels from running is meant
-    with reasons_said(), _last_inputs(ffns) as inputs, FiredMeter(model, count):
+    with reasons_said(), FiredMeter(model, count):
         for prompt, made in zip(prompts, tokens, strict=True):
             ids = torch.tensor([prompt + made[:-1]], device=model.device)
             done = model(input_ids=ids, use_cache=False, logits_to_keep=len(made))
@@ -75,7 +72,6 @@ def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], l
         densities=tuple((shares / len(prompts)).tolist()),
         unions=tuple(float(fired.float().mean()) for fired in fired_for_some),
         shortfall=float(shortfall),
-        ffn_inputs=tuple(torch.stack(rows) for rows in inputs),
     )
 
 
@@ -84,21 +80,3 @@ def _shortfall(logits: Tensor, chosen: list[int]) -> Tensor:
     ids = torch.tensor(chosen, device=logits.device)
     below = logits.amax(-1) - logits.gather(-1, ids[:, None])[:, 0]
     return (below / logits.std(-1)).max()
-
-
-@contextmanager
-def _last_inputs(ffns: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
-    """Of each FFN and forward inside, the input `[K]` of the last token."""
-    found: list[list[Tensor]] = [[] for _ in ffns]
-
-    def hook(rows: list[Tensor]):
-        return lambda module, inputs: rows.append(inputs[0].flatten(0, -2)[-1].clone())
-
-    hooks = [
-        ffn.register_forward_pre_hook(hook(rows)) for ffn, rows in zip(ffns, found, strict=True)
-    ]
-    try:
-        yield found
-    finally:
-        for handle in hooks:
-            handle.remove()

@@ -71,11 +71,10 @@ class DecodeForm:
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """All forms at one batch size. `ffn_seconds`: the FFNs of all layers alone, by form."""
+    """All forms at one batch size; `skipped`: why others were left out."""
 
     batch: int
     forms: tuple[DecodeForm, ...]
-    ffn_seconds: dict[str, float]
     skipped: dict[str, str]
 
     @property
@@ -118,7 +117,6 @@ class DecodePoint:
                 form.name: form.to_json(self.batch, self.dense, self.dense_fp8)
                 for form in self.forms
             },
-            "ffn_ms": {name: 1000 * seconds for name, seconds in self.ffn_seconds.items()},
             "skipped": self.skipped,
         }
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from twellctl.bench.dense_ffn import fresh_compiler
 from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
 from twellctl.bench.precisions import DTYPE, Precisions
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
@@ -32,7 +31,7 @@ from twellctl.decoding.timed import timed_run
 from twellctl.models.loading import quiet_transformers
 from twellctl.models.quantised import round_model
 
-GENERATE, STATIC, ENGINE_DENSE, ENGINE_TWELL = "generate", "generate static", "dense", "twell"
+GENERATE, ENGINE_DENSE, ENGINE_TWELL = "generate", "dense", "twell"
 ENGINE_DENSE_FP8, ENGINE_TWELL_FP8 = "dense FP8", "twell FP8"
 SHORT_RUN = 8  # tokens that warm a form up, if it is slow
 
@@ -73,13 +72,13 @@ class ModelForm:
 
 
 def forms_of(
-    models: Precisions, rows: int, *, generate: bool, static: bool, dense_fp8: bool
+    models: Precisions, rows: int, *, generate: bool, dense_fp8: bool
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows.
 
     And why neither TwELL nor the dense form in FP8 is among them, if so. transformers' generate is
-    among them with `generate`, with `static` its compiled form, and with `dense_fp8` the dense form
-    in FP8. The last one may lay the weights of its model otherwise, with the same values.
+    among them with `generate`, and with `dense_fp8` the dense form in FP8. The last one may lay the
+    weights of its model otherwise, with the same values.
     """
     model, benched = models.bf16, models.benched
 
@@ -96,9 +95,7 @@ def forms_of(
 
     forms = []
     if generate:
-        forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model, static=False)))
-    if static:
-        forms.append(ModelForm(STATIC, DENSE, True, lambda: _generate(model, static=True)))
+        forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model)))
     if (said := KernelDecoder.why_not(benched)) is not None:
         return [*forms, engine(ENGINE_DENSE, DENSE, lambda: model, open_decoder)], said
     forms.append(engine(ENGINE_DENSE, DENSE, lambda: model, dense))
@@ -146,20 +143,16 @@ def _engine(
 
 
 @contextlib.contextmanager
-def _generate(model: PreTrainedModel, *, static: bool) -> Iterator[OpenForm]:
+def _generate(model: PreTrainedModel) -> Iterator[OpenForm]:
     def run(prompts: Prompts, count: int) -> Run:
         with quiet_transformers():
-            return _timed_generate(model, prompts, count, static)
+            return _timed_generate(model, prompts, count)
 
-    compiles = static and model.device.type == "cuda"  # transformers does so for a static cache
-    with fresh_compiler() if compiles else contextlib.nullcontext(), _endless(model):
-        try:
-            yield OpenForm(model, run, None, None if compiles else SHORT_RUN, 0)
-        finally:
-            model.__dict__.pop("_compiled_call", None)  # whose graphs hold memory
+    with _endless(model):
+        yield OpenForm(model, run, None, SHORT_RUN, 0)
 
 
-def _timed_generate(model: PreTrainedModel, prompts: Prompts, count: int, static: bool) -> Run:
+def _timed_generate(model: PreTrainedModel, prompts: Prompts, count: int) -> Run:
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     clock = _Clock(model.device)
     done = model.generate(
@@ -168,7 +161,6 @@ def _timed_generate(model: PreTrainedModel, prompts: Prompts, count: int, static
         do_sample=False,
         max_new_tokens=count,
         stopping_criteria=[clock],
-        **({"cache_implementation": "static"} if static else {}),
     )
     return Run(done[:, ids.shape[1] :].tolist(), clock.step_seconds())
 

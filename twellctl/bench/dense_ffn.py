@@ -1,8 +1,6 @@
 """The dense gated FFN that TwELL is measured against, in all the forms that torch makes fast.
 
-Gate and up as two products or fused in one; eager, torch.compile, and torch.compile with
-max-autotune. Of the latter the mode without CUDA graphs: graphs are taken by the timer, for every
-candidate alike, and only where they count.
+Gate and up as two products or fused in one; eager, and under torch.compile.
 """
 
 import contextlib
@@ -12,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bench.synthetic import FfnWeights
+from twellctl.firing.synthetic import FfnWeights
 
-MODES = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+EAGER, COMPILE = "eager", "compile"
 
 Ffn = Callable[[Tensor, FfnWeights], Tensor]
 
@@ -53,17 +51,14 @@ def dense_ffns(modes: list[str]) -> dict[str, Ffn]:
     return made
 
 
-def dense_modes(device: torch.device, max_autotune: bool) -> list[str]:
-    """The names of `MODES` that a device is measured under; on the CPU nothing is compiled."""
-    if device.type != "cuda":
-        return ["eager"]
-    return [name for name in MODES if max_autotune or name != "max-autotune"]
+def dense_modes(device: torch.device) -> list[str]:
+    """What a device is measured under; on the CPU nothing is compiled."""
+    return [EAGER, COMPILE] if device.type == "cuda" else [EAGER]
 
 
 def compiled(function: Callable, name: str) -> Callable:
-    """`function` under the mode of that name, for one shape; itself for "eager"."""
-    mode = MODES[name]
-    return function if mode is None else torch.compile(function, mode=mode, dynamic=False)
+    """`function` in the mode of that name, for one shape; itself for "eager"."""
+    return function if name == EAGER else torch.compile(function, dynamic=False)
 
 
 @contextlib.contextmanager

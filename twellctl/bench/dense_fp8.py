@@ -11,18 +11,14 @@ torch.compile fuses the rounding with what stands around it. Row-wise FP8 of a m
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bench.contest import Contender, relative_error
-from twellctl.bench.dense_ffn import compiled
-from twellctl.bench.results import DENSE_FP8, ROW_WISE, TENSOR_WISE
-from twellctl.bench.synthetic import FfnWeights
+from twellctl.bench.results import ROW_WISE, TENSOR_WISE
 from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_fp8 import Fp8Weight, round_rows, round_weight, why_no_products
 
@@ -87,96 +83,6 @@ def exact_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
     y = F.linear(values.double(), weight.values.double()) * scale.double()
     y *= weight.scale.double().t()
     return (y if weight.bias is None else y + weight.bias).bfloat16()
-
-
-# ---- one FFN ----
-
-
-@dataclass(frozen=True)
-class Fp8Ffn:
-    """One way to compute a gated FFN densely in FP8, gate and up in one product.
-
-    `run(x, gate_up, its scale, its bias, down, its scale, its bias)`, in bf16.
-    """
-
-    name: str
-    scheme: Scheme
-    run: Callable[..., Tensor]
-
-
-def through_fp8(weights: FfnWeights, dtype: torch.dtype) -> FfnWeights:
-    """`weights` rounded row-wise, as an export is; what they are then, in `dtype`."""
-
-    def rounded(weight: Tensor) -> Tensor:
-        values, scale = round_weight(weight)
-        return (values.double() * scale).to(dtype)
-
-    return replace(weights, gate_up=rounded(weights.gate_up), down=rounded(weights.down))
-
-
-def fp8_ffns(modes: Iterable[str]) -> list[Fp8Ffn]:
-    """Both schemes under each of the `modes` of dense_ffn.py."""
-    return [
-        Fp8Ffn(
-            f"dense FP8 {scheme.name} {mode}", scheme, compiled(partial(_fast_ffn, scheme), mode)
-        )
-        for mode in modes
-        for scheme in SCHEMES
-    ]
-
-
-def fp8_contenders(
-    ffns: Iterable[Fp8Ffn], x: Tensor, rows: Tensor, copies: Sequence[FfnWeights]
-) -> list[Contender]:
-    """Those of `ffns` on `x` `[M, K]` and on copies of the weights, judged by the rows `rows`."""
-
-    def contender(ffn: Fp8Ffn, rounded: list[tuple[Tensor | None, ...]]) -> Contender:
-        own_error = own_error_of(ffn.scheme, x, rows, copies[0])
-        return Contender(
-            ffn.name, DENSE_FP8, lambda number: ffn.run(x, *rounded[number]), own_error
-        )
-
-    by_scheme: dict[str, list[tuple[Tensor | None, ...]]] = {}
-    for ffn in ffns:
-        if ffn.scheme.name not in by_scheme:
-            by_scheme[ffn.scheme.name] = [_rounded(ffn.scheme, weights) for weights in copies]
-    return [contender(ffn, by_scheme[ffn.scheme.name]) for ffn in ffns]
-
-
-def own_error_of(
-    scheme: Scheme, x: Tensor, rows: Tensor, weights: FfnWeights
-) -> Callable[[Tensor], float]:
-    """What judges a result `[M, K]` of that scheme: its rows `rows` against exact products.
-
-    Tensor-wise h takes its scale from these rows alone.
-    """
-
-    def own_error(y: Tensor) -> float:
-        values, scale = scheme.of_inputs(x)
-        inputs = values[rows], scale.expand(len(x), 1)[rows]
-        expected = _ffn(scheme, exact_product, inputs, *_rounded(scheme, weights))
-        return relative_error(y[rows], expected.double())
-
-    return own_error
-
-
-def _rounded(scheme: Scheme, weights: FfnWeights) -> tuple[Tensor | None, ...]:
-    """As `Fp8Ffn.run` takes them."""
-    gate_up, down = scheme.of_weights(weights.gate_up), scheme.of_weights(weights.down)
-    return (*gate_up, weights.gate_up_bias, *down, weights.down_bias)
-
-
-def _fast_ffn(scheme: Scheme, x: Tensor, *weights: Tensor | None) -> Tensor:
-    return _ffn(scheme, fast_product, scheme.of_inputs(x), *weights)
-
-
-def _ffn(scheme, product, x, w_gate_up, s_gate_up, b_gate_up, w_down, s_down, b_down) -> Tensor:
-    gate, up = product(*x, Fp8Weight(w_gate_up, s_gate_up, b_gate_up)).chunk(2, -1)
-    hidden = scheme.of_inputs(F.relu(gate) * up)
-    return product(*hidden, Fp8Weight(w_down, s_down, b_down))
-
-
-# ---- a whole model ----
 
 
 class RoundedLinear(nn.Module):

@@ -13,11 +13,11 @@ from twellctl.bench.contest import Contender, Course, hold, relative_error
 from twellctl.bench.dense_ffn import Ffn, dense_ffns, dense_modes, fresh_compiler, reference
 from twellctl.bench.device import device_name, free_memory
 from twellctl.bench.results import DENSE, TWELL, Point
-from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.twell_side import as_loaded, ffn_over_twell, require_kernels
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.profiled import LayerProfile, LayerSpeed, Speed
+from twellctl.firing.synthetic import FfnWeights
 
 ROUNDS = 5
 JUDGED_ROWS = 512
@@ -38,7 +38,7 @@ def time_layers(
     where the kernels do not run, and for results that are not those of the dense form.
     """
     ids = _that_fit(model, ids)
-    dense = dense_ffns(dense_modes(model.device, max_autotune=False))
+    dense = dense_ffns(dense_modes(model.device))
     found: list[LayerSpeed] = []
 
     def measure(ffn: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -78,7 +78,7 @@ def _time(weights: FfnWeights, x: Tensor, layer: LayerProfile, dense: dict[str, 
     rows = torch.arange(count, device=x.device) * len(x) // count
     expected = reference(x[rows], weights)
     outcome = hold(
-        Course(x.device, ROUNDS, None, 0.0, lambda text: None, lambda done, total: None),
+        Course(x.device, ROUNDS, lambda text: None, lambda done, total: None),
         contenders,
         lambda y: {"error": relative_error(y[rows].double(), expected)},
         what=f"an FFN on {len(x)} tokens",

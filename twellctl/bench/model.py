@@ -24,7 +24,6 @@ from twellctl.bench.contest import (
     Contender,
     Course,
     hold,
-    open_course,
     relative_error,
     relative_errors,
 )
@@ -37,12 +36,11 @@ from twellctl.bench.dense_fp8 import (
     rounded_copy,
     why_no_dense_fp8,
 )
-from twellctl.bench.device import device_facts, free_memory, model_facts
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
 from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
 from twellctl.bench.random_model import WORKSPACE, Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench, Point
 from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
-from twellctl.bench.synthetic import check_union
 from twellctl.bench.twell_side import (
     TwellNumbers,
     require_kernels,
@@ -55,6 +53,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.counts import Union, count_layers
 from twellctl.firing.profiled import LayerProfile
+from twellctl.firing.synthetic import check_union
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, without_mask
 from twellctl.text.blocks import spread_windows, token_stream
@@ -72,7 +71,7 @@ def bench_model(
     """Measure each token count; `note` is told what comes. Raises `TwellError`."""
     settings.check()
     shape = None if settings.model else _shape(settings)
-    course = open_course(settings, note, progress)
+    course = Course(bench_device(settings.device), settings.rounds, note, progress)
     with torch.no_grad():
         subject = _open(settings, shape, course.device, note)
         for body in subject.bodies:
@@ -171,7 +170,7 @@ def _point(
     course: Course,
 ) -> Point:
     ids = subject.ids[tokens]
-    modes = dense_modes(course.device, settings.max_autotune)
+    modes = dense_modes(course.device)
     course.note(f"{tokens} tokens: reference in float32")
     expected = _reference(subject.body, ids)
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.settings import LLAMA_LAYERS
-from twellctl.bench.synthetic import BIAS_STD, FULL
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.errors import TwellError
+from twellctl.firing.synthetic import BIAS_STD, FULL
 from twellctl.models.checkpoint import open_config_file, refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
 

@@ -1,12 +1,11 @@
 """What a bench found: points (one shape, one density), their candidates, JSON and the sentence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 SCHEMA_VERSION = 1
 DENSE, DENSE_FP8, TWELL = "dense", "dense FP8", "twell"
-FEW_DENSE, FEW_DENSE_FP8 = "dense few", "dense FP8 few"  # as the decode engine computes few tokens
 FP8_SCHEMES = ROW_WISE, TENSOR_WISE = "row-wise", "tensor-wise"  # of scales
 ROUNDING = 2  # times the error of dense eager are rounding
 ROUNDING_OF = {"worst_row_error": 4}
@@ -18,15 +17,13 @@ class Candidate:
     """One way to compute, measured. `samples` are seconds a call, one a round.
 
     `errors` are relative to the reference: "error" over all its rows, "worst_row_error" in the
-    worst of them, or what else is compared. `joules` are those of one call, `also` other figures.
+    worst of them, or what else is compared.
     """
 
     name: str
     kind: str
     samples: tuple[float, ...]
     errors: dict[str, float]
-    joules: float | None = None
-    also: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -140,11 +137,6 @@ class Point:
         }
 
     def _candidate_json(self, candidate: Candidate) -> dict[str, Any]:
-        energy = {}
-        if candidate.joules is not None:
-            energy["mj_per_token"] = 1000 * candidate.joules / self.tokens
-            if self.eager.joules:
-                energy["energy_over_dense_eager"] = candidate.joules / self.eager.joules
         errors = {name: finite(error) for name, error in candidate.errors.items()}
         return {
             "kind": candidate.kind,
@@ -154,8 +146,6 @@ class Point:
             "over_fastest_dense": self.over_dense(candidate),
             "over_fastest_fp8": self.over_fp8(candidate),
             **errors,
-            **candidate.also,
-            **energy,
         }
 
 
@@ -177,14 +167,9 @@ class Bench:
 
     @property
     def sentences(self) -> list[str]:
-        """What a user wants to know: speed, a sentence a group; energy, where it was measured."""
+        """What a user wants to know, a sentence a group."""
         place = "CPU" if self.facts["device"] == "CPU" else "GPU"
-        dtype = self.settings.get("dtype", "bf16")  # what has no setting for it is in bf16
-        found = []
-        for what, points in self.groups:
-            found.append(sentence(what, points, place, dtype))
-            found += [energy_sentence(point) for point in points if point.twell.joules is not None]
-        return found
+        return [sentence(what, points, place) for what, points in self.groups]
 
     @property
     def wrong(self) -> list[str]:
@@ -201,12 +186,12 @@ class Bench:
         }
 
 
-def sentence(what: str, points: tuple[Point, ...], place: str = "GPU", dtype: str = "bf16") -> str:
+def sentence(what: str, points: tuple[Point, ...], place: str = "GPU") -> str:
     """Like "on this GPU this model is 1.31x as fast as compiled bf16 and 0.97x as fast as dense
-    FP8 (row-wise) at 131072 tokens, 1.42x and 0.95x at 256"; `dtype` is that of the dense form.
+    FP8 (row-wise) at 131072 tokens, 1.42x and 0.95x at 256".
     """
     first, *others = sorted(points, key=lambda point: -point.tokens)
-    rivals = [f"{_called(points)} {dtype}", _called_fp8(points)]
+    rivals = [f"{_called(points)} bf16", _called_fp8(points)]
     named = zip(_ratios(first), rivals, strict=False)
     parts = [" and ".join(f"{ratio} as fast as {rival}" for ratio, rival in named)]
     parts += [" and ".join(_ratios(point)) for point in others]
@@ -221,29 +206,9 @@ def _ratios(point: Point) -> list[str]:
     return [f"{ratio:.2f}x" for ratio in found if ratio is not None]
 
 
-def energy_sentence(point: Point) -> str:
-    """Like "at 131072 tokens it takes 6.62 mJ a token, dense eager 7.53 (-12.1 %)..."."""
-
-    def millijoules(candidate: Candidate) -> float:
-        return 1000 * candidate.joules / point.tokens
-
-    ours, others = millijoules(point.twell), [point.eager]
-    if point.fastest_dense is not point.eager:
-        others.append(point.fastest_dense)
-    if point.fastest_fp8 is not None:
-        others.append(point.fastest_fp8)
-    compared = (
-        f"{c.name} {millijoules(c):.3g} ({100 * (ours / millijoules(c) - 1):+.1f} %)"
-        for c in others
-    )
-    return f"at {point.tokens} tokens it takes {ours:.3g} mJ a token, {', '.join(compared)}"
-
-
 def _called(points: tuple[Point, ...]) -> str:
     """The fastest dense candidates in a word or two."""
     fastest = [point.fastest_dense.name for point in points]
-    if any(name == FEW_DENSE for name in fastest):
-        return "the fastest dense"
     if not any(name.startswith("dense eager") for name in fastest):
         return "compiled"
     only_eager = all(

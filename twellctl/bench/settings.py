@@ -3,19 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.bundle.twell_config import MAX_COLUMNS, ROUTES, TILE
+from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_fp8_config import QUANTIZE
 from twellctl.errors import UsageError
 from twellctl.settings import refuse_wrong, setting
 
-SPREADS = ("even", "lognormal", "heavy")
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
-
-
-def _tokens(default: tuple[int, ...]) -> Any:
-    return setting(default, "M, rows at once. Repeatable.", at_least=1)
 
 
 def _densities(default: tuple[float, ...]) -> Any:
@@ -56,34 +51,10 @@ def _layers() -> Any:
     return setting(None, help, at_least=1)
 
 
-def _routes() -> Any:
-    help = (
-        "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
-        "over what fires), portable (that without Hopper's kernels), fused or dense (all neurons; "
-        "fused: Hopper, bf16). Repeatable; the first counts."
-    )
-    return setting(("auto",), help, flag="route", choices=ROUTES, distinct=True)
-
-
-def _rounds(default: int) -> Any:
-    return setting(default, "Samples of each candidate; medians count.", at_least=1)
-
-
-def _energy() -> Any:
-    help = "Energy too, by the GPU's own counter (NVML)."
-    return setting(False, help, one_way=True)
-
-
-def _energy_seconds(default: float) -> Any:
-    help = "Seconds a candidate is kept running for its energy."
-    return setting(default, help, at_least=0.5, at_most=600)
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What all commands have; `energy` is measured by those that have a setting for it."""
+    """What both commands have."""
 
-    energy, energy_seconds = False, 0.0
     seed: int = setting(0, "Seed of everything drawn.", last=True)
     device: str | None = setting(
         None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
@@ -92,98 +63,6 @@ class Settings:
     def check(self) -> None:
         """`UsageError` for what makes no sense, before any work."""
         refuse_wrong(self)
-
-
-@dataclass(frozen=True)
-class FfnShape(Settings):
-    """One gated FFN of a size that the kernels take."""
-
-    hidden_size: int = setting(2048, "K, the width of the model.", at_least=64, multiple_of=64)
-    intermediate_size: int = setting(
-        5632, "N, the neurons of the FFN.", at_least=8, at_most=MAX_COLUMNS, multiple_of=8
-    )
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        """`[N, K]` of the weights, gate and up in one."""
-        K, N = self.hidden_size, self.intermediate_size
-        return (2 * N, K), (K, N)
-
-
-@dataclass(frozen=True)
-class SpreadRows(FfnShape):
-    """One gated FFN, and each of `densities` at each of `tokens`, spread over them."""
-
-    tokens: tuple[int, ...] = _tokens((131072, 2048, 256))
-    densities: tuple[float, ...] = _densities((0.005, 0.01, 0.02))
-    spread: str = setting("even", "How density is spread over tokens.", choices=SPREADS)
-
-    def check(self) -> None:
-        super().check()
-        if self.spread != "even" and (most := max(self.densities, default=0)) > 0.4:
-            raise UsageError(f"a {self.spread} spread needs a density up to 0.4, got {most:g}")
-
-
-@dataclass(frozen=True)
-class FfnSettings(SpreadRows):
-    """`bench ffn`. `slots` None are those that `twellctl profile` would choose."""
-
-    heavy_rows: float | None = setting(
-        None, "Of --spread heavy: share of such rows. [default: 0.05]", above=0, below=1
-    )
-    heavy_density: float | None = setting(
-        None, "Of --spread heavy: their density. [default: 0.5]", above=0, at_most=1
-    )
-    bias: bool = setting(False, "Biases on gate, up and down.", one_way=True)
-    quantize: str | None = _quantize()
-    dense_fp8: bool = _dense_fp8()
-    dtype: str = setting("bf16", "Of weights and inputs.", choices=("bf16", "fp16", "fp32"))
-    routes: tuple[str, ...] = _routes()
-    slots: int | None = setting(
-        None,
-        "Slots of a tile. [default: as profile would choose them]",
-        at_least=1,
-        at_most=TILE,
-    )
-    max_autotune: bool = setting(
-        True,
-        "Dense under torch.compile's max-autotune, too; that takes tens of seconds a token count.",
-    )
-    rounds: int = _rounds(11)
-    energy: bool = _energy()
-    energy_seconds: float = _energy_seconds(2.0)
-
-    def check(self) -> None:
-        super().check()
-        if self.quantize is not None and self.dtype != "bf16":
-            raise UsageError(f"quantize goes with dtype bf16, got {self.dtype}")
-        if self.spread != "heavy" and (self.heavy_rows, self.heavy_density) != (None, None):
-            raise UsageError("heavy-rows and heavy-density are of --spread heavy: give that, too")
-
-
-@dataclass(frozen=True)
-class DecodeFfnSettings(FfnShape):
-    """`bench decode --ffn`: each density at each of `batches`, tokens of one step."""
-
-    batches: tuple[int, ...] = _batches((1, 4, 16, 64))
-    densities: tuple[float, ...] = _densities((0.005, 0.05))
-    quantize: str | None = _quantize()
-    dense_fp8: bool = _dense_fp8()
-    rounds: int = _rounds(11)
-
-
-@dataclass(frozen=True)
-class TrainFfnSettings(SpreadRows):
-    """`bench train`: each of `densities` at each of `tokens`."""
-
-    tokens: tuple[int, ...] = _tokens((16384,))
-    densities: tuple[float, ...] = _densities((0.005, 0.01, 0.02, 1))
-    spread: str = setting(
-        "even",
-        "How density is spread over tokens; heavy: 5% of the rows at 50%.",
-        choices=SPREADS,
-    )
-    rounds: int = _rounds(11)
 
 
 @dataclass(frozen=True)
@@ -227,13 +106,16 @@ class ModelSettings(AnyModel):
     )
     seq_len: int = setting(2048, "Tokens of a sequence, at most.", at_least=1)
     density: float = _density(0.005)
-    routes: tuple[str, ...] = _routes()
-    max_autotune: bool = setting(
-        False, "Both sides under torch.compile's max-autotune, too; that takes minutes."
+    routes: tuple[str, ...] = setting(
+        ("auto",),
+        "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
+        "over what fires), portable (that without Hopper's kernels), fused or dense (all neurons; "
+        "fused: Hopper, bf16). Repeatable; the first counts.",
+        flag="route",
+        choices=ROUTES,
+        distinct=True,
     )
-    rounds: int = _rounds(5)
-    energy: bool = _energy()
-    energy_seconds: float = _energy_seconds(6.0)
+    rounds: int = setting(5, "Samples of each candidate; medians count.", at_least=1)
 
     def check(self) -> None:
         super().check()
@@ -267,11 +149,6 @@ class DecodeSettings(AnyModel):
         160, "Tokens after it; the last four fifths of the steps count.", at_least=10
     )
     generate: bool = setting(True, "transformers' generate, too; it is slow.")
-    generate_static: bool = setting(
-        False,
-        "transformers' generate with a static cache and torch.compile, too; that takes minutes.",
-        one_way=True,
-    )
     densities: tuple[float, ...] = _densities((0.02,))
 
     @property
@@ -289,30 +166,3 @@ class DecodeSettings(AnyModel):
                 f"prompt-tokens and new-tokens must be {context} at most together, the context, "
                 f"got {self.prompt_tokens} and {self.new_tokens}"
             )
-
-
-@dataclass(frozen=True)
-class TrainStepSettings(Settings):
-    """`bench train --model`: steps of `batch` sequences of `seq_len` tokens of a random model."""
-
-    batch: int = setting(16, "Sequences of a step.", at_least=1)
-    seq_len: int = setting(2048, "Tokens of a sequence.", at_least=2)
-    config: str | None = _config()
-    layers: int | None = _layers()
-    density: float = _density(0.005)
-    checkpointing: tuple[str, ...] = setting(
-        ("off", "on"),
-        "Whether activations are computed again. Repeatable.",
-        choices=("off", "on"),
-        distinct=True,
-    )
-    param_dtype: str = setting(
-        "bfloat16",
-        "bfloat16, or float32 under bf16 autocast.",
-        choices=("float32", "bfloat16"),
-    )
-    rounds: int = _rounds(5)
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq_len

@@ -56,16 +56,6 @@ class Timer:
                 self.launch()
         return self._measure() / self.calls
 
-    def run(self, seconds: float) -> tuple[float, int]:
-        """Keep the device busy for at least `seconds`: (seconds it took, calls)."""
-        count, start = 0, time.perf_counter()
-        while (took := time.perf_counter() - start) < seconds or not count:
-            for _ in range(self._repeats):
-                self.launch()
-            self._synchronize()
-            count += self._repeats * self.calls
-        return took, count
-
     def _measure(self) -> float:
         """Seconds of a launch, the mean of `_repeats`."""
         if self._cuda:

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench.synthetic import FfnWeights
 from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
-from twellctl.bundle.twell_config import TILE
-from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_model import (
     by_rows_of_neurons,
     gated_ffns,
@@ -26,6 +22,7 @@ from twellctl.bundle.twell_model import (
 )
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.errors import TwellError
+from twellctl.firing.synthetic import FfnWeights
 from twellctl.here.own_kernels import own_kernels
 
 
@@ -96,41 +93,6 @@ def ffn_over_twell(
         route=route,
     )
     return lambda x, w: run(x, *w.split)
-
-
-class _Fp8Layers(nn.Module):
-    """The layers of one gated FFN in FP8, as transformers has them."""
-
-    def __init__(self, weights: FfnWeights):
-        super().__init__()
-        self.gate_up_proj = _fp8_linear(weights.gate_up, weights.gate_up_bias)
-        self.down_proj = _fp8_linear(weights.down, weights.down_bias)
-        self.act_fn = nn.ReLU()
-
-
-def _fp8_linear(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
-    N, K = weight.shape
-    linear = Fp8Linear(K, N, bias is not None, device=weight.device, dtype=weight.dtype)
-    values, scale = round_weight(weight)
-    linear.weight.data, linear.weight_scale.data = values, scale
-    if bias is not None:
-        linear.bias.data = bias
-    return linear
-
-
-def fp8_module(weights: FfnWeights, slots: int, density: float) -> nn.Module:
-    """The FFN over TwELL as an FP8 export has it, `[M, K]` to `[M, K]`."""
-    module = _Fp8Layers(weights).requires_grad_(False)
-    put_over_twell(module, {"tile": TILE, "slots": [slots], "densities": [density]})
-    return module
-
-
-def with_route(module: nn.Module, route: str) -> nn.Module:
-    """The same FFN over the kernels of this installation."""
-    taken = shared_copy(module)
-    use_kernels(taken, own_kernels(), route)
-    lay_weights(taken)
-    return taken
 
 
 def as_loaded(weights: FfnWeights) -> FfnWeights:

@@ -9,23 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl.bench.settings import (
-    DecodeFfnSettings,
-    DecodeSettings,
-    FfnSettings,
-    ModelSettings,
-    TrainFfnSettings,
-    TrainStepSettings,
-)
+from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.cli.command import command, show_help
-from twellctl.cli.flags import made, takes, takes_either
+from twellctl.cli.flags import made, takes
 from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.strict_json import to_json
 from twellctl.screens import ui
 from twellctl.screens.bench import benched
-from twellctl.screens.bench_decode import decoded, ffn_decoded
-from twellctl.screens.bench_train import trained
+from twellctl.screens.bench_decode import decoded
 
 app = typer.Typer(
     callback=show_help,
@@ -34,31 +26,13 @@ app = typer.Typer(
 )
 
 
-@command(app, "bench ffn --density 0.01 --tokens 2048", name="ffn")
-@takes(FfnSettings)
-def ffn(*, flags: dict[str, Any], json: JsonFile = None) -> None:
-    """One gated FFN over TwELL against dense ones.
-
-    The dense ones: eager and torch.compile (default and max-autotune), gate and up as two products
-    and fused in one; in FP8, with scales by row and by tensor, compiled. All take turns in one run,
-    and the ratios are over the fastest of them, and over the fastest in FP8. Inputs are synthetic,
-    and no two tokens share more neurons than chance has it. Below 8192 tokens CUDA graphs are
-    replayed, else plain calls are timed; max-autotune comes without CUDA graphs of its own. Calls
-    go through copies of the weights, so that none lie in the L2 cache.
-    """
-    settings = made(FfnSettings, flags)
-    from twellctl.bench.ffn import bench_ffn
-
-    _run(bench_ffn, settings, json, benched)
-
-
 @command(app, "bench model exported --data heldout.jsonl", name="model")
 @takes(ModelSettings)
 def model(
     *,
     flags: dict[str, Any],
     batch: Annotated[
-        int | None, typer.Option(help="In place of --tokens: so many times --seq-len.")
+        int | None, typer.Option(help="Instead of --tokens: so many times --seq-len.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -80,17 +54,9 @@ def model(
 
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
-@takes_either("--ffn", DecodeSettings, DecodeFfnSettings, of=("", "--ffn"))
+@takes(DecodeSettings)
 def decode(
     *,
-    ffn: Annotated[
-        bool,
-        typer.Option(
-            "--ffn",
-            help="One FFN alone, in place of a model: then --batch, --density, --quantize, "
-            "--dense-fp8, --seed, --device and what is of --ffn.",
-        ),
-    ] = False,
     flags: dict[str, Any],
     json: JsonFile = None,
 ) -> None:
@@ -102,41 +68,10 @@ def decode(
     of --config. Beside each figure stands its floor: the bytes that a step must read, at the speed
     at which this device copies.
     """
-    settings = made(DecodeFfnSettings if ffn else DecodeSettings, flags, "--ffn", ffn)
-    if ffn:
-        from twellctl.bench.decode_ffn import bench_decode_ffn
-
-        _run(bench_decode_ffn, settings, json, ffn_decoded)
-        return
+    settings = made(DecodeSettings, flags)
     from twellctl.bench.decode import bench_decode
 
     _run(bench_decode, settings, json, decoded)
-
-
-@command(app, "bench train --model --layers 4", name="train")
-@takes_either("--model", TrainFfnSettings, TrainStepSettings, of=("the FFN", "--model"))
-def train(
-    *,
-    model: Annotated[
-        bool,
-        typer.Option("--model", help="Steps of a whole random model, in place of one FFN."),
-    ] = False,
-    flags: dict[str, Any],
-    json: JsonFile = None,
-) -> None:
-    """Training over TwELL against dense: time, memory and the gradients' errors.
-
-    Forward and backward of one FFN with the L1 penalty, in bf16: dense, eager and under
-    torch.compile, gate and up as two products and fused in one; over TwELL at every density. All
-    by turns in one run. With --model: steps with AdamW, eager and compiled on both sides. Memory of
-    the FFN is what comes on top of x, the weights and the gradient of y.
-    """
-    settings = made(TrainStepSettings if model else TrainFfnSettings, flags, "--model", model)
-    if model:
-        from twellctl.bench.train_step import bench_train_step as bench
-    else:
-        from twellctl.bench.train_ffn import bench_train_ffn as bench
-    _run(bench, settings, json, trained)
 
 
 def _run(

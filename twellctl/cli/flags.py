@@ -8,7 +8,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from twellctl.errors import UsageError
 from twellctl.settings import flag_of, kind_of
 
 S = TypeVar("S")
@@ -25,37 +24,15 @@ def takes(kind: type) -> Callable[[Command], Command]:
     return _with_options({flag: (f, _help(f, _default(f))) for flag, f in fields.items()})
 
 
-def takes_either(
-    switch: str, without: type, with_it: type, *, of: tuple[str, str]
-) -> Callable[[Command], Command]:
-    """As `takes`, for a command that has settings of one kind, and `with_it` those of another.
-
-    The help of what one of them alone has begins with "Of", and the one of `of` if it is not empty.
-    """
-    first, second = _by_flag(without), _by_flag(with_it)
-    texts = {}
-    for flag, field in (first | second).items():
-        default, whose = _default(field), of[flag in second]
-        if flag in first and flag in second:
-            field, default, whose = first[flag], _defaults(first[flag], second[flag], switch), ""
-        texts[flag] = (field, _help(field, default, whose))
-    return _with_options(dict(sorted(texts.items(), key=lambda item: _is_last(item[1][0]))))
-
-
-def made(kind: type[S], flags: dict[str, Any], switch: str = "", given: bool = False) -> S:
-    """The settings of `flags`. `UsageError` for one that `switch`, as it is `given`, excludes."""
-    fields, values = _by_flag(kind), {}
-    for flag, value in flags.items():
-        if flag not in fields:
-            called = flag if flag.isupper() else f"--{flag}"
-            where = f"leave out {switch}" if given else f"give {switch}, too"
-            raise UsageError(f"{called} does not go with this: {where}")
-        if isinstance(value, list) and not kind_of(fields[flag])[2]:
-            if len(value) > 1:
-                raise UsageError(f"{flag} is given once with {switch}, got {len(value)}")
-            (value,) = value
-        values[fields[flag].name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)
+def made(kind: type[S], flags: dict[str, Any]) -> S:
+    """The settings of `flags`."""
+    fields = _by_flag(kind)
+    return kind(
+        **{
+            fields[flag].name: tuple(value) if isinstance(value, list) else value
+            for flag, value in flags.items()
+        }
+    )
 
 
 def _by_flag(kind: type) -> dict[str, Field]:
@@ -66,11 +43,8 @@ def _is_last(field: Field) -> bool:
     return field.metadata["last"]
 
 
-def _help(field: Field, default: str, whose: str = "") -> str:
+def _help(field: Field, default: str) -> str:
     text = field.metadata["help"]
-    if whose:
-        lower = text[1] == " " or text[1].islower()
-        text = f"Of {whose}: {text[0].lower() if lower else text[0]}{text[1:]}"
     return f"{text} [default: {default}]" if default else text
 
 
@@ -84,14 +58,6 @@ def _default(field: Field) -> str:
     if value is None or value is dataclasses.MISSING:
         return ""
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _defaults(first: Field, second: Field, switch: str) -> str:
-    """Of a setting of both kinds."""
-    if first.default == second.default:
-        return _default(first)
-    one = "one, " if kind_of(first)[2] and not kind_of(second)[2] else ""
-    return f"{_default(first)}; with {switch} {one}{_default(second)}"
 
 
 def _with_options(texts: dict[str, tuple[Field, str]]) -> Callable[[Command], Command]:

@@ -25,22 +25,16 @@ def benched_on(facts: dict[str, Any]) -> None:
 
 
 def _table(point: Any) -> None:
-    energy = any(candidate.joules for candidate in point.candidates)
     columns = ["", "ms", "tokens/ms", *over_columns(point.fastest_fp8), "error", "worst row"]
     rows = []
     for c in point.candidates:
         figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
         figures += over_rivals(point, c)
         figures += [f"{c.errors[name]:.1e}" for name in ("error", "worst_row_error")]
-        if energy:
-            figures.append(f"{1000 * c.joules / point.tokens:.3g}")
         rows.append([c.name, *figures])
-    if energy:
-        columns.append("mJ/token")
-    ui.table(
-        f"{point.tokens} tokens, {firing(point.about)}; {point.outcome.timed_by}", columns, rows
-    )
-    remarks(point)
+    title = f"{point.tokens} tokens, {_firing(point.about)}; {point.outcome.timed_by}"
+    ui.table(title, columns, rows)
+    _remarks(point)
 
 
 def over_columns(dense_fp8: Any | None) -> list[str]:
@@ -54,7 +48,7 @@ def over_rivals(point: Any, candidate: Any) -> list[str]:
     return [f"{ratio:.2f}x" for ratio in ratios if ratio is not None]
 
 
-def remarks(point: Any) -> None:
+def _remarks(point: Any) -> None:
     """What stands below a table: what was left out, which ways were gone, the union."""
     left_out(point.outcome.skipped)
     if said := point.about["without_kernels"]:
@@ -70,12 +64,10 @@ def left_out(skipped: dict[str, str]) -> None:
         ui.note(f"{name} was left out: {reason}")
 
 
-def firing(about: dict[str, Any]) -> str:
+def _firing(about: dict[str, Any]) -> str:
     """The density in words."""
-    if "layers" in about:
-        first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
-        return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
-    return f"density {about['density']:.2%}, {about['slots']} slots"
+    first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
+    return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
 
 
 def _union(union: dict[str, Any]) -> str:

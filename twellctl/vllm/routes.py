@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twellctl.bench.synthetic import EVEN, make_rows, make_weights
 from twellctl.bundle.twell_ffn import fp8_ffn_beside, known_choices, reasons_said, sparse_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight, round_weight
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
 from twellctl.bundle.twell_ways import WAYS, Way
+from twellctl.firing.synthetic import EVEN, make_rows, make_weights
 
 ENGINES = "vllm"  # the way that goes through the linear layers of the engine
 _DENSE = {ENGINES, *(way.name for way in WAYS if not way.own)}

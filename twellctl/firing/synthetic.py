@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bench.settings import FfnSettings, TrainFfnSettings
 from twellctl.bundle.twell_config import TILE
 from twellctl.errors import TwellError
 from twellctl.firing.counts import LayerCount, Union, UnionCount
@@ -38,12 +37,6 @@ class Spread:
     kind: str = "even"
     heavy_rows: float = 0.05
     heavy_density: float = 0.5
-
-    def describe(self) -> str:
-        """In words; empty for an even spread."""
-        if self.kind == "heavy":
-            return f"{self.heavy_rows:.1%} of the rows at {self.heavy_density:.0%}"
-        return "" if self.kind == "even" else f"{self.kind} over tokens"
 
 
 EVEN = Spread()
@@ -174,16 +167,3 @@ def _quantile(density: float) -> float:
 def _gate_std(K: int, bias: bool) -> float:
     """Standard deviation of a gate over neurons, without what channel 0 adds."""
     return math.sqrt((K - 1) / K + (BIAS_STD**2 if bias else 0))
-
-
-def spread_of(settings: FfnSettings | TrainFfnSettings) -> Spread:
-    """How the density of the rows is to be spread."""
-    heavy = {name: getattr(settings, name, None) for name in ("heavy_rows", "heavy_density")}
-    return Spread(settings.spread, **{k: v for k, v in heavy.items() if v is not None})
-
-
-def told(settings: FfnSettings | TrainFfnSettings) -> dict[str, Any]:
-    """Of the JSON: the settings, those of the spread together and only if they are of its kind."""
-    spread = asdict(spread_of(settings))
-    given = {name: value for name, value in asdict(settings).items() if name not in spread}
-    return given | {"spread": spread if settings.spread == "heavy" else {"kind": settings.spread}}

@@ -1,0 +1,246 @@
+"""Times one gated FFN, over TwELL and densely by PyTorch, in bf16 and in FP8. For developers.
+
+    python tests/gpu/time_ffn.py --tokens 131072 --tokens 256 --density 0.01
+    python tests/gpu/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16384
+    python tests/gpu/time_ffn.py --train --tokens 16384 --density 0.005
+
+Weights and inputs are those of twellctl/firing/synthetic.py. All candidates take turns in one run,
+over copies of the weights that outgrow the L2 cache; below 8192 tokens CUDA graphs are replayed,
+but of --train. Errors are against float64, of the gradients the largest.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twellctl.bench.contest import Contender, Course, hold, relative_error
+from twellctl.bench.dense_ffn import (
+    compiled,
+    dense_ffns,
+    dense_modes,
+    fresh_compiler,
+    reference,
+)
+from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
+from twellctl.bench.device import bench_device, device_name
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
+from twellctl.bench.twell_side import as_loaded, ffn_over_twell, shared_copy
+from twellctl.bundle.twell_config import ROUTES, TILE
+from twellctl.bundle.twell_ffn import train_ffn
+from twellctl.bundle.twell_fp8 import Fp8Weight
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
+from twellctl.bundle.twell_log import reasons_said
+from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
+from twellctl.bundle.twell_train import AddL1Gradient
+from twellctl.firing.synthetic import (
+    FfnWeights,
+    Spread,
+    make_rows,
+    make_weights,
+    measure_firing,
+    rotated_weights,
+)
+from twellctl.here.own_kernels import own_kernels
+
+BF16, JUDGED_ROWS = torch.bfloat16, 512
+PENALTY = 0.125  # beside gradients of h of about 1: what goes wrong with it is seen
+
+
+def main() -> None:
+    given = _arguments()
+    device = bench_device(given.device)
+    sizes = [
+        (2 * given.intermediate_size, given.hidden_size),
+        (given.hidden_size, given.intermediate_size),
+    ]
+    no_fp8 = why_no_dense_fp8(device, BF16, sizes)
+    print(f"{device_name(device)}, {given.hidden_size} x {given.intermediate_size}")
+    if no_fp8:
+        print(f"no dense FP8: {no_fp8}")
+    course = Course(device, given.rounds, lambda text: None, lambda done, total: None)
+    for tokens in given.tokens:
+        for density in given.density:
+            with fresh_compiler(), reasons_said() as reasons:
+                _measure(given, course, tokens, density, with_fp8=no_fp8 is None)
+            print(*reasons, sep="\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--intermediate-size", type=int, default=5632)
+    parser.add_argument("--tokens", type=int, action="append")
+    parser.add_argument("--density", type=float, action="append")
+    parser.add_argument("--route", choices=ROUTES, action="append")
+    parser.add_argument("--slots", type=int, help="of a tile; else as a profile has them")
+    parser.add_argument("--heavy", type=float, default=0.0, help="share of rows at 50 %%")
+    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="TwELL over e4m3 weights")
+    parser.add_argument("--train", action="store_true", help="forward and backward, with a penalty")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device")
+    given = parser.parse_args()
+    given.tokens, given.density = given.tokens or [131072, 256], given.density or [0.01]
+    given.route = given.route or ["auto"]
+    return given
+
+
+def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bool) -> None:
+    generator = torch.Generator(course.device).manual_seed(given.seed)
+    made = {"dtype": BF16, "generator": generator}
+    weights = make_weights(
+        given.hidden_size, given.intermediate_size, density, bias=given.bias, **made
+    )
+    spread = Spread("heavy", given.heavy) if given.heavy else Spread()
+    x = make_rows(tokens, given.hidden_size, density, spread, **made)
+    fired = measure_firing(x, weights)
+    slots, copies = given.slots or fired["slots"], rotated_weights(weights, course.device)
+    if given.train:
+        contenders, expected = _trained(x, copies, fired["density"], generator)
+        judged: Callable = _largest_error
+    else:
+        contenders = list(_forward(given, x, copies, slots, fired["density"], with_fp8))
+        rows = torch.arange(min(tokens, JUDGED_ROWS), device=course.device)
+        expected = reference(x[rows], weights)
+        judged = lambda y, expected: {"error": relative_error(y[rows], expected)}  # noqa: E731
+    outcome = hold(
+        course,
+        contenders,
+        partial(judged, expected=expected),
+        what=f"{tokens} tokens, density {density:g}",
+        tokens=tokens,
+        num_inputs=len(copies),
+        graphs=not given.train,
+    )
+    names = tuple(c.name for c in contenders if c.kind == TWELL)
+    _print(Point(tokens, fired, "float64", names, outcome))
+
+
+def _print(point: Point) -> None:
+    about = f"density {point.about['density']:.2%}, {point.about['slots']} slots"
+    print(f"\n{point.tokens} tokens, {about}, {point.outcome.timed_by}")
+    for c in point.candidates:
+        over_fp8 = point.over_fp8(c)
+        over = f"{point.over_dense(c):6.2f}x" + (f" {over_fp8:6.2f}x FP8" if over_fp8 else "")
+        print(f"  {c.name:28} {1000 * c.seconds:10.4f} ms {over}   error {c.errors['error']:.1e}")
+    for name, reason in point.outcome.skipped.items():
+        print(f"  {name}: left out, {reason}")
+
+
+# ---- forward ----
+
+
+def _forward(
+    given, x: Tensor, copies: list[FfnWeights], slots: int, density: float, with_fp8: bool
+) -> Iterator[Contender]:
+    modes = dense_modes(x.device)
+    for name, ffn in dense_ffns(modes).items():
+        yield Contender(name, DENSE, lambda number, ffn=ffn: ffn(x, copies[number]))
+    for scheme in SCHEMES if with_fp8 else ():
+        run = compiled(partial(_fp8_ffn, scheme), modes[-1])
+        rounded = [(scheme.of_weights(w.gate_up), scheme.of_weights(w.down), w) for w in copies]
+        yield Contender(
+            f"dense FP8 {scheme.name}",
+            DENSE_FP8,
+            lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
+        )
+    loaded = [as_loaded(weights) for weights in copies]
+    modules = [_fp8_module(weights, slots, density) for weights in copies] if given.fp8 else []
+    for route in given.route:
+        name = f"twell FP8 {route}" if given.fp8 else f"twell {route}"
+        if given.fp8:
+            over = [_over_kernels(module, route) for module in modules]
+            yield Contender(name, TWELL, lambda number, over=over: over[number](x))
+        else:
+            ffn = ffn_over_twell(route, slots, density)
+            yield Contender(name, TWELL, lambda number, ffn=ffn: ffn(x, loaded[number]))
+
+
+def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
+    of_gate_up = Fp8Weight(*gate_up, weights.gate_up_bias)
+    gate, up = fast_product(*scheme.of_inputs(x), of_gate_up).chunk(2, -1)
+    hidden = scheme.of_inputs(F.relu(gate) * up)
+    return fast_product(*hidden, Fp8Weight(*down, weights.down_bias))
+
+
+class _Layers(nn.Module):
+    """A gated FFN as transformers has it, its linear layers in FP8."""
+
+    def __init__(self, weights: FfnWeights):
+        super().__init__()
+        self.gate_up_proj = _fp8_linear(weights.gate_up, weights.gate_up_bias)
+        self.down_proj = _fp8_linear(weights.down, weights.down_bias)
+        self.act_fn = nn.ReLU()
+
+
+def _fp8_linear(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
+    N, K = weight.shape
+    linear = Fp8Linear(K, N, bias is not None, device=weight.device, dtype=BF16)
+    linear.weight.data, linear.weight_scale.data = SCHEMES[0].of_weights(weight)
+    if bias is not None:
+        linear.bias.data = bias
+    return linear
+
+
+def _fp8_module(weights: FfnWeights, slots: int, density: float) -> nn.Module:
+    module = _Layers(weights).requires_grad_(False)
+    put_over_twell(module, {"tile": TILE, "slots": [slots], "densities": [density]})
+    return module
+
+
+def _over_kernels(module: nn.Module, route: str) -> nn.Module:
+    taken = shared_copy(module)
+    use_kernels(taken, own_kernels(), route)
+    lay_weights(taken)
+    return taken
+
+
+# ---- forward and backward ----
+
+
+def _trained(
+    x: Tensor, copies: list[FfnWeights], density: float, generator: torch.Generator
+) -> tuple[list[Contender], dict[str, Tensor]]:
+    """Contenders, and y and the gradients in float64; the penalty is added to those of h."""
+    grad_y = torch.randn(x.shape, generator=generator, device=x.device, dtype=BF16)
+    penalty = torch.full((1,), PENALTY, device=x.device)
+
+    def dense(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+        """y, and the sum of |h|, as `train_ffn` gives them."""
+        hidden = F.relu(F.linear(x, w_gate)) * F.linear(x, w_up)
+        hidden_sum = hidden.detach().abs().sum(-1, dtype=torch.float32).sum()
+        return F.linear(AddL1Gradient.apply(hidden, penalty), w_down), hidden_sum
+
+    def twell(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        how = {"density": density, "sources": own_kernels(), "route": "twell"}
+        y, hidden_sum, _ = train_ffn(*tensors, penalty=penalty, **how)
+        return y, hidden_sum
+
+    def both(run: Callable, weights: FfnWeights, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *weights.split[:3])]
+        with torch.enable_grad():
+            y, _ = run(*leaves)
+            gradients = torch.autograd.grad(y, leaves, grad_y.to(dtype))
+        return dict(zip(("y", "x", "gate", "up", "down"), (y.detach(), *gradients), strict=True))
+
+    runs = {mode: compiled(dense, mode) for mode in dense_modes(x.device)}
+    contenders = [
+        Contender(f"dense {mode}", DENSE, lambda number, run=run: both(run, copies[number]))
+        for mode, run in runs.items()
+    ]
+    loaded = [as_loaded(weights) for weights in copies]
+    contenders.append(Contender("twell", TWELL, lambda number: both(twell, loaded[number])))
+    return contenders, both(dense, copies[0], torch.float64)
+
+
+def _largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    return {"error": max(relative_error(found[name], expected[name]) for name in expected)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a step of decoding must read at least, and how fast this device reads."""
+
+import torch
+from torch import nn
+
+from twellctl.bench.timing import Timer
+from twellctl.bundle.twell_model import gated_ffns
+
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+BANDWIDTH_SAMPLES = 5
+
+
+def ffn_bytes(K: int, N: int, itemsize: int, union: float = 1.0) -> int:
+    """Bytes of weights that must be read: the gate, and `union` of the rows of up and down.
+
+    `union` is the share of the neurons that fire for some token of the call; dense forms read all.
+    """
+    return round(K * N * itemsize * (1 + 2 * union))
+
+
+def step_bytes(model: nn.Module, unions: tuple[float, ...] | None, rows: int) -> int:
+    """Bytes of weights that a step of `rows` rows must read.
+
+    All weights but the embeddings, of which there is a line a row, unless they are the LM head too;
+    of up and down those of the neurons that fire (`unions` by layer; None: all). The cache comes on
+    top. What a step writes or keeps between kernels is next to nothing.
+    """
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embeddings is not head:
+        total -= (len(embeddings) - rows) * embeddings[0].nbytes
+    ffns = gated_ffns(model)
+    for ffn, union in zip(ffns, unions or (1.0,) * len(ffns), strict=True):
+        down = ffn.down_proj.weight
+        total -= 2 * down.nbytes - (ffn_bytes(*down.shape, down.itemsize, union) - down.nbytes)
+    return total
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that `device` reads and writes while it copies a large tensor: the median."""
+    size = COPIED_BYTES[device.type]
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timer = Timer(lambda number: target.copy_(source), 1, device, graphed=False)
+    seconds = sorted(timer.seconds() for _ in range(BANDWIDTH_SAMPLES))[BANDWIDTH_SAMPLES // 2]
+    return 2 * size / seconds
