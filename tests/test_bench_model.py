@@ -189,17 +189,17 @@ def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
 
 
 def test_which_way_auto_went(monkeypatch):
-    bucket, auto = density_bucket(0.01), ("walk", "lists", "fused", "dense")
+    bucket, auto = density_bucket(0.01), ("walk", "lists", "dense")
     kinds = {
         Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper", auto): Choice("lists", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "fused"),
-        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("fused", "fused"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "walk"),
+        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("dense", "dense"),
         Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("walk", "walk"),
         Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper_e4m3", auto): Choice("walk", "lists"),
     }
     monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
     layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
-    assert routes_taken(64, 256, False, 10000, layers, False) == {"lists": 2, "fused": 1}
+    assert routes_taken(64, 256, False, 10000, layers, False) == {"lists": 2, "dense": 1}
     # graphs are replayed there
-    assert routes_taken(64, 256, False, 50, layers, False) == {"fused": 2}
+    assert routes_taken(64, 256, False, 50, layers, False) == {"walk": 2}
     assert routes_taken(64, 256, False, 50, layers, True) == {"lists": 2}

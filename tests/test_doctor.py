@@ -203,9 +203,9 @@ def test_which_kernels_run(gpus, monkeypatch):
 def test_the_ways_of_an_ffn(gpus):
     gpus(HOPPER)
     found = kernels_here.find_ways(kernels_here.find_kernels(GPU))
-    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, fused, dense;")
+    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, dense;")
     of_bf16, of_fp8 = found.what.split(". In FP8: ")
-    assert of_bf16.endswith("; 4097 and more tokens: lists, fused, dense")
+    assert of_bf16.endswith("; 4097 and more tokens: lists, dense")
     assert of_fp8.split("; ") == [
         "1 to 3 tokens: union, dense",
         "4 to 64 tokens: pairs, union, dense",

@@ -15,7 +15,6 @@ from launched import Map
 from list_builder import build_lists, from_bf16
 from list_reference import Shape
 from test_emulated_grad import on_cpu, small
-from torch import Tensor
 
 from twellctl.bundle import twell_dense_e4m3, twell_heavy, twell_sequence
 from twellctl.bundle.twell_format import fires, keep_fired
@@ -148,18 +147,16 @@ def test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias):
 class Walks:
     """As a KernelSet; the host's launches in their order, each behind the end of what is in front.
 
-    What is on wgmma is not emulated: gate_pack's part is `gate` of the problem, and more than few
-    heavy rows stay NaN. `heavy`: the tokens that were set aside; `rows`: their inputs.
+    More than few heavy rows, which go by wgmma, stay NaN. `heavy`: the tokens that were set aside;
+    `rows`: their inputs.
     """
 
-    def __init__(self, kernels: EmulatedKernels, gate: Tensor, seed: int):
-        self.kernels, self.gate, self.seed = kernels, gate, seed
+    def __init__(self, kernels: EmulatedKernels, seed: int):
+        self.kernels, self.seed = kernels, seed
         self.heavy, self.rows = [], None
 
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
-        if name.startswith("gate_pack"):
-            pack(self.gate, *args[7:10])
-        elif name.startswith("heavy_walk"):
+        if name.startswith("heavy_walk"):
             self.kernels.launch(
                 *(name, grid, block, args, smem_bytes),
                 cluster=HEAVY_WALK_SIZE,
@@ -167,8 +164,7 @@ class Walks:
                 seed=self.seed,
             )
         elif not name.startswith("heavy"):
-            previous = args[5:7] if name == f"walk{E4M3_END}" else args[5:6]
-            previous = previous if name.startswith("walk") else ()
+            previous = args[5:6] if name.startswith("walk") else ()
             self.kernels.launch(
                 name, grid, block, args, smem_bytes, from_previous=previous, seed=self.seed
             )
@@ -179,20 +175,6 @@ class Walks:
             y[self.heavy] = torch.nan
 
 
-def pack(gate: Tensor, counts: Tensor, entries: Tensor, heavy_count: Tensor) -> None:
-    """What gate_pack leaves of `gate` bf16 `[M, N]`; slots behind the count are anything."""
-    heavy_count.zero_()
-    entries.fill_(-1)
-    for tile, part in enumerate(gate.split(256, 1)):
-        fired = fires(part)
-        counts[:, tile] = fired.sum(1) | (~part.isfinite()).any(1).int() << 30
-        for token, row in enumerate(fired):
-            columns = row.nonzero().flatten()
-            columns = columns[torch.randperm(len(columns))][: entries.shape[2]]
-            bits = part[token, columns].view(torch.int16).int() << 16
-            entries[token, tile, : len(columns)] = bits | (256 * tile + columns.int())
-
-
 @contextmanager
 def without_maps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -201,23 +183,20 @@ def without_maps() -> Iterator[None]:
         yield
 
 
-def walked(kernels: EmulatedKernels, problem, way, seed: int = 1) -> Walks:
+def walked(kernels: EmulatedKernels, problem, seed: int = 1) -> Walks:
     """Checks y of all finite rows against float64, and which rows are heavy."""
     gate = problem.gate().bfloat16()
-    walks, cap = Walks(kernels, gate, seed), plan_walk(*walk_sizes(problem), H200, E4M3_END).cap
+    walks, cap = Walks(kernels, seed), plan_walk(*walk_sizes(problem), H200, E4M3_END).cap
     with without_maps():
-        y = way(walks, problem)
+        y = of_many.by_walk_gate(walks, problem)
     fired = fires(gate)
     heavy = (fired.sum(1) > cap) | (~gate.isfinite()).any(1)
-    if way is of_many.by_walk:
-        over = (part.sum(1) > problem.slots for part in fired.split(256, 1))
-        heavy |= torch.stack(list(over)).any(0)
     assert sorted(walks.heavy) == heavy.nonzero().flatten().tolist()
     values = quantise_inputs(kernels, problem.x).values.view(torch.uint8)
     of_heavy = walks.rows.view(torch.uint8)[: len(walks.heavy)]
     assert torch.equal(of_heavy, values[walks.heavy])
     finite = gate.isfinite().all(1)
-    if plan_heavy_walk(problem.ffn.N, problem.ffn.K, H200, E4M3_END, packed=True):
+    if plan_heavy_walk(problem.ffn.N, problem.ffn.K, H200, E4M3_END, packed=False):
         assert not y[~finite].isfinite().any()
     else:
         finite &= ~heavy
@@ -236,25 +215,19 @@ def walk_sizes(problem) -> tuple[int, int, int]:
     return problem.x.shape[0], problem.ffn.N, problem.x.shape[1]
 
 
-ALL_WALKS = pytest.mark.parametrize("way", [of_many.by_walk, of_many.by_walk_gate])
-
-
-@ALL_WALKS
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("M", "K", "N", "mean"),
     [(5, 128, 264, -2.0), (3, 640, 1032, -1.6), (2, 2048, 520, -1.9), (2, 8320, 136, -0.5)],
 )
-def test_walks(kernels, way, M, K, N, mean, bias):
+def test_walks(kernels, M, K, N, mean, bias):
     """One way and eight, ragged tiles, two passes over K."""
     torch.manual_seed(M)
     problem = of_many.random_problem(M, K, N, mean=mean, bias=bias, decades=1.0)
-    problem.slots = 37
-    walked(kernels, problem, way)
+    walked(kernels, problem)
 
 
-@ALL_WALKS
-def test_walks_of_more_tokens_than_multiprocessors(kernels, way):
+def test_walks_of_more_tokens_than_multiprocessors(kernels):
     """Each has one way of its own."""
     torch.manual_seed(1)
     problem = of_many.random_problem(140, 2048, 136, mean=-1.5, bias=False, decades=0.0)
@@ -262,11 +235,10 @@ def test_walks_of_more_tokens_than_multiprocessors(kernels, way):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_lists, "limits", lambda: few)
         assert plan_walk(*walk_sizes(problem), few, E4M3_END).ways == 1
-        walked(kernels, problem, way)
+        walked(kernels, problem)
 
 
-@ALL_WALKS
-def test_walks_of_no_pair_of_all_and_of_as_many_as_the_list_holds(kernels, way):
+def test_walks_of_no_pair_of_all_and_of_as_many_as_the_list_holds(kernels):
     torch.manual_seed(2)
     N = 520
     cap = plan_walk(5, N, 512, H200, E4M3_END).cap
@@ -274,15 +246,14 @@ def test_walks_of_no_pair_of_all_and_of_as_many_as_the_list_holds(kernels, way):
     fired[1] = True
     for row, num in ((2, cap), (3, cap + 1), (4, 1)):
         fired[row, torch.randperm(N)[:num]] = True
-    walks = walked(kernels, of_many.patterned(fired, 256), way)
+    walks = walked(kernels, of_many.patterned(fired, 256))
     assert sorted(walks.heavy) == [1, 3]
 
 
-@ALL_WALKS
-def test_walks_leave_rows_that_are_not_finite(kernels, way):
+def test_walks_leave_rows_that_are_not_finite(kernels):
     torch.manual_seed(3)
     problem = of_many.random_problem(6, 256, 264, mean=-2.0, bias=False, decades=0.0)
     problem.x[1, 3], problem.x[2, 5], problem.x[4, 7] = torch.nan, torch.inf, -torch.inf
     problem.x[5] = 0
-    walks = walked(kernels, problem, way)
+    walks = walked(kernels, problem)
     assert sorted(walks.heavy) == [1, 2, 4]

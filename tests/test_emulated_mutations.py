@@ -87,11 +87,10 @@ def hidden_rows(kernels: EmulatedKernels) -> None:
 
 
 def walk_e4m3(kernels: EmulatedKernels) -> None:
-    """Some hundred tokens over e4m3 weights: both walks, of pairs in several batches of a way."""
+    """Some hundred tokens over e4m3 weights, of pairs in several batches of a way."""
     torch.manual_seed(3)
     problem = of_many.random_problem(3, 2048, 520, mean=-1.4, bias=True, decades=1.0)
-    for way in (of_many.by_walk, of_many.by_walk_gate):
-        walked(kernels, problem, way)
+    walked(kernels, problem)
 
 
 def heavy_rows(kernels: EmulatedKernels, end: str = "") -> None:

@@ -57,7 +57,7 @@ K, N = 128, 256
 def test_who_takes_fp8_weights(limits, hopper, lines):
     assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048, end="_e4m3")) == lines
     given = Problem(4096, 5632, 2048, limits, hopper, end="_e4m3")
-    own = ["walk_gate", "walk", "lists"] if hopper else ["dense"]
+    own = ["walk_gate", "lists"] if hopper else ["dense"]
     assert [way.name for way in ways_of("twell", given)] == own
 
 
@@ -115,7 +115,7 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
     operator(16)
     operator(100)
     operator(100)
-    many = ["walk_gate", "walk", "lists", "dense"]
+    many = ["walk_gate", "lists", "dense"]
     assert operator.timed == [["pairs", "union", "dense"], many]
     kinds = twell_route.known_choices()
     assert all("_e4m3" in kind.kernels for kind in kinds)
@@ -130,9 +130,8 @@ def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator,
     assert operator.ran == [*own, ("dense", False)]
 
 
-@pytest.mark.parametrize("route", ["dense", "fused"])
-def test_dense_routes_are_the_way_dense_and_no_rows_are_torchs(operator, route):
-    assert operator(100, route).shape == (100, K)
+def test_the_route_dense_is_the_way_dense_and_no_rows_are_torchs(operator):
+    assert operator(100, "dense").shape == (100, K)
     assert operator(0).shape == (0, K)
     assert (operator.ran, operator.timed) == ([("dense", False)], [])
 
@@ -164,16 +163,14 @@ def test_kernels_round_for_the_way_dense_on_hopper_alone():
 
 def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
     with reasons_said() as said:
-        operator(100, "fused")
         operator(100, bias=torch.zeros(N))
         monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", twell_reasons.why_no_e4m3_kernels)
         monkeypatch.setattr(twell_reasons, "device_limits", lambda index: A100)
         operator(100)
         operator.weights = [weight_of(*s, seed=1) for s in [(N, 64), (N, 64), (64, N)]]
         operator(100)
-    assert operator.ran == [("dense", False)]  # of the first
+    assert operator.ran == []
     assert [text.split(": ", 1)[1] for text in said] == [
-        "there is no fused route over FP8 weights",
         "the kernels take biases in bf16",
         "kernels over FP8 weights need compute capability 8.9 or newer",
         "over FP8 weights the kernels take multiples of 128, not 64 and 256",
@@ -239,7 +236,7 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
         x = spread(M, K, seed=9, decades=0.2).bfloat16()
         y = twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
         assert torch.equal(y, fp8_ffn(x, *operator.weights))
-    ways = [["pairs", "union", "engine"], ["walk_gate", "walk", "lists", "engine"]]
+    ways = [["pairs", "union", "engine"], ["walk_gate", "lists", "engine"]]
     assert operator.timed == ways
     assert [list(kind.ways) for kind in twell_route.known_choices()] == ways
     assert operator.ran == [("pairs", True), ("walk_gate", True)]

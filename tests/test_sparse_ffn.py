@@ -270,12 +270,6 @@ def test_which_kernels(monkeypatch):
         assert not takes_hopper_kernels(0)
 
 
-def test_the_fused_route_is_hoppers():
-    assert twell_reasons.why_not_route("fused", True) is None
-    assert "needs a Hopper GPU" in twell_reasons.why_not_route("fused", False)
-    assert all(twell_reasons.why_not_route(r, False) is None for r in ("auto", "twell", "portable"))
-
-
 def test_reasons_are_collected_in_place_of_the_log(caplog):
     say_once("a reason")
     caplog.clear()
@@ -311,7 +305,7 @@ def test_what_is_not_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("M", [1, 64, 65, 4097])
-@pytest.mark.parametrize("route", ["twell", "portable", "fused"])
+@pytest.mark.parametrize("route", ["twell", "portable", "dense"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_run, "device_limits", lambda index: limits)
@@ -336,7 +330,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
         ffn = FFN(w_gate, w_up, laid.t(), *biases)
         run_by_route(x, ffn, 8, 0.01, SOURCES, route, route != "portable")
         assert torch.equal(found[-1], w_down.t())
-        if route == "fused":
+        if route == "dense":
             assert found[-1].data_ptr() == laid.data_ptr()
         else:
             assert found[-1].is_contiguous()

@@ -17,10 +17,10 @@ H200 = Limits(132, 232448, (9, 0))
 L4 = Limits(58, 101376, (8, 9))
 LINES = {
     "Hopper": [
-        "1 to 3 tokens: union, fused, dense",
-        "4 to 64 tokens: pairs, union, fused, dense",
-        "65 to 4096 tokens: walk_gate, walk, lists, fused, dense",
-        "4097 and more tokens: lists, fused, dense",
+        "1 to 3 tokens: union, dense",
+        "4 to 64 tokens: pairs, union, dense",
+        "65 to 4096 tokens: walk_gate, walk, lists, dense",
+        "4097 and more tokens: lists, dense",
     ],
     "portable": ["1 to 64 tokens: union, dense", "65 and more tokens: portable, dense"],
     "little shared memory": [
@@ -58,10 +58,10 @@ def test_each_route_has_ways(M):
         assert every == list(dict.fromkeys(way.name for way in WAYS if way.name in every))
         assert every[-1] == "dense"
         own = names("twell", given)
-        assert own == [name for name in every if name not in ("fused", "dense")]
+        assert own == [name for name in every if name != "dense"]
         assert own
     assert len(names("portable", problem(M, hopper=False))) == 1
-    assert [names(route, problem(M)) for route in ("fused", "dense")] == [["fused"], ["dense"]]
+    assert names("dense", problem(M)) == ["dense"]
 
 
 def test_where_few_tokens_do_not_fit_others_take_them():
@@ -96,6 +96,9 @@ def test_the_rule_of_more_tokens():
         *("walk_gate", "walk_gate", "lists")
     ]
     assert [ruled(M, None, "auto") for M in (65, 2048, 2049)] == ["dense", "dense", "lists"]
+    assert [ruled(M, 0.001, end="_e4m3") for M in (65, 1025, 4097)] == [
+        *("walk_gate", "walk_gate", "lists")
+    ]
     assert [ruled(8192, density, "auto") for density in (0.019, 0.02)] == ["lists", "dense"]
     assert ruled(8192, 0.01, "auto", hopper=False) == "portable"
 
@@ -151,8 +154,8 @@ def test_auto_measures_all_that_take_it_and_twell_its_own(operator):
     assert operator(16, "twell") == "pairs"
     assert operator(100, "twell") == "walk_gate"
     assert operator.timed == [
-        ["pairs", "union", "fused", "dense"],
-        ["walk_gate", "walk", "lists", "fused", "dense"],
+        ["pairs", "union", "dense"],
+        ["walk_gate", "walk", "lists", "dense"],
         ["pairs", "union"],
         ["walk_gate", "walk", "lists"],
     ]
@@ -162,7 +165,7 @@ def test_auto_measures_all_that_take_it_and_twell_its_own(operator):
 def test_what_one_way_alone_takes_is_not_measured(operator):
     assert operator(1, "twell") == "union"
     assert operator(5000, "twell") == "lists"
-    assert operator(16, "fused") == "fused"
+    assert operator(16, "dense") == "dense"
     assert (operator.timed, operator.counted) == ([], 0)
 
 

@@ -27,7 +27,7 @@ from twellctl.bundle.twell_quantise import quantise_rows
 from twellctl.bundle.twell_sequence import launch_gate_pack, packed_buffers
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import plan_walk, takes_walk
-from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
+from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
@@ -54,10 +54,6 @@ def by_lists(kernels, problem: "Problem") -> Tensor:
     return lists_e4m3_ffn(kernels, limits(), problem.x, problem.ffn, problem.slots)
 
 
-def by_walk(kernels, problem: "Problem") -> Tensor:
-    return walk_packed_e4m3_ffn(kernels, limits(), problem.x, problem.ffn, problem.slots)
-
-
 def by_walk_gate(kernels, problem: "Problem") -> Tensor:
     return walk_gate_e4m3_ffn(kernels, limits(), problem.x, problem.ffn)
 
@@ -68,7 +64,7 @@ def by_dense(kernels, problem: "Problem") -> Tensor:
     return dense_e4m3_ffn(kernels, limits(), problem.x, ffn)
 
 
-ALL_WAYS = (by_lists, by_walk, by_walk_gate)
+ALL_WAYS = (by_lists, by_walk_gate)
 
 
 @dataclass
@@ -441,5 +437,5 @@ def test_an_export_in_fp8_takes_the_ways_of_fp8(make_model, tmp_path, monkeypatc
         assert model(ids).logits.isfinite().all()
     assert said == []
     (ways,) = {kind.ways for kind in known_choices() if "e4m3" in kind.kernels and kind.K == 128}
-    assert ways == ("walk_gate", "walk", "lists", "dense")
+    assert ways == ("walk_gate", "lists", "dense")
     assert all(ffn.down_proj.turned is not None for ffn in gated_ffns(model))

@@ -109,8 +109,8 @@ class ModelSettings(AnyModel):
     routes: tuple[str, ...] = setting(
         ("auto",),
         "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
-        "over what fires), portable (that without Hopper's kernels), fused or dense (all neurons; "
-        "fused: Hopper, bf16). Repeatable; the first counts.",
+        "over what fires), portable (that without Hopper's kernels) or dense (all neurons). "
+        "Repeatable; the first counts.",
         flag="route",
         choices=ROUTES,
         distinct=True,

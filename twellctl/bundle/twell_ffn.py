@@ -34,7 +34,6 @@ from .twell_reasons import (
     why_not_e4m3_linear,
     why_not_ffn,
     why_not_here,
-    why_not_route,
     why_not_trained,
 )
 from .twell_route import known_choices, requested
@@ -69,8 +68,7 @@ def sparse_ffn(
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
     (the fastest of this GPU's ways over what fires), "portable" (of those of any), "dense" (torch's
-    products), "fused" (dense on Hopper, gate and up in one kernel), or "auto": the fastest of all
-    ways (twell_ways.py), unless TWELL_ROUTE says which.
+    products), or "auto": the fastest of all ways (twell_ways.py), unless TWELL_ROUTE says which.
     `density`: the share of neurons that fire, if a profile tells it.
 
     The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after
@@ -289,11 +287,7 @@ def _gated_ffn(
     if route == "dense":
         return dense_products(rows, ffn).view(shape)
     hopper = takes_hopper_kernels(rows.device.index, route)
-    if said := (
-        why_not_ffn(rows, ffn, tile)
-        or why_not_here(sources, rows.device.index, hopper)
-        or why_not_route(route, hopper)
-    ):
+    if said := why_not_ffn(rows, ffn, tile) or why_not_here(sources, rows.device.index, hopper):
         say_once(said)
         return dense_products(rows, ffn).view(shape)
     return run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper).view(shape)
@@ -324,9 +318,6 @@ def _fp8_ffn(
     ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
-    if route == "fused":
-        say_once("there is no fused route over FP8 weights")
-        route = "dense"
     hopper = takes_hopper_kernels(index, route)
     read = ffn if turned is None else replace(ffn, w_down=turned)
     said = why_not_e4m3_ffn(rows, read, tile)

@@ -233,7 +233,7 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
         if is_plain(down, nn.Linear):
             down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
         elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
-            if requested(ffn.twell_route) not in ("dense", "fused"):
+            if requested(ffn.twell_route) != "dense":
                 down.turn()
             beside = gate_and_up(ffn)
             if len(beside) == 2 and all(is_plain(layer, Fp8Linear) for layer in beside):

@@ -111,13 +111,6 @@ def _why_never_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str
     return None
 
 
-def why_not_route(route: str, hopper: bool) -> str | None:
-    """None if there are kernels for `route`, else where there are."""
-    if route == "fused" and not hopper:
-        return "the fused route needs a Hopper GPU (compute capability 9.0) and no TWELL_PORTABLE"
-    return None
-
-
 def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     """None if the kernels take this, else what they do not take."""
     N, K = ffn.N, ffn.K

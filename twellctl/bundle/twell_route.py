@@ -7,7 +7,7 @@ once: for launches one by one, where the host's time counts, and for a CUDA grap
 not. In the midst of a capture nothing is measured: a kind that is not known then goes by the rule
 of the ways.
 
-TWELL_ROUTE=dense|fused|twell|portable|auto decides for every model that does not say otherwise.
+TWELL_ROUTE=dense|twell|portable|auto decides for every model that does not say otherwise.
 """
 
 import json

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_config import TILE
-from .twell_heavy import Heavy, heavy_products, launch_heavy_hidden
+from .twell_heavy import Heavy, heavy_products
 from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
@@ -87,13 +87,6 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
     return F.linear(gate, ffn.w_down.t(), ffn.b_down)
 
 
-def fused_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
-    """The equation on Hopper with gate and up in one kernel: only their product is stored."""
-    hidden = x.new_empty(x.shape[0], ffn.N)
-    launch_heavy_hidden(kernels, limits, x, ffn, Heavy(), hidden)
-    return F.linear(hidden, ffn.w_down.t(), ffn.b_down)
-
-
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
     y = torch.empty_like(x)
@@ -137,13 +130,10 @@ def launch_gate_pack(
     entries: Tensor,
     heavy_count: Tensor,
     scales: tuple[Tensor, ...] = (),
-    *,
-    overlap: bool = False,
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`.
 
-    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py). Only
-    e4m3 may `overlap`, as in `KernelSet.launch`.
+    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py).
     """
     M, (N, K) = x.shape[0], w_gate.shape
     short = gate_pack_is_short(M, N, limits.num_sms)
@@ -156,7 +146,6 @@ def launch_gate_pack(
             *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),
         ),
         GATE_PACK_SMEM,
-        overlap=overlap,
     )
 
 

@@ -261,7 +261,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "ffn/heavy_walk.cu": ("heavy_walk", "heavy_walk_gate"),
     f"ffn/heavy_walk{E4M3_END}.cu": (f"heavy_walk{E4M3_END}", f"heavy_walk_gate{E4M3_END}"),
     "ffn/walk.cu": ("walk", "walk_gate"),
-    f"ffn/walk{E4M3_END}.cu": (f"walk{E4M3_END}", f"walk_gate{E4M3_END}"),
+    f"ffn/walk{E4M3_END}.cu": (f"walk_gate{E4M3_END}",),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,

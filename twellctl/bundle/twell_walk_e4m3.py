@@ -1,7 +1,6 @@
-"""The walks of twell_walk.py over e4m3 weights.
+"""The walk of twell_walk.py behind torch's gate product, over e4m3 weights.
 
-    walk_gate_e4m3_ffn:    quantise_inputs -> torch's gate product -> walk_gate -> the heavy rows
-    walk_packed_e4m3_ffn:  quantise_inputs -> gate_pack -> walk -> the heavy rows
+    quantise_inputs -> torch's gate product -> walk_gate -> the heavy rows
 
 The equation is that of twell_lists_e4m3.py: inputs are rounded to e4m3 with a scale for each row. h
 is rounded to bf16, as with few tokens.
@@ -12,17 +11,19 @@ from torch import Tensor
 
 from .twell_fp8 import Fp8Weight, rounded_product
 from .twell_heavy import Heavy, launch_heavy_e4m3, widen
-from .twell_heavy_walk import Gate, launch_heavy_walk
+from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet
-from .twell_plan import Limits, make_plan
-from .twell_quantise import RoundedRows, quantise_inputs
-from .twell_sequence import launch_gate_pack, packed_buffers
+from .twell_plan import Limits
+from .twell_quantise import quantise_inputs
 from .twell_spec import E4M3_END
-from .twell_walk import WALK_KERNELS, plan_walk
+from .twell_walk import plan_walk
 from .twell_weights import FFN
 
 # beside those of the lists over e4m3 weights
-WALK_E4M3_KERNELS = ("quantise_inputs", *(f"{name}{E4M3_END}" for name in WALK_KERNELS))
+WALK_E4M3_KERNELS = (
+    "quantise_inputs",
+    *(f"{name}{E4M3_END}" for name in ("walk_gate", "heavy_walk_gate")),
+)
 
 
 def walk_gate_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
@@ -30,49 +31,20 @@ def walk_gate_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) 
 
     The three weights of `ffn` are e4m3, contiguous, with their scales.
     """
+    M, N, K = x.shape[0], ffn.N, ffn.K
     rows = quantise_inputs(kernels, x)
     weight = Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
-    gate = rounded_product(rows.values, rows.scales, weight, x.dtype)
-    return _walk(kernels, limits, "walk_gate", x, rows, ffn, (gate,), (ffn.N, ffn.K))
-
-
-def walk_packed_e4m3_ffn(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int
-) -> Tensor:
-    """The same behind `gate_pack`; `slots` as in `lists_e4m3_ffn`."""
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    rows = quantise_inputs(kernels, x)
-    laid = make_plan(M, N, ffn.shorts, slots, plan_walk(M, N, K, limits, E4M3_END).cap, limits)
-    counts, entries, _ = packed_buffers(laid, x.device)
-    weight, packed = (ffn.w_gate, ffn.b_gate), (counts, entries, rows.heavy_count)
-    scales = rows.token_scales, ffn.s_gate
-    launch_gate_pack(kernels, limits, rows.values, *weight, *packed, scales, overlap=True)
-    sizes = K, laid.num_gate_tiles, slots
-    return _walk(kernels, limits, "walk", x, rows, ffn, (counts, entries), sizes)
-
-
-def _walk(
-    kernels: KernelSet,
-    limits: Limits,
-    name: str,
-    x: Tensor,
-    rows: RoundedRows,
-    ffn: FFN,
-    gate: Gate,
-    sizes: tuple[int, ...],
-) -> Tensor:
-    """`sizes`: what the kernel wants to know of `gate`."""
-    M, N, K = x.shape[0], ffn.N, ffn.K
+    gate = (rounded_product(rows.values, rows.scales, weight, x.dtype),)
     plan = plan_walk(M, N, K, limits, E4M3_END)
     y, x_rows = torch.empty_like(x), torch.empty_like(rows.values)
     heavy = Heavy(rows.heavy_count.new_empty(M), rows.heavy_count)
     kernels.launch(
-        f"{name}{E4M3_END}",
+        f"walk_gate{E4M3_END}",
         (M,),
         plan.threads * plan.ways,
         (
             *(rows.values, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down),
-            *(*gate, *sizes, plan.cap, plan.ways),
+            *(*gate, N, K, plan.cap, plan.ways),
             *(heavy.rows, heavy.count, x_rows, y),
             *(rows.token_scales, ffn.s_up, ffn.s_down),
         ),

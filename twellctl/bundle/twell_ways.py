@@ -1,9 +1,9 @@
 """The ways to compute one gated FFN, in one table: who takes what, and what is taken unmeasured.
 
 The route "auto" is the fastest of all ways that take a problem, "twell" and "portable" of those
-over what fires (`own`), "fused" and "dense" are one way each. What is the fastest is measured
-(twell_route.py, and for steps of the decode engine decoding/step_forms.py); where nothing may be
-measured, a rule decides.
+over what fires (`own`), "dense" is one way. What is the fastest is measured (twell_route.py, and
+for steps of the decode engine decoding/step_forms.py); where nothing may be measured, a rule
+decides.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ from .twell_fp8 import fp8_ffn
 from .twell_launch import KernelSet
 from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_plan import Limits
-from .twell_sequence import dense_ffn, fused_ffn, hopper_ffn, portable_ffn
+from .twell_sequence import dense_ffn, hopper_ffn, portable_ffn
 from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
-from .twell_walk_e4m3 import walk_gate_e4m3_ffn, walk_packed_e4m3_ffn
+from .twell_walk_e4m3 import walk_gate_e4m3_ffn
 from .twell_weights import FFN
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
@@ -93,6 +93,11 @@ def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> 
     return dense_products(x, ffn)
 
 
+def _is_packed(problem: Problem) -> bool:
+    """Whether a walk by the rule goes behind gate_pack."""
+    return problem.M > GATE_TOKENS and not problem.end
+
+
 WAYS = (
     Way(
         "pairs",
@@ -105,26 +110,19 @@ WAYS = (
         "walk_gate",
         lambda p: p.walks,
         _without_slots(_by_weights(walk_gate_ffn, walk_gate_e4m3_ffn)),
-        suits=lambda p, density: p.M <= GATE_TOKENS and suits_walk(p.M, p.N, density),
+        suits=lambda p, density: not _is_packed(p) and suits_walk(p.M, p.N, density),
     ),
     Way(
         "walk",
-        lambda p: p.walks,
-        _by_weights(walk_packed_ffn, walk_packed_e4m3_ffn),
-        suits=lambda p, density: p.M > GATE_TOKENS and suits_walk(p.M, p.N, density),
+        lambda p: p.walks and not p.end,  # over e4m3 torch's gate product is always faster
+        walk_packed_ffn,
+        suits=lambda p, density: _is_packed(p) and suits_walk(p.M, p.N, density),
     ),
     Way("lists", lambda p: p.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
     Way(
         "portable",
         lambda p: not p.hopper and not p.few and not p.end,
         _without_slots(portable_ffn),
-    ),
-    Way(
-        "fused",
-        lambda p: p.hopper and not p.end,
-        _without_slots(fused_ffn),
-        own=False,
-        by_rows=False,
     ),
     Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
         "dense",
@@ -140,7 +138,7 @@ FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
 
 def ways_of(route: str, problem: Problem) -> list[Way]:
     """The ways of a route that take `problem`, in order; if there is none, the dense one."""
-    if route in ("fused", "dense"):
+    if route == "dense":
         found = [way for way in WAYS if way.name == route and way.takes(problem)]
     else:
         found = [way for way in WAYS if (way.own or route == "auto") and way.takes(problem)]
