@@ -60,15 +60,11 @@ class Shape:
     def group_rounds(self) -> int:
         return ceil_div(min(self.cap, self.panel_rows), 2)
 
-    def least_shared_bytes(self, block: int, parts: int = 1) -> int:
-        """Dynamic shared memory that `plan` needs with `block` threads; more is its stage.
-
-        `parts`: blocks a tile, 8 in `plan_cluster`.
-        """
-        P, groups = self.num_panels, ceil_div(self.tile_tokens // GROUP, parts)
-        a_neuron_group, a_map = (12, 1536) if parts == 1 else (16, 3072)
-        lists = a_neuron_group * self.num_neuron_groups + (12 + 16 * P) * groups
-        return lists + (40 * P + a_map) * block // 32 + 256
+    def least_shared_bytes(self) -> int:
+        """Dynamic shared memory that a block of `plan_cluster` needs; more is its stage."""
+        P, groups = self.num_panels, ceil_div(self.tile_tokens // GROUP, 8)
+        lists = 16 * self.num_neuron_groups + (12 + 16 * P) * groups
+        return lists + (40 * P + 3072) * 512 // 32 + 256
 
     def buffers(self) -> dict[str, tuple[tuple[int, ...], type]]:
         """(shape, dtype) of all that `plan` writes, in the order of its arguments."""

@@ -142,7 +142,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
         ),
         ({"layers": 0}, "layers must be >= 1"),
         ({"density": 0.0}, "density must be > 0"),
-        ({"routes": ("fast",)}, "route must be auto, twell, portable"),
+        ({"routes": ("fast",)}, "route must be auto, twell or dense"),
         ({"rounds": 0}, "rounds must be >= 1"),
     ]:
         with pytest.raises(UsageError, match=sentence):

@@ -59,7 +59,7 @@ def test_a_slower_sample_does_not_move_the_median():
 
 
 def test_the_fastest_form_of_the_first_route_speaks_for_twell():
-    found = point(8, dense_eager=4, twell=2, twell_compile=1, twell_portable=0.5)
+    found = point(8, dense_eager=4, twell=2, twell_compile=1, twell_dense=0.5)
     assert found.twell.name == "twell compile"
 
 

@@ -186,18 +186,15 @@ def gpus(monkeypatch):
     return play
 
 
-def test_which_kernels_run(gpus, monkeypatch):
+def test_which_kernels_run(gpus):
     ampere = Limits(108, 166912, (8, 0))
     gpus(HOPPER, HOPPER)
     found = kernels_here.find_kernels(GPU)
     assert found.state == "ok"
-    assert found.what.startswith("Hopper kernels for sm_90a, loaded in ")
+    assert found.what.startswith("kernels of sm_90a, loaded in ")
     gpus(HOPPER, ampere)
     found = kernels_here.find_kernels(GPU)
-    assert found.what.startswith("Hopper kernels for sm_90a, portable kernels for sm_80, loaded ")
-    monkeypatch.setenv("TWELL_PORTABLE", "1")
-    gpus(HOPPER)
-    assert kernels_here.find_kernels(GPU).what.startswith("portable kernels for sm_90a")
+    assert found.what.startswith("kernels of sm_90a, kernels of sm_80, for few tokens, loaded ")
 
 
 def test_the_ways_of_an_ffn(gpus):
@@ -279,9 +276,7 @@ def test_the_cache_is_counted(tmp_path, monkeypatch):
     ("given", "state", "said"),
     [
         ({}, "none", "all at their defaults"),
-        ({"TWELL_PORTABLE": "1", "TWELL_ROUTE": "twell"}, "ok", "TWELL_PORTABLE=1, TWELL_ROUTE=tw"),
-        ({"TWELL_PORTABLE": "0"}, "ok", "TWELL_PORTABLE=0"),
-        ({"TWELL_PORTABLE": "yes"}, "bad", "TWELL_PORTABLE=yes"),
+        ({"TWELL_ROUTE": "twell"}, "ok", "TWELL_ROUTE=twell"),
         ({"TWELL_ROUTE": "fast"}, "bad", "TWELL_ROUTE must be one of auto"),
     ],
 )

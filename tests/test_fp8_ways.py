@@ -32,17 +32,17 @@ from twellctl.bundle.twell_ways import (
 )
 
 H200 = Limits(132, 232448, (9, 0))
+B200 = Limits(148, 232448, (10, 0))
 L4 = Limits(58, 101376, (8, 9))
 A100 = Limits(108, 166912, (8, 0))
 K, N = 128, 256
 
 
 @pytest.mark.parametrize(
-    ("limits", "hopper", "lines"),
+    ("limits", "lines"),
     [
         (
             H200,
-            True,
             [
                 "1 to 3 tokens: union, dense",
                 "4 to 64 tokens: pairs, union, dense",
@@ -50,14 +50,14 @@ K, N = 128, 256
                 "4097 and more tokens: lists, dense",
             ],
         ),
-        (H200, False, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
-        (L4, False, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
+        (B200, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
+        (L4, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
     ],
 )
-def test_who_takes_fp8_weights(limits, hopper, lines):
-    assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048, end="_e4m3")) == lines
-    given = Problem(4096, 5632, 2048, limits, hopper, end="_e4m3")
-    own = ["walk_gate", "lists"] if hopper else ["dense"]
+def test_who_takes_fp8_weights(limits, lines):
+    assert list(ways_by_tokens(limits, N=5632, K=2048, end="_e4m3")) == lines
+    given = Problem(4096, 5632, 2048, limits, end="_e4m3")
+    own = ["walk_gate", "lists"] if limits.hopper else ["dense"]
     assert [way.name for way in ways_of("twell", given)] == own
 
 
@@ -100,7 +100,7 @@ def operator(monkeypatch, tmp_path):
     for module in (twell_run, twell_reasons):
         monkeypatch.setattr(module, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: None)
-    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index, route: True)
+    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -150,14 +150,14 @@ def test_dense_routes_without_kernels_are_torchs_as_is_said_on_hopper(
 def test_the_route_dense_loads_its_own_kernels_alone():
     dense = set(DENSE_E4M3_KERNELS)
     entries = twell_reasons._e4m3_entries
-    assert set(entries(H200, True, "dense")) == dense < set(entries(H200, True, "auto"))
-    assert entries(H200, False, "dense") == ()
-    assert not dense & set(entries(H200, False, "auto"))
+    assert set(entries(H200, "dense")) == dense < set(entries(H200, "auto"))
+    assert entries(B200, "dense") == ()
+    assert not dense & set(entries(B200, "auto"))
 
 
 def test_kernels_round_for_the_way_dense_on_hopper_alone():
-    for hopper, end, run in ((True, "_e4m3", 1), (False, "_e4m3", 0), (True, "", 0)):
-        (way,) = ways_of("dense", Problem(100, 5632, 2048, H200, hopper, end=end))
+    for limits, end, run in ((H200, "_e4m3", 1), (B200, "_e4m3", 0), (H200, "", 0)):
+        (way,) = ways_of("dense", Problem(100, 5632, 2048, limits, end=end))
         assert way is WAYS[-1 - run]
 
 

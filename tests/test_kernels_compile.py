@@ -12,7 +12,7 @@ from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
-from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
     E4M3_END,
     ENTRY_FILES,
@@ -27,14 +27,12 @@ from twellctl.bundle.twell_walk_e4m3 import WALK_E4M3_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {
-    f"ffn/{name}.cu" for name in ("gate_pack", "heavy", "heavy_walk", "walk", "few_walk")
-}
+HOPPER_ONLY = {ENTRY_FILES[entry] for entry in (*HOPPER_KERNELS, *WALK_KERNELS)}
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
-HOPPER_ONLY |= {f"ffn/few_walk{E4M3_END}.cu"}
-HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS} - {"ffn/plan.cu"}
+HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
+HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
-ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *PORTABLE_KERNELS, *GRAD_KERNELS}
+ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *GRAD_KERNELS}
 ENTRIES |= {*WALK_KERNELS}
 # the text of the steps of 4096, with other numbers
 OTHER_STEPS = {
@@ -65,7 +63,6 @@ def test_compiles_without_spills(name, arch, major):
     assert few == {entry: twell_few._static(entry) for entry in few}
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
     entries = set(static)
-    entries |= {"plan_cluster"} if name == "ffn/plan.cu" and arch == "sm_80" else set()  # Hopper's
     wanted = {entry for entry in ENTRIES if ENTRY_FILES[entry] == name}
     assert wanted == entries
 

@@ -1,7 +1,5 @@
 """What is launched, without a GPU: the kernels' signatures, grids, and buffers large enough."""
 
-import functools
-
 import pytest
 import torch
 from launched import Launches, Map, assert_taken
@@ -12,16 +10,10 @@ from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
 from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS, lists_e4m3_ffn
 from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_quantise import quantise_block
-from twellctl.bundle.twell_sequence import (
-    HOPPER_KERNELS,
-    PORTABLE_KERNELS,
-    hopper_ffn,
-    portable_ffn,
-)
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS, hopper_ffn
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
-A100 = Limits(108, 166912, (8, 0))
 SHAPES = [(1, 64, 8), (10, 64, 96), (257, 128, 520), (300, 64, 16384)]
 
 
@@ -31,11 +23,10 @@ def problem(M: int, K: int, N: int, biases: bool) -> tuple[Tensor, FFN]:
     return torch.zeros(M, K, dtype=torch.bfloat16), FFN(*weights, *rest)
 
 
-def launches(M: int, K: int, N: int, *, portable: bool, biases: bool = True) -> list[tuple]:
+def launches(M: int, K: int, N: int, *, biases: bool = True) -> list[tuple]:
     x, ffn = problem(M, K, N, biases)
     kernels = Launches()
-    run = functools.partial(portable_ffn, kernels, A100, x, ffn)
-    y = run() if portable else hopper_ffn(kernels, H200, x, ffn, 64)
+    y = hopper_ffn(kernels, H200, x, ffn, 64)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels.made
 
@@ -47,13 +38,12 @@ def maps(monkeypatch):
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-@pytest.mark.parametrize("entry", sorted({*HOPPER_KERNELS, *PORTABLE_KERNELS}))
+@pytest.mark.parametrize("entry", HOPPER_KERNELS)
 def test_arguments_are_the_parameters_of_the_kernel(entry, biases):
     made = [
         launch
         for M in (10, 10000)
-        for portable in (False, True)
-        for launch in launches(M, 64, 520, portable=portable, biases=biases)
+        for launch in launches(M, 64, 520, biases=biases)
         if launch[0] == entry
     ]
     assert made
@@ -61,33 +51,29 @@ def test_arguments_are_the_parameters_of_the_kernel(entry, biases):
         assert_taken(entry, args)
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["Hopper", "portable"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_launches_fit_the_device(shape, portable):
-    limits = A100 if portable else H200
-    for name, grid, block, args, smem_bytes in launches(*shape, portable=portable):
+def test_launches_fit_the_device(shape):
+    for name, grid, block, args, smem_bytes in launches(*shape):
         assert all(1 <= size < 2**31 for size in grid), name
         assert all(size < 65536 for size in grid[1:]), name
-        assert block in (128, 256, 384, 512, 1024), name
-        assert smem_bytes <= limits.smem_bytes, name
+        assert block in (128, 256, 384, 512), name
+        assert smem_bytes <= H200.smem_bytes, name
         assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
 
 
 def test_the_order():
-    names = [launch[0] for launch in launches(10, 64, 96, portable=False)]
+    names = [launch[0] for launch in launches(10, 64, 96)]
     sparse = ["up", "hidden", "down"]
     heavy = ["heavy_walk", "heavy_gather", "heavy_hidden", "heavy_down"]
     assert names == ["gate_pack_short", "plan_cluster", *sparse, *heavy]
-    names = [launch[0] for launch in launches(10, 64, 96, portable=True)]
-    assert names == ["pack", "plan", *sparse]
-    assert launches(10000, 64, 520, portable=False)[0][0] == "gate_pack"
+    assert launches(10000, 64, 520)[0][0] == "gate_pack"
 
 
 def test_boxes_are_those_of_the_kernels():
     M, K, N = 10000, 128, 520
     boxes = {
         name: [(arg.box_rows, *arg.tensor.shape) for arg in args if isinstance(arg, Map)]
-        for name, _, _, args, _ in launches(M, K, N, portable=False)
+        for name, _, _, args, _ in launches(M, K, N)
     }
     assert boxes["gate_pack"] == [(64, M, K), (128, N, K)]
     window = boxes["heavy_hidden"][0][1]
@@ -96,24 +82,24 @@ def test_boxes_are_those_of_the_kernels():
 
 
 def test_many_neurons_take_several_panels():
-    downs = [x for x in launches(10, 64, 16384, portable=True) if x[0] == "down"]
-    plan = make_plan(10, 16384, 64, 256, 16384, A100)
+    downs = [x for x in launches(10, 64, 16384) if x[0] == "down"]
+    plan = make_plan(10, 16384, 64, 64, hopper_cap(16384), H200)
     assert len(downs) == plan.num_panels > 1
     assert [args[8] for _, _, _, args, _ in downs] == list(range(plan.num_panels))
     assert len({args[-2].data_ptr() for _, _, _, args, _ in downs}) == 1  # fp32 sums
-    (down,) = (x for x in launches(10, 64, 96, portable=True) if x[0] == "down")
+    (down,) = (x for x in launches(10, 64, 96) if x[0] == "down")
     assert down[3][-2] is None
 
 
 def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
     monkeypatch.setattr(twell_heavy, "heavy_window", lambda M, N, K, **k: 50)
-    made = launches(300, 64, 96, portable=False)
+    made = launches(300, 64, 96)
     tokens = [args[2] for name, _, _, args, _ in made if name == "plan_cluster"]
     assert tokens == [128, 128, 44]
     starts = [args[4] for name, _, _, args, _ in made if name == "heavy_gather"]
     assert starts == [0, 50, 100, 0, 50, 100, 0]
-    assert chunk_tokens(131072, 5632, 2048, 64, hopper_cap(5632), H200, False) == 131072
+    assert chunk_tokens(131072, 5632, 2048, 64, hopper_cap(5632), H200) == 131072
 
 
 # ---- over e4m3 weights
@@ -157,7 +143,7 @@ def test_launches_over_e4m3_fit_the_device(shape):
 
 def test_rows_of_e4m3_count_shorts_where_bf16_counts_columns():
     M, K, N = 10000, 256, 520
-    bf16, e4m3 = launches(M, K // 2, N, portable=False), launches_e4m3(M, K, N)
+    bf16, e4m3 = launches(M, K // 2, N), launches_e4m3(M, K, N)
     sizes = {name: grid for name, grid, *_ in bf16}
     assert [name for name, *_ in e4m3] == [
         "quantise_rows",

@@ -39,10 +39,8 @@ def plans(device: Device):
     for M, K, N in shapes:
         if why_unfit(K, N, TILE, device.smem_bytes):
             continue
-        for portable in (False, True):
-            cap = N if portable else hopper_cap(N)
-            slots = TILE if portable else draw.choice([8, 64, 256])
-            size = chunk_tokens(M, N, K, slots, cap, device, portable)
+        for cap, slots in ((hopper_cap(N), draw.choice([8, 64, 256])), (N, TILE)):
+            size = chunk_tokens(M, N, K, slots, cap, device)
             for tokens in {size, M % size or size}:
                 yield make_plan(tokens, N, K, slots, cap, device), M, size
 
@@ -66,12 +64,6 @@ def test_every_plan_is_sound(name):
         assert plan.up_smem + 4096 <= device.smem_bytes, told
         # plan
         P = plan.num_panels
-        assert plan.plan_smem <= device.smem_bytes - 1024, told
-        warps = {512: 16, 1024: 32}[plan.plan_block]
-        least = 12 * plan.num_neuron_groups + (1.5 + 2 * P) * plan.tile_tokens
-        assert plan.plan_smem >= least + (40 * P + 1536) * warps + 256, told
-        if plan.num_tiles > device.num_sms and plan.plan_smem < 90_000:
-            assert plan.plan_block == 512, told
         assert plan.plan_cluster_smem <= device.smem_bytes, told
         # down: panels cover the neurons, shares the groups
         assert plan.panel_rows % 8 == 0, told
@@ -95,12 +87,11 @@ def test_all_pairs_of_a_group_have_rounds(name):
         assert plan.group_rounds >= ceil_div(pairs, 16)
 
 
-@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize(("K", "N"), SIZES)
-def test_a_chunk_takes_little_memory(K, N, portable):
+def test_a_chunk_takes_little_memory(K, N):
     H200, M = DEVICES["H200"], 1 << 20
-    cap, slots = (N, TILE) if portable else (hopper_cap(N), 32)
-    size = chunk_tokens(M, N, K, slots, cap, H200, portable)
+    cap, slots = hopper_cap(N), 32
+    size = chunk_tokens(M, N, K, slots, cap, H200)
     plan = make_plan(size, N, K, slots, cap, H200)
     lists = plan.num_groups * plan.num_panels
     words = plan.M * plan.num_gate_tiles * (slots + 1) + plan.num_pairs * 2

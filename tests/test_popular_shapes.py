@@ -150,16 +150,17 @@ def run_all(*given) -> str:
 def test_all_ways_of_the_operator(judge, shape, monkeypatch):
     assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
     monkeypatch.setattr(twell_run, "choose", run_all)
-    ffn, ways = ffn_of(shape), [judge.limits.capability == (9, 0), False]
-    for hopper in dict.fromkeys(ways):
-        for M in TOKENS:
-            for density in DENSITIES:
-                y = run_by_route(empty(M, shape.K), ffn, 64, density, "", "auto", hopper)
-                assert y.shape == (M, shape.K)
-    assert {"pack", "plan", "up", "hidden", "down"} <= judge.launched
-    if ways[0]:
-        assert {"gate_pack", "plan_cluster", "heavy_hidden", "heavy_down"} <= judge.launched
-        assert {"walk_gate", "few_down", "few_hidden_1"} <= judge.launched
+    ffn = ffn_of(shape)
+    for M in TOKENS:
+        for density in DENSITIES:
+            y = run_by_route(empty(M, shape.K), ffn, 64, density, "", "auto")
+            assert y.shape == (M, shape.K)
+    if judge.limits.hopper:
+        assert {"gate_pack", "plan_cluster", "up", "hidden", "down"} <= judge.launched
+        assert {"walk_gate", "heavy_hidden", "heavy_down"} <= judge.launched
+    else:
+        assert all(name.startswith("few_") for name in judge.launched)
+    assert any(name.startswith("few_hidden_1") for name in judge.launched)
 
 
 @pytest.mark.parametrize("device", ["H200", "RTX 4090"])
@@ -188,7 +189,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
     hopper = judge.limits.capability == (9, 0)
     for M in TOKENS:
-        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto", hopper, turned)
+        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto", turned)
         assert y.shape == (M, K)
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
@@ -197,7 +198,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
         assert {"quantise_hidden", "quantise_bare_hidden", "scale_sums"} <= judge.launched
         by_pairs = {name for name in judge.launched if name.startswith("few_walk")}
         assert bool(by_pairs) == (K <= 4096)
-    entries = twell_reasons._e4m3_entries(judge.limits, hopper, "auto")
+    entries = twell_reasons._e4m3_entries(judge.limits, "auto")
     assert judge.launched <= set(entries)
 
 

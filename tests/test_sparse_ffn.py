@@ -33,7 +33,7 @@ from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_log import reasons_said, say_once
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_run import run_by_route
-from twellctl.bundle.twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS, dense_ffn
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS, dense_ffn
 from twellctl.bundle.twell_walk import WALK_KERNELS
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
@@ -237,10 +237,10 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("smem_bytes", [232448, 101376], ids=["H200", "little shared memory"])
-@pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "portable"])
+@pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "Blackwell"])
 def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, smem_bytes):
     """A capture may be the first that needs one of them, and nothing can be loaded there."""
-    limits, prepared = Limits(132, smem_bytes, (9, 0)), []
+    limits, prepared = Limits(132, smem_bytes, (9, 0) if hopper else (10, 0)), []
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
     monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -248,10 +248,10 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
     twell_reasons._why_never_loaded.cache_clear()
     try:
-        assert why_no_kernels(SOURCES, 0, "auto" if hopper else "portable") is None
+        assert why_no_kernels(SOURCES, 0) is None
     finally:
         twell_reasons._why_never_loaded.cache_clear()
-    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
+    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
     assert set(prepared) == {*many, *few_ffn_kernels(limits)}
@@ -263,11 +263,7 @@ def test_which_kernels(monkeypatch):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         limits = Limits(132, 232448, capability)
         monkeypatch.setattr(twell_reasons, "device_limits", lambda index, found=limits: found)
-        monkeypatch.delenv("TWELL_PORTABLE", raising=False)
         assert takes_hopper_kernels(0) is hopper
-        assert not takes_hopper_kernels(0, "portable")
-        monkeypatch.setenv("TWELL_PORTABLE", "1")
-        assert not takes_hopper_kernels(0)
 
 
 def test_reasons_are_collected_in_place_of_the_log(caplog):
@@ -305,7 +301,7 @@ def test_what_is_not_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("M", [1, 64, 65, 4097])
-@pytest.mark.parametrize("route", ["twell", "portable", "dense"])
+@pytest.mark.parametrize("route", ["twell", "dense"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     limits = Limits(132, 232448, (9, 0))
     monkeypatch.setattr(twell_run, "device_limits", lambda index: limits)
@@ -328,7 +324,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = FFN(w_gate, w_up, laid.t(), *biases)
-        run_by_route(x, ffn, 8, 0.01, SOURCES, route, route != "portable")
+        run_by_route(x, ffn, 8, 0.01, SOURCES, route)
         assert torch.equal(found[-1], w_down.t())
         if route == "dense":
             assert found[-1].data_ptr() == laid.data_ptr()

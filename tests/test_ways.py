@@ -14,6 +14,7 @@ from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, ways_by_tokens, w
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
+A100 = Limits(108, 166912, (8, 0))
 L4 = Limits(58, 101376, (8, 9))
 LINES = {
     "Hopper": [
@@ -22,16 +23,13 @@ LINES = {
         "65 to 4096 tokens: walk_gate, walk, lists, dense",
         "4097 and more tokens: lists, dense",
     ],
-    "portable": ["1 to 64 tokens: union, dense", "65 and more tokens: portable, dense"],
-    "little shared memory": [
-        "1 to 64 tokens: union, dense",
-        "65 and more tokens: portable, dense",
-    ],
+    "Ampere": ["1 to 64 tokens: union, dense", "65 and more tokens: dense"],
+    "Ada": ["1 to 64 tokens: union, dense", "65 and more tokens: dense"],
 }
 
 
 def problem(M: int, **more) -> Problem:
-    return Problem(M, 5632, 2048, **{"limits": H200, "hopper": True} | more)
+    return Problem(M, 5632, 2048, **{"limits": H200} | more)
 
 
 def names(route: str, given: Problem) -> list[str]:
@@ -43,30 +41,26 @@ def ruled(M: int, density: float | None, route: str = "twell", **more) -> str:
     return by_rule(ways_of(route, given), given, density).name
 
 
-@pytest.mark.parametrize(
-    ("where", "limits", "hopper"),
-    [("Hopper", H200, True), ("portable", H200, False), ("little shared memory", L4, False)],
-)
-def test_who_takes_what_in_order(where, limits, hopper):
-    assert list(ways_by_tokens(limits, hopper=hopper, N=5632, K=2048)) == LINES[where]
+@pytest.mark.parametrize(("where", "limits"), [("Hopper", H200), ("Ampere", A100), ("Ada", L4)])
+def test_who_takes_what_in_order(where, limits):
+    assert list(ways_by_tokens(limits, N=5632, K=2048)) == LINES[where]
 
 
 @pytest.mark.parametrize("M", [1, 3, 4, 64, 65, 4096, 131072])
 def test_each_route_has_ways(M):
-    for given in (problem(M), problem(M, hopper=False), problem(M, limits=L4, hopper=False)):
+    for given in (problem(M), problem(M, limits=A100), problem(M, limits=L4)):
         every = names("auto", given)
         assert every == list(dict.fromkeys(way.name for way in WAYS if way.name in every))
         assert every[-1] == "dense"
         own = names("twell", given)
-        assert own == [name for name in every if name != "dense"]
-        assert own
-    assert len(names("portable", problem(M, hopper=False))) == 1
+        assert own == ([name for name in every if name != "dense"] or ["dense"])
     assert names("dense", problem(M)) == ["dense"]
 
 
 def test_where_few_tokens_do_not_fit_others_take_them():
-    tight = problem(64, limits=replace(L4, smem_bytes=16 << 10), hopper=False)
-    assert names("auto", tight) == ["portable", "dense"]
+    little = 16 << 10
+    assert names("auto", problem(64, limits=replace(L4, smem_bytes=little))) == ["dense"]
+    assert names("twell", problem(64, limits=replace(H200, smem_bytes=little)))[-1] == "lists"
 
 
 def test_the_rule_of_few_tokens():
@@ -79,7 +73,7 @@ def test_the_rule_of_few_tokens():
     ]
     assert [ruled(M, None, "auto") for M in (1, 16, 17, 64)] == ["union", "union", "dense", "dense"]
     assert ruled(64, 0.005, "auto") == "pairs"
-    assert ruled(64, 0.005, hopper=False) == "union"
+    assert ruled(64, 0.005, limits=A100) == "union"
 
 
 def test_where_w_down_must_be_copied_few_tokens_are_no_reason():
@@ -100,7 +94,6 @@ def test_the_rule_of_more_tokens():
         *("walk_gate", "walk_gate", "lists")
     ]
     assert [ruled(8192, density, "auto") for density in (0.019, 0.02)] == ["lists", "dense"]
-    assert ruled(8192, 0.01, "auto", hopper=False) == "portable"
 
 
 # ---- the operator ----
@@ -121,7 +114,7 @@ def operator(monkeypatch, tmp_path):
     def call(M: int, route: str = "auto", density: float = -1.0, capturing: bool = False) -> str:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         x, w = torch.zeros(M, 64).bfloat16(), torch.zeros(96, 64).bfloat16()
-        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, True)
+        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route)
         return ran[-1]
 
     def measure(runs):

@@ -1,4 +1,4 @@
-// plan: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down` walk.
+// plan_cluster: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down` walk.
 //
 // A pair is a (token, neuron that fired). `up` wants all pairs of one neuron, `down` all pairs of
 // few tokens: every pair is listed twice, and a link leads from down's list into the one of `up`.
@@ -25,23 +25,20 @@
 //
 // group_rounds >= ceil(c / 2) for any c >= min(cap, panel_rows).
 //
-// A tile is planned by one block, `plan`, or by a cluster of eight, `plan_cluster`, each with an
-// equal share of the tile's groups. Three phases with barriers between: count (each warp its
+// A tile is planned by a cluster of eight blocks, each with an equal share of the tile's groups. Three phases with barriers between: count (each warp its
 // groups), start (where the pairs of each neuron group begin, and those of this block: a prefix sum
 // that each block makes for itself), place (each warp its groups). Count leaves the entries that it
 // fetched on a stage in shared memory. Place first makes a map of which entry each slot takes and
 // then goes by the slots, so that memory is written in order; groups that do not fit on the stage
 // or in the map are fetched again, window by window, and go to their slots one by one.
 //
-// Launch: `plan`: a block a tile of tokens, of 512 threads, or of 1024 where a multiprocessor would
-// have only one block. `plan_cluster`, from sm_90 on: 8 blocks a tile, of 512 threads.
-// Dynamic shared memory, NG = ceil(N / 8), P panels, G = ceil(tile_tokens / 8 / blocks a tile):
-//   least  12 * NG + (12 + 16 * P) * G + (40 * P + 1536) * warps + 256 bytes; plan_cluster:
-//          16 * NG + (12 + 16 * P) * G + (40 * P + 3072) * warps + 256 bytes
+// Launch: 8 blocks a tile of tokens, of 512 threads, from sm_90 on.
+// Dynamic shared memory, NG = ceil(N / 8), P panels, G = ceil(tile_tokens / 8 / 8):
+//   least  16 * NG + (12 + 16 * P) * G + (40 * P + 3072) * warps + 256 bytes
 //   stage  what there is beyond: 4 bytes a pair, 5 if P > 1; best if the pairs of a block fit
 // Limits: N a multiple of 8 up to 65536 (NG 8192), S up to 256, panel_rows a multiple of 8 up to
 // 8192, P up to 256, tile_tokens a multiple of 8 up to 1024. counts, entries and heavy_count (0)
-// are those of `gate_pack` or `pack`; the order of entries within a tile does not matter.
+// are those of `gate_pack`; the order of entries within a tile does not matter.
 #include "spec.cuh"
 #include "ffn/plan_place.cuh"
 #include "ffn/plan_tile.cuh"
@@ -169,7 +166,6 @@ __device__ __forceinline__ void count_group(const Job& job, const Shared& shared
 
 // The first pair of each neuron group, and the ranks with which this block begins there. Each warp
 // has a run of neuron groups. Ends after the last look into other blocks.
-template <int PARTS>
 __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared& shared, int part,
                                                     int warp, int lane, int* pair_start) {
     const int num = job.num_neuron_groups();
@@ -180,16 +176,12 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
 #pragma unroll 1
     for (int i = warp * run + lane; i < stop; i += 32) {
         unsigned pairs = 0, below = 0;
-        if (PARTS == 1) {
-            pairs = shared.counted[i];
-        } else {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                const unsigned counted =
-                    load_cluster_word(address_in_block(smem_address(shared.counted + i), p));
-                pairs += counted;
-                below += p < part ? counted : 0;
-            }
+        for (int p = 0; p < kParts; ++p) {
+            const unsigned counted =
+                load_cluster_word(address_in_block(smem_address(shared.counted + i), p));
+            pairs += counted;
+            below += p < part ? counted : 0;
         }
         shared.neuron_start[i].x = pairs;
         shared.ranks[i] = below;
@@ -198,7 +190,7 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
     sum = scan_warp(sum, lane);
     if (lane == 31) shared.warp_sums[warp] = sum;
     __syncthreads();
-    if (PARTS > 1) cluster_arrive();
+    cluster_arrive();
 
     const int below = scan_warp(lane < warp ? shared.warp_sums[lane] : 0, lane);
     int first = __shfl_sync(~0u, below, 31);
@@ -220,13 +212,13 @@ __device__ __forceinline__ void start_neuron_groups(const Job& job, const Shared
 
 // ---- all phases
 
-template <class Layout, bool ONE_PANEL>
+template <bool ONE_PANEL>
 __device__ __forceinline__ void plan_part(Job job, unsigned char* memory, int num_groups, int part,
                                           int* pair_start) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
     if (ONE_PANEL) job.num_panels = 1;
     const Shared shared =
-        lay_out_shared<Layout>(memory, job.num_neuron_groups(), num_groups, job.num_panels);
+        lay_out_shared(memory, job.num_neuron_groups(), num_groups, job.num_panels);
     prefetch_counts(job);
     clear(job, shared);
     __syncthreads();
@@ -234,34 +226,25 @@ __device__ __forceinline__ void plan_part(Job job, unsigned char* memory, int nu
     for (int group = warp; group < job.num_groups(); group += num_warps)
         count_group<ONE_PANEL>(job, shared, group, lane);
     __syncthreads();
-    if (Layout::PARTS > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
-    start_neuron_groups<Layout::PARTS>(job, shared, part, warp, lane, pair_start);
+    cluster_arrive();
+    cluster_wait();
+    start_neuron_groups(job, shared, part, warp, lane, pair_start);
     __syncthreads();
 #pragma unroll 1
     for (int group = warp; group < job.num_groups(); group += num_warps)
-        place_group<Layout, ONE_PANEL>(job, shared, group, lane);
-    if (Layout::PARTS > 1) {
-        __syncwarp();
-        cluster_wait();  // until no other block looks into this one
-    }
+        place_group<ONE_PANEL>(job, shared, group, lane);
+    __syncwarp();
+    cluster_wait();  // until no other block looks into this one
 }
 
-using Alone = Layout<1, 48>;
-using InCluster = Layout<8, 96>;
-
-template <class Layout>
 __device__ __forceinline__ void plan_tile(const int* counts, const int* entries, int M, int N,
                                           int S, int cap, int most, int tile_tokens,
                                           int panel_rows, int num_panels, int group_rounds,
                                           int* num_rounds, uint4* rounds, uint4* links,
                                           int* pair_start, unsigned* pairs, int* heavy_rows,
                                           int* heavy_count, unsigned char* memory) {
-    constexpr int PARTS = Layout::PARTS;
-    const int part = PARTS == 1 ? 0 : cluster_rank(), tile = blockIdx.x / PARTS;
-    const int num_groups = (tile_tokens / GROUP + PARTS - 1) / PARTS;
+    const int part = cluster_rank(), tile = blockIdx.x / kParts;
+    const int num_groups = (tile_tokens / GROUP + kParts - 1) / kParts;
     const int tile_end = min((tile + 1) * tile_tokens, M);
     const int token_in_tile = min(part * num_groups * GROUP, tile_tokens);
     const int first_token = tile * tile_tokens + token_in_tile;
@@ -290,33 +273,20 @@ __device__ __forceinline__ void plan_tile(const int* counts, const int* entries,
                   heavy_count};
     int* tile_start = pair_start + static_cast<long long>(tile) * (job.num_neuron_groups() + 1);
     if (num_panels == 1)
-        plan_part<Layout, true>(job, memory, num_groups, part, tile_start);
+        plan_part<true>(job, memory, num_groups, part, tile_start);
     else
-        plan_part<Layout, false>(job, memory, num_groups, part, tile_start);
+        plan_part<false>(job, memory, num_groups, part, tile_start);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
-    plan(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
-         int tile_tokens, int panel_rows, int num_panels, int group_rounds, int* num_rounds,
-         uint4* rounds, uint4* links, int* pair_start, unsigned* pairs, int* heavy_rows,
-         int* heavy_count) {
-    extern __shared__ uint4 dynamic_memory[];
-    plan_tile<Alone>(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
-                     group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows,
-                     heavy_count, reinterpret_cast<unsigned char*>(dynamic_memory));
-}
-
-#if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __cluster_dims__(spec::PLAN_CLUSTER, 1, 1) __launch_bounds__(kClusterThreads, 2)
     plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
                  int tile_tokens, int panel_rows, int num_panels, int group_rounds,
                  int* num_rounds, uint4* rounds, uint4* links, int* pair_start, unsigned* pairs,
                  int* heavy_rows, int* heavy_count) {
     extern __shared__ uint4 dynamic_memory[];
-    plan_tile<InCluster>(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
+    plan_tile(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
                          group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows,
                          heavy_count, reinterpret_cast<unsigned char*>(dynamic_memory));
 }
-#endif

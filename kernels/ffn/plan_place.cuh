@@ -280,7 +280,7 @@ __device__ __forceinline__ void place_one_by_one(const Job& job, const Shared& s
     }
 }
 
-template <class Layout, bool ONE_PANEL>
+template <bool ONE_PANEL>
 __device__ __forceinline__ void place_group(const Job& job, const Shared& shared, int group,
                                             int lane) {
     const GroupState state = shared.groups[group];
@@ -300,7 +300,7 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
                      staged ? on_stage(shared, state.staged_at) : in_map(shared),
                      settle(job.rounds + first_record),
                      settle(job.links + first_record)};
-    if (staged && total_rounds <= Layout::MAP_ROUNDS)
+    if (staged && total_rounds <= kMapRounds)
         place_by_map<ONE_PANEL>(job, shared, to, lane);
     else
         place_one_by_one<ONE_PANEL>(job, shared, to, state, lane);

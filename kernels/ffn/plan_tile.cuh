@@ -9,18 +9,14 @@
 
 namespace {
 
-constexpr int kMaxThreads = spec::PLAN_BLOCK, kClusterThreads = spec::PLAN_CLUSTER_BLOCK;
+constexpr int kClusterThreads = spec::PLAN_CLUSTER_BLOCK;
 constexpr int kBatch = 8;  // counts that a lane has under way
 constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
 
-// How a tile is planned: by a cluster of PARTS blocks, each of which has an equal share of the
-// tile's groups, and in shared memory a map of MAP_ROUNDS rounds a warp.
-template <int PARTS_, int MAP_ROUNDS_>
-struct Layout {
-    static constexpr int PARTS = PARTS_, MAP_ROUNDS = MAP_ROUNDS_;
-    static constexpr int MAP_BYTES = MAP_ROUNDS * ROUND * 2;
-    static_assert(kWindow * 5 <= MAP_BYTES, "a window shares the map");
-};
+// A tile is planned by a cluster of kParts blocks, each of which has an equal share of the tile's
+// groups, and in shared memory a map of kMapRounds rounds a warp.
+constexpr int kParts = spec::PLAN_CLUSTER, kMapRounds = 96, kMapBytes = kMapRounds * ROUND * 2;
+static_assert(kWindow * 5 <= kMapBytes, "a window shares the map");
 
 // Where an entry lies: row in group << 20 | index from the first entry of the group, which is below
 // 8 rows * 256 tiles * 256 slots.
@@ -51,8 +47,7 @@ struct GroupState {
 struct Shared {
     unsigned* counted;             // [NG] the block's pairs of tokens 0-3 of their groups
                                    // | of tokens 4-7 << 16; other blocks read it
-    unsigned* ranks;               // [NG] of both halves the next pair's rank in the tile; where
-                                   // there is one block only, in the place of `counted`
+    unsigned* ranks;               // [NG] of both halves the next pair's rank in the tile
     int2* neuron_start;            // [NG] {first pair, pairs that alternate with the other half}
     GroupState* groups;            // [groups of the block]
     unsigned short* class_counts;  // [groups of the block][P][CLASSES]
@@ -73,21 +68,20 @@ __device__ __forceinline__ T* take(unsigned char*& memory, int count) {
     return taken;
 }
 
-template <class Layout>
 __device__ __forceinline__ Shared lay_out_shared(unsigned char* memory, int num_neuron_groups,
                                                  int num_groups, int num_panels) {
     Shared shared;
     unsigned char* end = memory;
     const int classes = num_panels * CLASSES;
     const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    shared.map = take<unsigned char>(end, num_warps * Layout::MAP_BYTES) + warp * Layout::MAP_BYTES;
+    shared.map = take<unsigned char>(end, num_warps * kMapBytes) + warp * kMapBytes;
     shared.class_counts = take<unsigned short>(end, num_groups * classes);
     shared.class_ranks = take<int>(end, num_warps * classes) + warp * classes;
     shared.panel_rounds = take<int>(end, num_warps * num_panels) + warp * num_panels;
     shared.panel_first = take<int>(end, num_warps * num_panels) + warp * num_panels;
     shared.neuron_start = take<int2>(end, num_neuron_groups);
     shared.counted = take<unsigned>(end, num_neuron_groups);
-    shared.ranks = Layout::PARTS == 1 ? shared.counted : take<unsigned>(end, num_neuron_groups);
+    shared.ranks = take<unsigned>(end, num_neuron_groups);
     shared.groups = take<GroupState>(end, num_groups);
     shared.warp_sums = take<int>(end, 32);
     shared.num_staged = take<int>(end, 1);

@@ -1,4 +1,4 @@
-"""The kernels on a GPU against plain torch: exact where arithmetic is, on Hopper and portable.
+"""The kernels on a GPU against plain torch: exact where arithmetic is; on Hopper.
 
 Most problems are of small whole numbers. There every product and every sum is exact in float32, in
 whatever order, so that the result must have the bits of the reference: of the same equation in
@@ -41,13 +41,11 @@ def sources() -> str:
     return register_sources(FILES)
 
 
-@pytest.fixture(params=["by rule", "walk", "lists", "portable"])
+@pytest.fixture(params=["by rule", "walk", "lists"])
 def route(request, monkeypatch) -> str:
     """The ways of the route, one after the other, and not the fastest."""
     capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        pytest.skip(f"the kernels need compute capability 8.0, this is {capability}")
-    if request.param != "portable" and capability != (9, 0):
+    if capability != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {capability}")
     wanted = {"walk": ("walk", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
 
@@ -55,7 +53,7 @@ def route(request, monkeypatch) -> str:
         return next((name for name in runs if name in wanted), by_rule())
 
     monkeypatch.setattr(twell_run, "choose", choose)
-    return "portable" if request.param == "portable" else "twell"
+    return "twell"
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def test_all_numbers_of_tokens_that_may_come():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_every_number_of_tokens_is_of_a_kind_that_is_settled(shape):
     def kinds(counts):
-        problems = (Problem(M, shape.N, shape.K, H200, hopper=True) for M in counts)
+        problems = (Problem(M, shape.N, shape.K, H200) for M in counts)
         return {
             (token_bucket(problem.M), tuple(way.name for way in ways_of("auto", problem)))
             for problem in problems

@@ -15,7 +15,7 @@ from twellctl.here.machine import CUPY_WHEELS, version_of
 from twellctl.version import __version__
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TWELL_ROUTE", "TWELL_PORTABLE")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TWELL_ROUTE")
 LIBRARIES = ("transformers", "triton", *CUPY_WHEELS, *NVRTC_WHEELS)
 
 

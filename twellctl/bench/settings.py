@@ -109,8 +109,7 @@ class ModelSettings(AnyModel):
     routes: tuple[str, ...] = setting(
         ("auto",),
         "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
-        "over what fires), portable (that without Hopper's kernels) or dense (all neurons). "
-        "Repeatable; the first counts.",
+        "over what fires) or dense (all neurons). Repeatable; the first counts.",
         flag="route",
         choices=ROUTES,
         distinct=True,

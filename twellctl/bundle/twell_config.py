@@ -16,7 +16,7 @@ FORMAT_VERSION = 1
 TILE = 256
 SLOTS = 64  # of 256: what no profile has measured yet may fire up to 25 % in every tile
 MAX_COLUMNS = 65536  # a column is 16 bits
-ROUTES = ("auto", "twell", "portable", "dense")  # see sparse_ffn
+ROUTES = ("auto", "twell", "dense")  # see sparse_ffn
 
 
 def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:

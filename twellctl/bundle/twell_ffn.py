@@ -33,7 +33,6 @@ from .twell_reasons import (
     why_not_e4m3_ffn,
     why_not_e4m3_linear,
     why_not_ffn,
-    why_not_here,
     why_not_trained,
 )
 from .twell_route import known_choices, requested
@@ -67,8 +66,8 @@ def sparse_ffn(
     computes in the autocast dtype.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
-    (the fastest of this GPU's ways over what fires), "portable" (of those of any), "dense" (torch's
-    products), or "auto": the fastest of all ways (twell_ways.py), unless TWELL_ROUTE says which.
+    (the fastest of this GPU's ways over what fires), "dense" (torch's products), or "auto": the
+    fastest of all ways (twell_ways.py), unless TWELL_ROUTE says which.
     `density`: the share of neurons that fire, if a profile tells it.
 
     The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after
@@ -286,11 +285,11 @@ def _gated_ffn(
     route = requested(route) if sources and x.is_cuda else "dense"
     if route == "dense":
         return dense_products(rows, ffn).view(shape)
-    hopper = takes_hopper_kernels(rows.device.index, route)
-    if said := why_not_ffn(rows, ffn, tile) or why_not_here(sources, rows.device.index, hopper):
+    index = rows.device.index
+    if said := why_not_ffn(rows, ffn, tile) or why_no_kernels(sources, index):
         say_once(said)
         return dense_products(rows, ffn).view(shape)
-    return run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper).view(shape)
+    return run_by_route(aligned(rows), ffn, slots, density, sources, route).view(shape)
 
 
 def _fp8_ffn(
@@ -318,14 +317,13 @@ def _fp8_ffn(
     ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
-    hopper = takes_hopper_kernels(index, route)
     read = ffn if turned is None else replace(ffn, w_down=turned)
     said = why_not_e4m3_ffn(rows, read, tile)
-    said = said or why_no_e4m3_kernels(sources, index, hopper, route)
-    if said and (hopper or route != "dense"):
+    said = said or why_no_e4m3_kernels(sources, index, route)
+    if said and (route != "dense" or takes_hopper_kernels(index)):
         say_once(said)
     if rows.numel() and not said:
-        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, hopper, turned, dense)
+        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, turned, dense)
     elif dense is not None:
         y = dense.run(None, None, rows, ffn, slots)
     else:
@@ -336,11 +334,14 @@ def _fp8_ffn(
 def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, sources: str) -> Tensor:
     """The operator `fp8_linear`."""
     weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
-    hopper = takes_hopper_kernels(index, requested("auto"))
-    taken = hopper and rows.numel() and not why_no_products(index, *w.shape, str(x.dtype))
+    taken = (
+        takes_hopper_kernels(index)
+        and rows.numel()
+        and not why_no_products(index, *w.shape, str(x.dtype))
+    )
     if not taken or why_not_e4m3_linear(w, scale, bias, x.dtype):
         return fp8_linear(x, weight)
-    if said := why_no_e4m3_kernels(sources, index, hopper, "dense"):
+    if said := why_no_e4m3_kernels(sources, index, "dense"):
         say_once(said)
         return fp8_linear(x, weight)
     y = dense_e4m3_linear(kernels_for(sources, index), aligned(rows), weight)

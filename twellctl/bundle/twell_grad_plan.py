@@ -121,7 +121,7 @@ def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
 def training_tokens(N: int, K: int, slots: int, limits: Limits) -> int:
     """Tokens that one pass of training takes, such that its buffers stay within some 2 GB."""
     cap = training_cap(N)
-    most = chunk_tokens(MOST_TRAINED_TOKENS, N, K, slots, cap, limits, portable=False)
+    most = chunk_tokens(MOST_TRAINED_TOKENS, N, K, slots, cap, limits)
     return max(256, most // 256 * 256)
 
 

@@ -50,13 +50,13 @@ def lists_e4m3_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slot
     y = torch.empty_like(x)
     values, token_scales = quantise_rows(kernels, limits, x, ffn)
     cap, first = hopper_cap(ffn.N), 0
-    for plan, xs, ys in chunks_of(values, y, ffn, slots, cap, limits, portable=False):
+    for plan, xs, ys in chunks_of(values, y, ffn, slots, cap, limits):
         of_tokens = token_scales[first : first + plan.M]
         first += plan.M
         packed = packed_buffers(plan, x.device)
         scales = of_tokens, ffn.s_gate
         launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed, scales)
-        lists = launch_plan(kernels, plan, *packed, clusters=True)
+        lists = launch_plan(kernels, plan, *packed)
         partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
         scales = of_tokens, ffn.s_up
         lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales)

@@ -19,7 +19,6 @@ from .twell_spec import (
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
     PATCH_BYTES,
-    PLAN_BLOCK,
     PLAN_CLUSTER,
     PLAN_CLUSTER_BLOCK,
     PRODUCT_STAGE_BYTES,
@@ -35,7 +34,6 @@ MAX_PANEL_ROWS = 1 << COLUMN_BITS
 GATE_PACK_SMEM = PRODUCT_STAGES * PRODUCT_STAGE_BYTES + 1024  # to align the first stage
 HEAVY_SMEM = GATE_PACK_SMEM + PATCH_BYTES
 PARTS_BLOCKS = 16  # that go through the pairs of a tile
-PORTABLE_TOKENS = 8192  # a chunk without heavy rows
 _PARTIAL_BYTES = 512 << 20
 _TRAINING_PARTIAL_BYTES = 192 << 20
 _CHUNK_BYTES = 2 << 30
@@ -62,9 +60,14 @@ class Limits:
     capability: tuple[int, int]
 
     @property
+    def hopper(self) -> bool:
+        """Whether Hopper's kernels run here; other GPUs have those for few tokens."""
+        return self.capability == (9, 0)
+
+    @property
     def arch(self) -> str:
         """What NVRTC compiles for: "sm_90a" on Hopper (its wgmma and TMA), else "sm_80" and so."""
-        suffix = "a" if self.capability == (9, 0) else ""
+        suffix = "a" if self.hopper else ""
         return f"sm_{self.capability[0]}{self.capability[1]}{suffix}"
 
 
@@ -83,8 +86,6 @@ class Plan:
     neuron_ranges: int
     panel_rows: int
     down_splits: int
-    plan_block: int
-    plan_smem: int  # dynamic shared memory of `plan`
     plan_cluster_smem: int  # of each block of `plan_cluster`
 
     @cached_property
@@ -214,32 +215,9 @@ def make_plan(
         panel_rows = round_up(panel_rows, 4 * GROUP)  # so that quarters are whole groups
     splits = split_down(M, N, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
-    plan = _lay_plan(M, N, laid[0], cap, num_panels, limits)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
     most = N if training else cap
-    return Plan(M, N, K, slots, cap, most, *laid, panel_rows, splits, *plan, cluster_smem)
-
-
-def least_plan_smem(N: int, tile_tokens: int, num_panels: int, block: int = 512) -> int:
-    """Dynamic shared memory that `plan` needs; more is a stage for pairs (plan.cu)."""
-    lists = 12 * ceil_div(N, GROUP) + tile_tokens * 3 // 2 + 2 * tile_tokens * num_panels
-    return lists + (40 * num_panels + 1536) * (block // 32) + 256
-
-
-def _lay_plan(
-    M: int, N: int, tile_tokens: int, cap: int, num_panels: int, limits: Limits
-) -> tuple[int, int]:
-    """(threads, shared memory) of `plan`: two small blocks on a multiprocessor, or a large one."""
-    num_tiles, pair_bytes = ceil_div(M, tile_tokens), 4 if num_panels == 1 else 5
-    most = limits.smem_bytes - STATIC_SMEM
-    block = 512
-    least = least_plan_smem(N, tile_tokens, num_panels)
-    half = (limits.smem_bytes + 1024) // 2 - 1024 - STATIC_SMEM
-    if num_tiles > limits.num_sms:
-        most = half if least + 16384 <= half else most
-    elif least_plan_smem(N, tile_tokens, num_panels, PLAN_BLOCK) <= most:
-        block, least = PLAN_BLOCK, least_plan_smem(N, tile_tokens, num_panels, PLAN_BLOCK)
-    return block, min(most, least + pair_bytes * tile_tokens * cap)
+    return Plan(M, N, K, slots, cap, most, *laid, panel_rows, splits, cluster_smem)
 
 
 def _cluster_smem(N: int, tile_tokens: int, cap: int, num_panels: int, smem_bytes: int) -> int:
@@ -265,27 +243,24 @@ def most_panel_rows(smem_bytes: int, stages: int, row_bytes: int = 32) -> int:
 
 
 def max_tile_tokens(N: int, smem_bytes: int) -> int:
-    """Tokens whose two slabs of x fit in shared memory, and whose lists do in that of `plan`."""
+    """Tokens whose two slabs of x fit in shared memory, and whose lists would in one block's."""
     slabs = (smem_bytes - 8 * STATIC_SMEM) // 256
     num_panels = ceil_div(N, choose_panel_rows(N, smem_bytes))
-    left = smem_bytes - STATIC_SMEM - least_plan_smem(N, 0, num_panels)
-    lists = 2 * left // (3 + 4 * num_panels)
+    of_neurons = 12 * ceil_div(N, GROUP) + (40 * num_panels + 1536) * 16 + 256
+    lists = 2 * (smem_bytes - STATIC_SMEM - of_neurons) // (3 + 4 * num_panels)
     return min(slabs, lists, MAX_TILE_TOKENS) // GROUP * GROUP
 
 
 @lru_cache(maxsize=4096)
-def chunk_tokens(
-    M: int, N: int, K: int, slots: int, cap: int, limits: Limits, portable: bool
-) -> int:
+def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -> int:
     """Tokens that one pass takes, such that its buffers stay within some 2 GB."""
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     num_panels = ceil_div(N, panel_rows)
-    entries = 4 * ceil_div(N, TILE) * slots + (2 * N if portable else 0)
+    entries = 4 * ceil_div(N, TILE) * slots
     round_bytes = ROUND_BYTES + 4 * ROUND + 4 * BATCH_MASKS // BATCH
     rounds = round_bytes * num_panels * rounds_for(min(cap, panel_rows)) // GROUP
     sums = 4 * K if num_panels > 1 else 0
     most = max(256, _CHUNK_BYTES // (entries + cap * (4 + 4) + rounds + sums) // 256 * 256)
-    most = min(most, PORTABLE_TOKENS) if portable else most
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
 
 

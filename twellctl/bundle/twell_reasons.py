@@ -1,7 +1,6 @@
 """Why an input goes without the kernels."""
 
 import functools
-import os
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +20,7 @@ from .twell_log import say_once
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_sequence import HOPPER_KERNELS, PORTABLE_KERNELS
+from .twell_sequence import HOPPER_KERNELS
 from .twell_training import GRAD_KERNELS
 from .twell_walk import WALK_KERNELS
 from .twell_walk_e4m3 import WALK_E4M3_KERNELS
@@ -30,7 +29,7 @@ from .twell_weights import E4M3_STEP, FFN, end_of
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(
     (
-        *(*HOPPER_KERNELS, *PORTABLE_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
+        *(*HOPPER_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
         *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *FEW_E4M3_KERNELS, *GRAD_KERNELS),
     )
 )
@@ -41,33 +40,27 @@ def check_numbers(slots: int, tile: int) -> None:
         raise ValueError(f"TwELL needs 1 <= slots <= tile, got {slots} of {tile}")
 
 
-def takes_hopper_kernels(index: int, route: str = "auto") -> bool:
-    """Whether CUDA device `index` goes the way of Hopper, not the portable one."""
-    portable = route == "portable" or os.environ.get("TWELL_PORTABLE") == "1"
-    return not portable and device_limits(index).capability == (9, 0)
+def takes_hopper_kernels(index: int) -> bool:
+    """Whether CUDA device `index` runs Hopper's kernels; others have those for few tokens."""
+    return device_limits(index).hopper
 
 
-def why_no_kernels(sources: str, index: int, route: str = "auto") -> str | None:
-    """None if the kernels of `route` are loaded on CUDA device `index`, else why they cannot be.
+def why_no_kernels(sources: str, index: int) -> str | None:
+    """None if the kernels are loaded on CUDA device `index`, else why they cannot be.
 
     The first call for a device compiles what the cache does not hold.
     """
-    return why_not_here(sources, index, takes_hopper_kernels(index, route))
-
-
-def why_not_here(sources: str, index: int, hopper: bool) -> str | None:
-    """None if the kernels are compiled and loaded on a device, else why they are not."""
-    return why_not_loaded(sources, index, _entries(device_limits(index), hopper))
+    return why_not_loaded(sources, index, _entries(device_limits(index)))
 
 
 @functools.cache
-def _entries(limits: Limits, hopper: bool) -> tuple[str, ...]:
+def _entries(limits: Limits) -> tuple[str, ...]:
     """All at once: what comes later, and needs others, may be the capture of a graph."""
-    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else PORTABLE_KERNELS
+    many = (*HOPPER_KERNELS, *WALK_KERNELS) if limits.hopper else ()
     return (*many, *few_ffn_kernels(limits))
 
 
-def why_no_e4m3_kernels(sources: str, index: int, hopper: bool, route: str) -> str | None:
+def why_no_e4m3_kernels(sources: str, index: int, route: str) -> str | None:
     """None if all kernels that `route` may launch over e4m3 weights are loaded, else why not.
 
     Off Hopper the route "dense" launches none.
@@ -75,15 +68,15 @@ def why_no_e4m3_kernels(sources: str, index: int, hopper: bool, route: str) -> s
     limits = device_limits(index)
     if limits.capability < (8, 9):
         return "kernels over FP8 weights need compute capability 8.9 or newer"
-    return why_not_loaded(sources, index, _e4m3_entries(limits, hopper, route))
+    return why_not_loaded(sources, index, _e4m3_entries(limits, route))
 
 
 @functools.cache
-def _e4m3_entries(limits: Limits, hopper: bool, route: str) -> tuple[str, ...]:
-    dense = DENSE_E4M3_KERNELS if hopper else ()
+def _e4m3_entries(limits: Limits, route: str) -> tuple[str, ...]:
+    dense = DENSE_E4M3_KERNELS if limits.hopper else ()
     if route == "dense":
         return dense
-    many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if hopper else ()
+    many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if limits.hopper else ()
     return (*many, *dense, *few_e4m3_kernels(limits))
 
 
@@ -203,7 +196,7 @@ def _why_training_does_not_take(
         )
     if said := why_unfit(K, N, tile, device_limits(index).smem_bytes):
         return f"the kernels take {said}"
-    said = why_not_here(sources, index, True)
+    said = why_no_kernels(sources, index)
     return said or why_not_loaded(sources, index, GRAD_KERNELS)
 
 

@@ -7,7 +7,7 @@ once: for launches one by one, where the host's time counts, and for a CUDA grap
 not. In the midst of a capture nothing is measured: a kind that is not known then goes by the rule
 of the ways.
 
-TWELL_ROUTE=dense|twell|portable|auto decides for every model that does not say otherwise.
+TWELL_ROUTE=dense|twell|auto decides for every model that does not say otherwise.
 """
 
 import json
@@ -45,7 +45,7 @@ class Kind:
     tokens: int
     density: int | None
     slots: int
-    kernels: str  # whose they are, Hopper's or the portable ones, and their sources
+    kernels: str  # whose they are, Hopper's or any GPU's, and their sources
     ways: tuple[str, ...]  # there are, the first before others that are as fast
 
     @property

@@ -26,20 +26,19 @@ def run_by_route(
     density: float,
     sources: str,
     route: str,
-    hopper: bool,
     turned: Tensor | None = None,
     dense: Way | None = None,
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, of what the kernels take (twell_reasons.py), `rows` `aligned`.
 
-    `density` below 0: nobody knows it. `hopper`: whether by Hopper's kernels. `turned`: W_down by
-    rows of neurons, if that of `ffn` does not lie so. `dense` stands in for the way of that name.
+    `density` below 0: nobody knows it. `turned`: W_down by rows of neurons, if that of `ffn` does
+    not lie so. `dense` stands in for the way of that name.
     """
     index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
     in_place = lies_well(by_rows)
     here = kernels_for(sources, index), device_limits(index)
     sizes = rows.shape[0], ffn.N, ffn.K
-    problem = Problem(*sizes, here[1], hopper, in_place, end_of(ffn.w_gate))
+    problem = Problem(*sizes, here[1], in_place, end_of(ffn.w_gate))
     ways, known = ways_of(route, problem), None if density < 0 else density
     if dense is not None:
         ways = [dense if way.name == "dense" else way for way in ways]
@@ -73,7 +72,10 @@ def _kind(
     sources: str,
     ways: tuple[str, ...],
 ) -> Kind:
-    by = "hopper" if problem.hopper else "portable"
+    on, copying = (
+        "hopper" if problem.limits.hopper else "few",
+        "" if problem.in_place else " copying",
+    )
     return Kind(
         torch.cuda.get_device_name(index),
         ffn.K,
@@ -82,7 +84,7 @@ def _kind(
         token_bucket(problem.M),
         None if density is None else density_bucket(density),
         slots,
-        f"{by}{problem.end} {sources[:12]}{'' if problem.in_place else ' copying'}",
+        f"{on}{problem.end} {sources[:12]}{copying}",
         ways,
     )
 

@@ -1,7 +1,6 @@
-"""The gated FFN as a sequence of kernel launches, on Hopper and on any GPU from sm_80 on.
+"""The gated FFN for many tokens on Hopper, as a sequence of kernel launches:
 
-    Hopper:    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
-    portable:  torch's gate product -> pack -> plan -> up -> hidden -> down
+    gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
 
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_config import TILE
 from .twell_heavy import Heavy, heavy_products
 from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet, tensor_map
@@ -39,7 +37,6 @@ from .twell_spec import (
     GROUP,
     HIDDEN_BLOCK,
     INPUT_BOX_ROWS,
-    PACK_BLOCK,
     PLAN_CLUSTER,
     PLAN_CLUSTER_BLOCK,
     PRODUCT_BLOCK,
@@ -51,18 +48,18 @@ from .twell_spec import (
 )
 from .twell_weights import FFN, end_of
 
-_SPARSE = ("up", "hidden", "down")
 HOPPER_KERNELS = (
     "gate_pack",
     "gate_pack_short",
     "plan_cluster",
-    *_SPARSE,
+    "up",
+    "hidden",
+    "down",
     "heavy_walk",
     "heavy_gather",
     "heavy_hidden",
     "heavy_down",
 )
-PORTABLE_KERNELS = ("pack", "plan", *_SPARSE)
 
 
 @dataclass(frozen=True)
@@ -91,32 +88,17 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
     y = torch.empty_like(x)
     cap = hopper_cap(ffn.N)
-    for plan, xs, ys in chunks_of(x, y, ffn, slots, cap, limits, portable=False):
+    for plan, xs, ys in chunks_of(x, y, ffn, slots, cap, limits):
         counts, entries, heavy_count = packed_buffers(plan, x.device)
         packed = counts, entries, heavy_count
         launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
-        rows = _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=True)
-        heavy = Heavy(rows, heavy_count)
+        lists = launch_plan(kernels, plan, *packed)
+        partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
+        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
+        launch_down(kernels, plan, ffn, lists, ys)
+        heavy = Heavy(lists.heavy_rows, heavy_count)
         heavy = launch_heavy_walk(kernels, limits, xs, ffn, (counts, entries), heavy, ys)
         heavy_products(kernels, limits, xs, ys, ffn, heavy)
-    return y
-
-
-def portable_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
-    """The same on any GPU from sm_80 on: every row sparsely, whatever fired."""
-    y = torch.empty_like(x)
-    for plan, xs, ys in chunks_of(x, y, ffn, TILE, ffn.N, limits, portable=True):
-        counts, entries, heavy_count = packed_buffers(plan, x.device)
-        gate = F.linear(xs, ffn.w_gate, ffn.b_gate)
-        kernels.launch(
-            "pack",
-            (plan.M,),
-            PACK_BLOCK,
-            (gate, plan.M, plan.N, counts, entries, heavy_count),
-        )
-        del gate
-        packed = counts, entries, heavy_count
-        _sparse_products(kernels, limits, plan, xs, ys, ffn, packed, clusters=False)
     return y
 
 
@@ -150,10 +132,10 @@ def launch_gate_pack(
 
 
 def chunks_of(
-    x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits, *, portable: bool
+    x: Tensor, y: Tensor, ffn: FFN, slots: int, cap: int, limits: Limits
 ) -> Iterator[tuple[Plan, Tensor, Tensor]]:
     """Plan, inputs and outputs of each chunk of tokens."""
-    size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, limits, portable)
+    size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, limits)
     if size == x.shape[0]:
         yield make_plan(size, ffn.N, ffn.shorts, slots, cap, limits), x, y
         return
@@ -170,13 +152,7 @@ def packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def launch_plan(
-    kernels: KernelSet,
-    plan: Plan,
-    counts: Tensor,
-    entries: Tensor,
-    heavy_count: Tensor,
-    *,
-    clusters: bool,
+    kernels: KernelSet, plan: Plan, counts: Tensor, entries: Tensor, heavy_count: Tensor
 ) -> PairLists:
     """The lists of what fired, of its packed form."""
     M, P = plan.M, plan.num_panels
@@ -194,15 +170,15 @@ def launch_plan(
         heavy_count=heavy_count,
     )
     kernels.launch(
-        "plan_cluster" if clusters else "plan",
-        (plan.num_tiles * PLAN_CLUSTER if clusters else plan.num_tiles,),
-        PLAN_CLUSTER_BLOCK if clusters else plan.plan_block,
+        "plan_cluster",
+        (plan.num_tiles * PLAN_CLUSTER,),
+        PLAN_CLUSTER_BLOCK,
         (
             *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.most, plan.tile_tokens),
             *(plan.panel_rows, P, plan.group_rounds, lists.num_rounds, lists.rounds, lists.links),
             *(lists.pair_start, lists.pairs, lists.heavy_rows, heavy_count),
         ),
-        plan.plan_cluster_smem if clusters else plan.plan_smem,
+        plan.plan_cluster_smem,
     )
     return lists
 
@@ -310,22 +286,3 @@ def launch_down(
             ),
             plan.down_smem,
         )
-
-
-def _sparse_products(
-    kernels: KernelSet,
-    limits: Limits,
-    plan: Plan,
-    x: Tensor,
-    y: Tensor,
-    ffn: FFN,
-    packed: tuple[Tensor, Tensor, Tensor],
-    *,
-    clusters: bool,
-) -> Tensor:
-    """up, hidden and down of what fired; returns the list of heavy rows, whose y is not filled."""
-    lists = launch_plan(kernels, plan, *packed, clusters=clusters)
-    partial = launch_up(kernels, plan, x, ffn.w_up, lists)
-    lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
-    launch_down(kernels, plan, ffn, lists, y)
-    return lists.heavy_rows

@@ -35,9 +35,8 @@ GRAD_FOUR = 4  # rows whose sums share rounds
 # ---- threads of a block, clusters, shared memory
 
 UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
-PLAN_BLOCK = 1024  # at most
 PLAN_CLUSTER = 8  # blocks that plan a tile together
-PACK_BLOCK = GATHER_BLOCK = 256
+GATHER_BLOCK = 256
 QUANTISE_BLOCK = 512
 SLAB = 64  # columns of K that `up` takes at a time
 DOWN_COLUMNS = 16  # of y, of a block of `down`
@@ -246,10 +245,9 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
         f"gate_pack{E4M3_END}": (2,),
         f"gate_pack_short{E4M3_END}": (1,),
     },
-    "ffn/pack.cu": ("pack",),
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
-    "ffn/plan.cu": ("plan", "plan_cluster"),
+    "ffn/plan.cu": ("plan_cluster",),
     "ffn/up.cu": ("up",),
     f"ffn/up{E4M3_END}.cu": (f"up{E4M3_END}",),
     "ffn/hidden.cu": ("hidden", "hidden_kept"),

@@ -115,7 +115,7 @@ def forward(
     packed = counts, entries, heavy_count
     launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
     fired = (counts & 0x3FFFFFFF).sum()
-    lists = launch_plan(kernels, plan, counts, entries, heavy_count, clusters=True)
+    lists = launch_plan(kernels, plan, counts, entries, heavy_count)
     del counts, entries
     kernels.launch(
         "order_heavy",

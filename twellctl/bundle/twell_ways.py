@@ -1,7 +1,7 @@
 """The ways to compute one gated FFN, in one table: who takes what, and what is taken unmeasured.
 
-The route "auto" is the fastest of all ways that take a problem, "twell" and "portable" of those
-over what fires (`own`), "dense" is one way. What is the fastest is measured (twell_route.py, and
+The route "auto" is the fastest of all ways that take a problem, "twell" of those over what fires
+(`own`), "dense" is one way. What is the fastest is measured (twell_route.py, and
 for steps of the decode engine decoding/step_forms.py); where nothing may be measured, a rule
 decides.
 """
@@ -18,7 +18,7 @@ from .twell_fp8 import fp8_ffn
 from .twell_launch import KernelSet
 from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_plan import Limits
-from .twell_sequence import dense_ffn, hopper_ffn, portable_ffn
+from .twell_sequence import dense_ffn, hopper_ffn
 from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
 from .twell_walk_e4m3 import walk_gate_e4m3_ffn
 from .twell_weights import FFN
@@ -32,7 +32,7 @@ FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
 
 @dataclass(frozen=True)
 class Problem:
-    """M tokens, N neurons and inputs of K on a device; `hopper`: whether by Hopper's kernels.
+    """M tokens, N neurons and inputs of K on a device.
 
     `in_place`: W_down lies as the kernels read it; else each call copies it. `end`: what ends the
     names of the entries that take such weights ("" for bf16).
@@ -42,7 +42,6 @@ class Problem:
     N: int
     K: int
     limits: Limits
-    hopper: bool
     in_place: bool = True
     end: str = ""
 
@@ -54,7 +53,7 @@ class Problem:
     @property
     def walks(self) -> bool:
         """Whether it goes by those for some hundred."""
-        taken = self.hopper and not self.few
+        taken = self.limits.hopper and not self.few
         return taken and takes_walk(self.M, self.N, self.K, self.limits, self.end)
 
 
@@ -101,7 +100,7 @@ def _is_packed(problem: Problem) -> bool:
 WAYS = (
     Way(
         "pairs",
-        lambda p: p.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits, p.end),
+        lambda p: p.limits.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits, p.end),
         _without_slots(few_pairs),
         suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density, p.end),
     ),
@@ -118,20 +117,15 @@ WAYS = (
         walk_packed_ffn,
         suits=lambda p, density: _is_packed(p) and suits_walk(p.M, p.N, density),
     ),
-    Way("lists", lambda p: p.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
-    Way(
-        "portable",
-        lambda p: not p.hopper and not p.few and not p.end,
-        _without_slots(portable_ffn),
-    ),
+    Way("lists", lambda p: p.limits.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
     Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
         "dense",
-        lambda p: p.hopper and bool(p.end),
+        lambda p: p.limits.hopper and bool(p.end),
         _without_slots(dense_e4m3_ffn),
         own=False,
         by_rows=False,
     ),
-    Way("dense", lambda p: not (p.hopper and p.end), _dense, own=False, by_rows=False),
+    Way("dense", lambda p: not (p.limits.hopper and p.end), _dense, own=False, by_rows=False),
 )
 FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
 
@@ -160,11 +154,11 @@ def _pays(way: Way, problem: Problem, density: float | None) -> bool:
     return problem.M > SPARSE_ABOVE and (density is None or density < DENSE_FROM)
 
 
-def ways_by_tokens(limits: Limits, *, hopper: bool, N: int, K: int, end: str = "") -> Iterable[str]:
+def ways_by_tokens(limits: Limits, *, N: int, K: int, end: str = "") -> Iterable[str]:
     """The table for one FFN, a line for each range of numbers of tokens; `end` as in `Problem`."""
     found: dict[tuple[str, ...], list[int]] = {}
     for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
-        problem = Problem(M, N, K, limits, hopper, end=end)
+        problem = Problem(M, N, K, limits, end=end)
         found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
     for names, tokens in found.items():
         last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"

@@ -42,7 +42,6 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
@@ -118,7 +117,6 @@ class KernelDecoder:
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons = self._plain.neurons if sparse else []
-        self._hopper = takes_hopper_kernels(self.device.index)
         # as profiled, if they were; the dense form does not depend on them
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
@@ -188,7 +186,7 @@ class KernelDecoder:
         ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
-            problem = Problem(B, ffn.N, ffn.K, self._limits, self._hopper, end=self._end)
+            problem = Problem(B, ffn.N, ffn.K, self._limits, end=self._end)
             ways = few_ways(problem, self._densities) | ways
         return {
             **(self._whole_steps if B == 1 else {}),

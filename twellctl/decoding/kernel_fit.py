@@ -74,7 +74,7 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     if model.lm_head.bias is not None:
         return "a step in one kernel has no bias of the LM head"
     if not takes_hopper_kernels(model.device.index):
-        return "a step in one kernel is for Hopper, and not with TWELL_PORTABLE=1"
+        return "a step in one kernel is for Hopper"
     return why_no_whole_step(step_sizes(model), device_limits(model.device.index))
 
 

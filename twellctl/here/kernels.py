@@ -11,7 +11,7 @@ from pathlib import Path
 from twellctl.errors import first_line
 from twellctl.here.machine import Finding, install_advice
 
-VARIABLES = ("TWELL_CACHE_DIR", "TWELL_PORTABLE", "TWELL_ROUTE")
+VARIABLES = ("TWELL_CACHE_DIR", "TWELL_ROUTE")
 _USUAL = (2048, 5632)  # hidden size and neurons of an FFN to tell the ways of
 _PROBE = {"probe.cu": b'extern "C" __global__ void probe() {}'}
 
@@ -54,7 +54,7 @@ def find_kernels(gpu: Finding) -> Finding:
 def _load_kernels() -> Finding:
     import torch
 
-    from twellctl.bundle.twell_ffn import takes_hopper_kernels, why_no_kernels
+    from twellctl.bundle.twell_ffn import why_no_kernels
     from twellctl.bundle.twell_launch import device_limits
     from twellctl.bundle.twell_nvrtc import what_is_missing
     from twellctl.here.own_kernels import own_kernels
@@ -67,8 +67,9 @@ def _load_kernels() -> Finding:
             state = "none" if old or what_is_missing() else "bad"
             found.append((state, f"none: {reason}"))
         else:
-            kind = "Hopper" if takes_hopper_kernels(index) else "portable"
-            found.append(("ok", f"{kind} kernels for {device_limits(index).arch}"))
+            limits = device_limits(index)
+            few = "" if limits.hopper else ", for few tokens"
+            found.append(("ok", f"kernels of {limits.arch}{few}"))
     states = [state for state, _ in found]
     told = list(dict.fromkeys(what for _, what in found))
     if "ok" in states:
@@ -82,12 +83,11 @@ def find_ways(kernels: Finding) -> Finding:
         return Finding("ways", "none", "dense, in plain PyTorch")
     try:
         from twellctl.bundle.twell_launch import device_limits
-        from twellctl.bundle.twell_reasons import takes_hopper_kernels
         from twellctl.bundle.twell_spec import E4M3_END
         from twellctl.bundle.twell_ways import ways_by_tokens
 
         K, N = _USUAL
-        limits, sizes = device_limits(0), {"hopper": takes_hopper_kernels(0), "N": N, "K": K}
+        limits, sizes = device_limits(0), {"N": N, "K": K}
         found = f"of an FFN {K} x {N}: " + "; ".join(ways_by_tokens(limits, **sizes))
         if limits.capability >= (8, 9):
             found += ". In FP8: " + "; ".join(ways_by_tokens(limits, **sizes, end=E4M3_END))
@@ -133,6 +133,4 @@ def find_variables() -> Finding:
         return Finding("variables", "bad", str(error), "unset TWELL_ROUTE")
     except Exception:  # without torch, of which the libraries' line tells
         return Finding("variables", "none", what)
-    if given.get("TWELL_PORTABLE", "1") not in ("0", "1"):
-        return Finding("variables", "bad", what, "TWELL_PORTABLE counts if it is 1")
     return Finding("variables", "ok" if given else "none", what)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_log import reasons_said
-from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_not_here, why_not_loaded
+from twellctl.bundle.twell_reasons import takes_hopper_kernels, why_no_kernels, why_not_loaded
 from twellctl.bundle.twell_route import requested
 from twellctl.bundle.twell_train import FfnMeter
 from twellctl.bundle.twell_training import GRAD_KERNELS
@@ -208,7 +208,7 @@ class LayerRoutes:
 
 def _load(sources: str, index: int) -> None:
     """Compile and load the kernels; what goes wrong, the first pass over them will say."""
-    why_not_here(sources, index, True)
+    why_no_kernels(sources, index)
     why_not_loaded(sources, index, GRAD_KERNELS)
 
 
