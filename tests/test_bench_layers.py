@@ -64,20 +64,24 @@ def test_a_wrong_result_is_no_speed(quick, relu_llama, measured, monkeypatch):
 
 def test_without_a_gpu_the_profile_says_why(relu_llama, text_file):
     found = profile(
-        relu_llama, str(text_file), windows=2, seq_len=16, speed=True, device=torch.device("cpu")
+        relu_llama,
+        str(text_file),
+        windows=2,
+        seq_len=16,
+        time_layers=time_layers,
+        device=torch.device("cpu"),
     )
     assert (found.speed, found.without_speed) == (None, "no NVIDIA GPU here")
 
 
-def test_a_timing_that_fails_costs_no_counts(relu_llama, measured, monkeypatch):
+def test_a_timing_that_fails_costs_no_counts(measured):
     class OnGpu:
         device = torch.device("cuda")
 
     def fail(*how):
         raise RuntimeError("the driver\nis gone")
 
-    monkeypatch.setattr(timed_layers, "time_layers", fail)
-    assert _timed(OnGpu(), None, measured.layers, print) == (None, "the driver is gone")
+    assert _timed(fail, OnGpu(), None, measured.layers, print) == (None, "the driver is gone")
 
 
 def test_correlation(measured):

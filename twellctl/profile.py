@@ -29,16 +29,16 @@ def profile(
     windows: int = 128,
     seq_len: int | None = None,
     device: torch.device | None = None,
-    speed: bool = False,
+    time_layers: Callable[..., Speed] | None = None,
     progress: Callable[..., None] = lambda done, total, what: None,
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
     `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
     `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
-    in float32 on the CPU. With `speed` each layer's FFN is timed on a CUDA device; where that
-    cannot be done the profile says why. `progress(done, total, what)` is told of windows, then of
-    layers. Raises `TwellError`.
+    in float32 on the CPU. `time_layers` (twellctl/bench/layers.py) times each layer's FFN on a CUDA
+    device; where that cannot be done the profile says why. `progress(done, total, what)` is told of
+    windows, then of layers. Raises `TwellError`.
     """
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
@@ -65,10 +65,10 @@ def profile(
         reading.close()
     layers = tuple(count.summary() for count in counts)
     timed = why_not = None
-    if speed and checkpoint.is_fp8:
+    if time_layers and checkpoint.is_fp8:
         why_not = "layers are timed in bf16 only"
-    elif speed:
-        timed, why_not = _timed(loaded, text.ids, layers, progress)
+    elif time_layers:
+        timed, why_not = _timed(time_layers, loaded, text.ids, layers, progress)
     size = checkpoint.ffn.intermediate_size
     return Profile(
         model=str(model),
@@ -93,14 +93,16 @@ def profile(
 
 
 def _timed(
-    model: nn.Module, ids: Tensor, layers: tuple[LayerProfile, ...], progress: Callable[..., None]
+    time_layers: Callable[..., Speed],
+    model: nn.Module,
+    ids: Tensor,
+    layers: tuple[LayerProfile, ...],
+    progress: Callable[..., None],
 ) -> tuple[Speed | None, str | None]:
     """How fast each layer's FFN is, or why that is not known: the counts are not lost for it."""
     if model.device.type != "cuda":
         return None, "no NVIDIA GPU here"
     try:
-        from twellctl.bench.layers import time_layers
-
         with quiet_compiler():
             return time_layers(model, ids, layers, progress), None
     except Exception as error:  # whatever drivers and compilers may say

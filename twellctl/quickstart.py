@@ -33,12 +33,12 @@ from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.models.loading import default_device, quiet_transformers
 from twellctl.profile import profile
-from twellctl.screens import ui
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import read_texts
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 
+Bar = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
 MAX_DENSITY = 0.15
 MAX_LOSS = 0.15  # nats over the SiLU model
 END = "<|endoftext|>"
@@ -75,15 +75,29 @@ class QuickStarted:
         return missed
 
 
-def quickstart(out: str | Path, *, overwrite: bool = False, seed: int = 0) -> QuickStarted:
-    """Do the whole job into the folder `out`, in under three minutes on two CPU cores."""
+def _unseen(done: int, total: int) -> None:
+    """What shows nothing."""
+
+
+def quickstart(
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda title: None,
+    progress: Bar = lambda what: contextlib.nullcontext(_unseen),
+) -> QuickStarted:
+    """Do the whole job into the folder `out`, in under three minutes on two CPU cores.
+
+    `note` is told each step; `progress(what)` gives, inside, what is told `(done, total)`.
+    """
     out = Path(out)
     if not 0 <= seed < 2**32:
         raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
         with staged(out, overwrite=overwrite, not_ours=_not_ours) as stage:
-            tuned, text = _whole_job(stage, seed)
+            tuned, text = _whole_job(stage, seed, note, progress)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
     return QuickStarted(
@@ -101,29 +115,24 @@ def _not_ours(folder: Path) -> str | None:
     return None if is_model_of_ours(folder / "export") else NONE_OF_OURS
 
 
-def _whole_job(out: Path, seed: int) -> tuple[FineTuned, str]:
+def _whole_job(
+    out: Path, seed: int, note: Callable[[str], None], progress: Bar
+) -> tuple[FineTuned, str]:
     """Everything, into the folder `out`; how fine-tuning ended, and what the export writes."""
     _write_corpus(out)
-    with _step("training a SiLU model of half a million parameters on Python's own source"):
-        _train_silu(out, seed)
-    with _step("convert: SiLU becomes ReLU"):
-        convert(out / "silu", out / "relu")
-    with _step("finetune: a price on what fires, the SiLU model as teacher"):
-        tuned = _sparsify(out, seed)
-    with _step("profile: which neurons fire"):
-        found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
-        found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
-        save_profile(found, out / "profile.json")
-    with _step("export, load and generate"):
-        export(out / "sparse", out / "export", profile=out / "profile.json")
-        return tuned, _generate(out / "export")
-
-
-@contextlib.contextmanager
-def _step(title: str) -> Iterator[None]:
-    ui.activity.over()
-    ui.note(f"- {title}")
-    yield
+    note("training a SiLU model of half a million parameters on Python's own source")
+    _train_silu(out, seed, progress)
+    note("convert: SiLU becomes ReLU")
+    convert(out / "silu", out / "relu")
+    note("finetune: a price on what fires, the SiLU model as teacher")
+    tuned = _sparsify(out, seed)
+    note("profile: which neurons fire")
+    found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
+    found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
+    save_profile(found, out / "profile.json")
+    note("export, load and generate")
+    export(out / "sparse", out / "export", profile=out / "profile.json")
+    return tuned, _generate(out / "export")
 
 
 def _write_corpus(out: Path) -> None:
@@ -160,7 +169,7 @@ def _train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
 
 
-def _train_silu(out: Path, seed: int) -> None:
+def _train_silu(out: Path, seed: int, progress: Bar) -> None:
     """Pretrain the tiny SiLU Llama into `out/silu`."""
     train = [str(out / "train.jsonl")]
     tokenizer = _train_tokenizer(read_texts(train, "text"))
@@ -168,8 +177,8 @@ def _train_silu(out: Path, seed: int) -> None:
     blocks = Blocks(read_blocks(out / "tokens.bin", SEQ_LEN))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(_tiny_config()).to(default_device())
-    with ui.progress("steps") as progress:
-        _pretrain(model, blocks, seed, progress)
+    with progress("steps") as show:
+        _pretrain(model, blocks, seed, show)
     with quiet_transformers():
         model.save_pretrained(out / "silu")
         tokenizer.save_pretrained(out / "silu")

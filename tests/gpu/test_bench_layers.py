@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from twellctl.bench.layers import time_layers
 from twellctl.convert import convert
 from twellctl.profile import profile
 
@@ -15,7 +16,8 @@ pytestmark = [
 def test_a_profile_with_speed(make_model, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("twellctl.bench.layers.ROUNDS", 1)
     convert(make_model("llama", hidden_size=128, intermediate_size=512), tmp_path / "model")
-    found = profile(tmp_path / "model", str(text_file), windows=8, seq_len=128, speed=True)
+    words = {"windows": 8, "seq_len": 128, "time_layers": time_layers}
+    found = profile(tmp_path / "model", str(text_file), **words)
     assert found.without_speed is None
     assert (found.speed.device, found.speed.tokens) == (torch.cuda.get_device_name(), 1024)
     for layer in found.speed.layers:

@@ -426,7 +426,11 @@ def quickstart(
     ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run
 
-    result = run(out, overwrite=overwrite, seed=seed)
+    def note(title: str) -> None:
+        ui.activity.over()
+        ui.note(f"- {title}")
+
+    result = run(out, overwrite=overwrite, seed=seed, note=note, progress=ui.progress)
     quickstarted(result)
     if result.shortfalls:
         raise TwellError("; ".join(result.shortfalls))

@@ -58,6 +58,7 @@ def profile(
     if html is not None:
         check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
+    from twellctl.bench.layers import time_layers
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
@@ -67,7 +68,7 @@ def profile(
             text_column=text_column,
             windows=windows,
             seq_len=seq_len,
-            speed=html is not None if speed is None else speed,
+            time_layers=time_layers if (html is not None if speed is None else speed) else None,
             progress=progress,
         )
     tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json))
