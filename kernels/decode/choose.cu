@@ -10,7 +10,7 @@
 //
 // A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
 // noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
-// of sampler.py: it hangs on seed, position and token alone.
+// of sampler.py: it depends on seed, position and token alone.
 //
 // A block has a part of a row, each thread four logits at a time. The row's best so far lies in
 // `best`, as a number: the value's order, and the token turned round. The last block to arrive

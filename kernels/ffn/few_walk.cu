@@ -1,6 +1,6 @@
 // few_walk_S: a token by a cluster of S blocks (few_walk.cuh). `_all`: each block looks at all
-// neurons. `columns` is the first number lest N and K lie in eight bytes and are loaded as a pair: the
-// pair costs registers where there are none left, and some entries spill.
+// neurons. `columns` stands in front of N and K on purpose: in the same eight bytes they would be
+// loaded as a pair, which takes more registers than there are, and some entries would spill.
 #include "spec.cuh"
 #include "ffn/few_walk.cuh"
 

@@ -30,7 +30,8 @@ __device__ __forceinline__ void copy_box_to_cluster(unsigned target, const Tenso
 
 // ---- bytes that lie together
 
-// For what passes by once: it shall not drive out of L2 what comes again, code included.
+// An L2 policy for data that is read once: it is evicted first, before data and code that are read
+// again.
 __device__ __forceinline__ unsigned long long passing_by() {
     unsigned long long policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -1,4 +1,4 @@
-"""Where a bench runs, and all about it that a figure hangs on."""
+"""Where a bench runs, and all about it that a figure depends on."""
 
 import gc
 import math

@@ -167,9 +167,10 @@ def train_ffn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
 
-    `h = relu(gate) * up`. `penalty` (one number; a tensor, lest a compiled graph hang on its
-    value) times that sum is as good as part of the loss: its gradient is added on the way back. The
-    two scalars have no gradient, and there is no second derivative. Weights may be fp32 under
+    `h = relu(gate) * up`. The gradient of `penalty` times that sum is added to the gradients, as if
+    it were part of the loss. `penalty` is one number: a tensor, so that a compiled graph does not
+    depend on its value, or a float. The two scalars have no gradient, and there is no second
+    derivative. Weights may be fp32 under
     autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
     the kernels take what has a known density below 1.8 % and 4096 tokens or more; `plain` (some
     form of `plain_train_ffn`) the rest.

@@ -176,7 +176,7 @@ def _caches_attention_only(config: PreTrainedConfig) -> bool:
 
 
 def _rope_by_length(model: PreTrainedModel) -> str | None:
-    """The kind of rotary positions if they hang on the length (transformers' rope_type)."""
+    """The kind of rotary positions if they depend on the length (transformers' rope_type)."""
     for module in model.modules():
         found = getattr(module, "rope_type", None)
         kinds = found.values() if isinstance(found, dict) else [found]

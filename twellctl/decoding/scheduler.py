@@ -307,8 +307,8 @@ class Scheduler:
     def _read_chunk(self, sequences: list[Sequence], events: list[Event]) -> None:
         """All of several prompts or a chunk of one; the last chunk gives its first token.
 
-        Where chunks begin hangs on the prompt alone. So do the bits of what is cached, unless it
-        was read with others: then they hang on the shape of what was read together, too.
+        Where chunks begin depends on the prompt alone. So do the bits of its cache if it is read
+        alone; prompts that are read together also depend on the shape of the batch.
         """
         ends = [min(len(s.tokens), s.cached + self.decoder.prefill_chunk) for s in sequences]
         logits, fired = self.decoder.prefill(*self._prompts(sequences, ends))

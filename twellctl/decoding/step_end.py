@@ -76,7 +76,7 @@ class StepEnd:
         return self._kernels is not None and not variant.logprobs
 
     def kind_of(self, variant: Variant) -> Variant:
-        """The one that stands for all that end alike."""
+        """The variant whose CUDA graph `variant` shares: both launch the same at the end."""
         return variant if self._kernels is None else variant._replace(drawn=False)
 
     def __call__(

@@ -1,6 +1,6 @@
 """Which neurons fire: a hook on the activation of each gated FFN of a stock model, exact counts.
 
-Counts are kept as histograms, so their size hangs on the model and not on the text.
+Counts are kept as histograms, so their size depends on the model and not on the text.
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ class Access:
     beyond_loopback: bool = False  # other machines can reach the address
 
     def check_names(self, http: web.Request) -> None:
-        """Raises `ApiError` for whom nothing may be done, whatever the key."""
+        """Raises `ApiError` for requests from another host or site, which no key lets in."""
         host, origin = http.headers.get("Host"), http.headers.get("Origin")
         host_name = _host_name(f"//{host}")
         if host is not None and not self._is_own(host_name):
@@ -41,7 +41,7 @@ class Access:
             raise ApiError(403, message, code="forbidden_origin")
 
     def check_key(self, http: web.Request) -> None:
-        """Raises `ApiError` for who lacks the key where one is needed."""
+        """Raises `ApiError` for requests without the key, where one is needed."""
         if self.key is not None and http.path not in OPEN_PATHS:
             self._check_key(http.headers.get("Authorization", ""))
 
