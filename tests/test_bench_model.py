@@ -181,8 +181,8 @@ def test_json_goes_to_a_file_beside_the_tables(cli, tmp_path):
 
 def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
     monkeypatch.setattr(TwellFFN, "forward", lambda ffn, x: torch.zeros_like(x))
-    words = ("--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64", "--rounds", "1")
-    code, out, err = cli("bench", "model", *words, "--device", "cpu")
+    words = ("--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64", "--density", "0.02")
+    code, out, err = cli("bench", "model", *words, "--rounds", "1", "--device", "cpu")
     assert code == 1
     assert "on this CPU this model" in out
     assert "twell plain eager has a relative error of" in err[-1]

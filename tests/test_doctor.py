@@ -206,7 +206,7 @@ def test_the_ways_of_an_ffn(gpus):
     assert of_fp8.split("; ") == [
         "1 to 3 tokens: union, dense",
         "4 to 64 tokens: pairs, union, dense",
-        "65 to 4096 tokens: walk_gate, walk, lists, dense",
+        "65 to 4096 tokens: walk_gate, lists, dense",
         "4097 and more tokens: lists, dense",
     ]
     assert kernels_here.find_ways(Finding("kernels", "none", "none")).state == "none"

@@ -46,7 +46,7 @@ K, N = 128, 256
             [
                 "1 to 3 tokens: union, dense",
                 "4 to 64 tokens: pairs, union, dense",
-                "65 to 4096 tokens: walk_gate, walk, lists, dense",
+                "65 to 4096 tokens: walk_gate, lists, dense",
                 "4097 and more tokens: lists, dense",
             ],
         ),

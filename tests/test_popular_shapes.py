@@ -109,13 +109,11 @@ class Judge:
 def judge(device, monkeypatch) -> Judge:
     """In the place of the kernels of `device`, for the operator and for the engine."""
     made = Judge(DEVICES[device])
-    hopper = made.limits.capability == (9, 0)
     monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
     for module in (twell_run, kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
-    for module in (kernel_decoder, kernel_fit):
-        monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: hopper)
+    monkeypatch.setattr(kernel_fit, "takes_hopper_kernels", lambda index: made.limits.hopper)
     monkeypatch.setattr(kernel_fit, "what_is_missing", lambda: None)
     monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())

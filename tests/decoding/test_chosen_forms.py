@@ -3,12 +3,13 @@
 import contextlib
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from played_kernels import SIZES, TWELL, Kernels, stand_in
+from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import Tensor
 
 from twellctl.decoding import down_copies, step_forms
@@ -42,7 +43,7 @@ def test_the_forms_of_a_step(tiny, monkeypatch):
         (mixed | pairs | union | dense).items()
     )
     assert list(forms_of(tiny, [0.01, 0.9], 3)) == ["union", "dense"]
-    monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
+    monkeypatch.setattr(module, "device_limits", lambda index: replace(H200, capability=(8, 0)))
     assert list(forms_of(tiny, [0.01, 0.9], 4)) == ["union", "dense"]
 
 
