@@ -13,10 +13,10 @@ import twellctl.evaluation.windows as windows_module
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
+from twellctl.models import head_loss
 from twellctl.profile import profile
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
-from twellctl.training import head_loss
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from conftest import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from twellctl.training import head_loss
-from twellctl.training.head_loss import HeadLoss
+from twellctl.models import head_loss
+from twellctl.models.head_loss import HeadLoss
 
 WEIGHT = 0.7
 

@@ -16,8 +16,8 @@ from twellctl.errors import TwellError
 from twellctl.evaluation.questions import Question, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import BATCH_TOKENS
+from twellctl.models.head_loss import HeadLoss
 from twellctl.text.tokens import check_ids, encode_text, end_of_text
-from twellctl.training.head_loss import HeadLoss
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.firing.losses import Losses
-from twellctl.training.head_loss import HeadLoss
+from twellctl.models.head_loss import HeadLoss
 
 
 class TokenLosses:

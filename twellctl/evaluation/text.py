@@ -11,7 +11,7 @@ from twellctl.evaluation.results import KindScore, TextResult, TextScore
 from twellctl.evaluation.windows import count_windows
 from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.training.head_loss import HeadLoss
+from twellctl.models.head_loss import HeadLoss
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
+from twellctl.models.head_loss import HeadLoss, Losses
 from twellctl.training.captured_part import CapturedPart
-from twellctl.training.head_loss import HeadLoss, Losses
 from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes

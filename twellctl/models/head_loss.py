@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from twellctl.training.sharding import whole
+from torch.distributed.tensor import DTensor
 
 LOGITS_AT_ONCE = 1 << 25  # elements of one tensor of logits; some six such exist, in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 28  # three exist, in the head's dtype; few of them cost time
@@ -84,8 +83,8 @@ class HeadLoss:
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of the head in `dtype`, whole: a sharded one is gathered."""
-        weight, bias = whole(self.head.weight), self.head.bias
-        return weight.to(dtype), None if bias is None else whole(bias).to(dtype)
+        weight, bias = _whole(self.head.weight), self.head.bias
+        return weight.to(dtype), None if bias is None else _whole(bias).to(dtype)
 
     def _forward(self, hidden: Tensor) -> Tensor:
         states = hidden[:, :-1].flatten(0, 1)
@@ -93,6 +92,10 @@ class HeadLoss:
             return states
         weight, bias = self.head.weight, self.head.bias
         return _LossOfStates.apply(states, weight, bias, self._call, torch.is_grad_enabled())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Call:
