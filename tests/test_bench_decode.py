@@ -137,13 +137,11 @@ def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
     assert 0 <= point["forms"]["dense"]["shortfall"] < 0.1
 
 
-@pytest.mark.parametrize(("total", "needed"), [(10e9, 8), (80e9, 9)])
-def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch, total, needed):
-    """The sparse engine may hold W_down a second time where that takes little."""
+def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
+    """The engine may hold W_down a second time."""
     monkeypatch.setattr(module, "free_memory", lambda device: 5e9)
-    monkeypatch.setattr(module, "total_memory", lambda device: total)
     with pytest.raises(
-        TwellError, match=rf"Llama with 28 layers needs {needed} GB, .* --layers \d or fewer"
+        TwellError, match=r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
     ):
         bench_decode(DecodeSettings(**TINY | {"config": None}))
 
@@ -227,7 +225,6 @@ def test_an_export_is_measured_on_real_prompts(cli, relu_llama, text_file, tmp_p
     code, out, _ = cli("bench", "decode", tmp_path / "export", *words)
     assert code == 0
     assert "batch 2; medians of 16 steps; floor in steps/s" in out
-    assert "the FFNs of a step alone: dense eager " in out
     assert out.splitlines()[-1].endswith(NO_GPU)
 
 
@@ -368,7 +365,6 @@ def test_the_sentence_tells_ratio_and_steps():
                 decode_form("dense", 0.001),
                 decode_form("twell", 0.0007),
             ),
-            {},
             {},
         ),
         DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}),

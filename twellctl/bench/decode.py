@@ -19,14 +19,13 @@ from twellctl.bench.decode_floors import copy_bandwidth, step_bytes
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
-from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts, total_memory
+from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
 from twellctl.bench.precisions import DTYPE, Precisions, in_precisions, is_in_fp8
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.decoding.down_copies import is_little
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.firing.synthetic import check_union
@@ -220,9 +219,8 @@ def _make_model(
     note: Callable[[str], None],
 ) -> Subject:
     note(f"making {shape.name} of {shape.layers} layers")
-    copies = int(is_little(shape.down_bytes, total_memory(device)))  # that the engine may keep
-    room = {"down_copies": copies, "quantize": settings.quantize}
-    shape.require_memory(free_memory(device), **room)
+    # either form of the engine may hold W_down in a second layout
+    shape.require_memory(free_memory(device), down_copies=1, quantize=settings.quantize)
     generator = torch.Generator(device).manual_seed(settings.seed)
     model = make_model(shape, density, dtype=DTYPE, generator=generator)
 

@@ -77,11 +77,6 @@ def free_memory(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def total_memory(device: torch.device) -> float:
-    """Bytes that a GPU has; no bound on the CPU."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-
-
 def model_facts(name: str, model: nn.Module) -> dict[str, Any]:
     """Of the JSON: what `model`, a model of transformers or its body, is."""
     config = model.config
