@@ -378,7 +378,7 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
         known.append([*chat, {"role": "assistant", "content": text}])
     made = [row["messages"] for row in lines(out)]
     assert sorted(made, key=str) == sorted(known, key=str)
-    assert done.texts == len(ASKED)
+    assert (done.texts, done.cut) == (len(ASKED), len(ASKED))  # random models seldom end
     assert len(list(read_texts([str(out)], "text", tokenizer))) == len(ASKED)
 
 

@@ -41,7 +41,7 @@ class Kind:
     name: str
     doubt: str  # where they end before their first word
     num_empty = 0  # of those in a row
-    num_prompts = 0  # that are answered, if that is what is written
+    num_texts: int | None = None  # there are at the start; None: without end
 
     def __init__(
         self,
@@ -143,8 +143,9 @@ class Answers(Kind):
         """Prompts that leave no room for an answer are left out: `num_long`."""
         sizes = [len(tokens) for _, tokens in self._prompts]
         self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
-        self.num_prompts = len(self._prompts)
-        self.num_long = len(sizes) - self.num_prompts
+        self.num_long = len(sizes) - len(self._prompts)
+        if not self._again:
+            self.num_texts = len(self._prompts)
         self._fit(min(sizes), context)
         self.longest = min(context, self._max_tokens + max(n for n in sizes if n < context))
 

@@ -35,11 +35,13 @@ _SHOWN_EVERY = 1.0  # seconds
 class Written:
     """What is in `out`: lines, and the tokens that fine-tuning reads of them, nearly.
 
-    `drawn`: how many tokens the model wrote in so many `seconds`, without the prompts.
+    `cut` texts reached the limit. `drawn`: how many tokens the model wrote in so many `seconds`,
+    without the prompts.
     """
 
     out: Path
     texts: int
+    cut: int
     tokens: int
     drawn: int
     seconds: float
@@ -110,7 +112,7 @@ def write(
                 note(f"{kinds[0].num_long} prompts are left out: they fill the model's context")
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
             wanted = TOKENS if tokens is None and asked is None else tokens
-            texts = _Texts(bulk, _by_turns(kinds, share), wanted, kinds[0].num_prompts)
+            texts = _Texts(bulk, _by_turns(kinds, share), wanted, kinds[0].num_texts)
             done = _write_lines(out, texts, progress, note)
     if asked is not None and temperature == 0 and done.tokens < (tokens or 0):
         note("each prompt was answered once: greedily a second answer would be the same")
@@ -153,10 +155,16 @@ def _opened(checkpoint: Checkpoint, kinds: list[Kind], batch_size: int) -> "Bulk
 
 
 class _Texts:
-    """Lines as they are whole. So many are begun as `tokens` need, None: all `num_texts`."""
+    """Lines as they are whole. So many are begun as `tokens` need, None: all there are.
 
-    def __init__(self, bulk: "Bulk", kinds: Iterator[Kind], tokens: int | None, num_texts: int):
-        self.ended = self.tokens = 0  # texts, also those that say nothing, and what is in lines
+    `num_texts`: how many there are, None: without end.
+    """
+
+    def __init__(
+        self, bulk: "Bulk", kinds: Iterator[Kind], tokens: int | None, num_texts: int | None
+    ):
+        self.ended = 0  # texts, also those that say nothing
+        self.cut = self.tokens = 0  # of those in lines
         self._bulk, self._kinds, self._wanted, self._num_texts = bulk, kinds, tokens, num_texts
         self._under_way = 0
         self._ready: list[Sequence] = []  # questions that wait for their answers
@@ -175,6 +183,7 @@ class _Texts:
             if row is not None:
                 kind.num_empty = 0
                 self.tokens += len(sequence.tokens)
+                self.cut += sequence.tokens[-1] not in ends
                 yield row
                 continue
             kind.num_empty += 1
@@ -186,10 +195,10 @@ class _Texts:
 
     def going(self, seconds: float) -> Going:
         """How far they are."""
-        if self._wanted is None:
-            share = self.ended / self._num_texts
-        else:
-            share = min((self.tokens + self._bulk.num_tokens) / self._wanted, 1.0)
+        share = self.ended / self._num_texts if self._num_texts else 0.0
+        if self._wanted is not None:
+            tokens = self.tokens + self._bulk.num_tokens
+            share = min(max(share, tokens / self._wanted), 1.0)
         return Going(share, self._bulk.num_drawn, seconds)
 
     def _following(self) -> "Sequence | None":
@@ -236,7 +245,8 @@ def _write_lines(
         note(f"{out} holds {num_texts} texts, {texts.tokens} tokens")
         raise
     seconds = time.monotonic() - began
-    return Written(out, num_texts, texts.tokens, texts.going(seconds).drawn, seconds)
+    drawn = texts.going(seconds).drawn
+    return Written(out, num_texts, texts.cut, texts.tokens, drawn, seconds)
 
 
 def _check(

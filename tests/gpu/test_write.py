@@ -1,29 +1,30 @@
-"""write on a GPU: many texts at once, chats each with its answer, over kernels or not."""
+"""write on a GPU: many texts at once, chats each with its answer, prompts as `generate` answers."""
 
 import json
 
 import pytest
 import torch
 
+from twellctl.decoding.bulk import answers
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 from twellctl.write import write
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+WIDE |= {"dtype": "bfloat16", "initializer_range": 0.06}
 
 
-OVER_KERNELS = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
-OVER_KERNELS |= {"dtype": "bfloat16", "initializer_range": 0.06}
-
-
-@pytest.mark.parametrize("changes", [{}, OVER_KERNELS], ids=["transformers", "kernels"])
+@pytest.mark.parametrize("changes", [{}, WIDE], ids=["float32", "bfloat16"])
 def test_hundreds_of_texts_are_written_at_once(make_model, tmp_path, changes):
     model, out = make_model("llama", **changes), tmp_path / "own.jsonl"
     told = []
     how = {"tokens": 100_000, "max_tokens": 40, "batch_size": 256}
     done = write(model, out, **how, doing=told.append)
-    assert any("twellctl's kernels" in said for said in told) == bool(changes)
+    assert any("flash attention takes bf16" in said for said in told) == (not changes)
     with out.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert done.texts == len(rows) > 256
@@ -35,3 +36,22 @@ def test_hundreds_of_texts_are_written_at_once(make_model, tmp_path, changes):
         assert question["content"].strip()
         assert answer["content"].strip()
     assert len({question["content"] for question, _ in chats}) > 0.9 * len(chats)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_answers_are_those_of_generate(make_model, tokenizer, family, caplog):
+    """But where two tokens are nearly as likely; graphs of several sizes, rows taken again."""
+    window = {"sliding_window": 48} if family == "mistral" else {}
+    model = load_model(open_checkpoint(make_model(family, **WIDE | {"head_dim": 64} | window)))
+    draw = torch.Generator().manual_seed(0)
+    sizes = [1, 2, 64, 65, *torch.randint(1, 200, (76,), generator=draw).tolist()]
+    prompts = [torch.randint(1, 511, (size,), generator=draw).tolist() for size in sizes]
+    made = dict(answers(model, tokenizer, prompts, max_new_tokens=40, rows=24))
+    assert not caplog.records  # a step was captured
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt + made[i]], device=model.device)
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        short = logits.max(-1).values - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        assert short.max() < 0.05 * logits.abs().max(), (i, short.max())
+        assert 0 in made[i][-1:] or len(made[i]) == 40

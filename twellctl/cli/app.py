@@ -140,8 +140,8 @@ def write(
         note=ui.note,
     )
     ui.say(
-        f"{done.out}: {done.texts} texts, {done.tokens} tokens, "
-        f"{done.drawn / done.seconds:.0f} tokens/s"
+        f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "
+        f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
     own = ui.word(done.out)
     ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")

@@ -51,15 +51,16 @@ class DenseDecoder:
         self._shapes = cached_shapes(model)
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
         self._attention = model.config._attn_implementation
-        AttentionInterface.register(_ATTENTION, _attend)
-        model.set_attn_implementation(_ATTENTION)
 
     def close(self) -> None:
         """The model attends as before."""
         self._model.set_attn_implementation(self._attention)
 
     def open_cache(self, num_pages: int) -> None:
-        """`keys[i]` and `values[i]` of layer i: `[num_pages * PAGE, kv_heads, head_dim]`."""
+        """`keys[i]` and `values[i]` of layer i: `[num_pages * PAGE, kv_heads, head_dim]`.
+
+        From now on the model attends by them alone.
+        """
 
         def places(shape: Any, head_dim: int) -> Tensor:
             size = (num_pages * PAGE, shape.kv_heads, head_dim)
@@ -67,6 +68,8 @@ class DenseDecoder:
 
         self.keys = [places(shape, shape.key_dim) for shape in self._shapes]
         self.values = [places(shape, shape.value_dim) for shape in self._shapes]
+        AttentionInterface.register(_ATTENTION, _attend)
+        self._model.set_attn_implementation(_ATTENTION)
 
     def widths(self, max_pages: int) -> list[int]:
         return [max_pages]
