@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.batch import Batch, Step, buckets
+from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.dense_decoder import DenseDecoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ROWS = 1024  # at once, at most
 STEPS = 8  # between two looks of the host
 _PROMPT_TOKENS = 16384  # read in one forward, at most
+_SHRINK = 4  # to a quarter of the rows, and no sooner: a step of other size is captured anew
 
 
 def answers(
@@ -84,8 +85,8 @@ class Bulk:
         self._decoder, self.why_slow = _open_decoder(model)  # None: as fast as it gets
         self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
         pages = num_pages(self._decoder, cache_bytes, rows, self.context)
-        self.num_drawn = 0  # tokens, in all
-        self._pool, self._buckets = RunPool(pages), buckets(rows)
+        self.num_drawn = self.num_tokens = 0  # in all; of what is under way, with the prompts
+        self._pool, self._max_rows = RunPool(pages), rows
         self.context = min(self.context, self._pool.capacity * PAGE)
         self._rows: list[Sequence | None] = []  # None: free
         self._left: set[int] = set()  # rows whose sequence has gone, and still writes
@@ -124,11 +125,6 @@ class Bulk:
                 raise TwellError(str(failure)) from error
             yield from ended
 
-    @property
-    def num_tokens(self) -> int:
-        """Of what is under way, with the prompts."""
-        return sum(len(sequence.tokens) for sequence in self._rows if sequence is not None)
-
     @torch.inference_mode()
     def _advance(self, following: Callable[[], Sequence | None]) -> tuple[bool, list[Sequence]]:
         """Launch the next steps and look at those before; (whether to go on, what has ended)."""
@@ -147,7 +143,7 @@ class Bulk:
     def _enter(self, following: Callable[[], Sequence | None]) -> bool:
         """Fill the free rows. Those that stay free shall write where nobody reads."""
         places = [row for row, sequence in enumerate(self._rows) if sequence is None]
-        places += range(len(self._rows), self._buckets[-1])
+        places += range(len(self._rows), self._max_rows)
         entered = {}
         for row in places:
             sequence, self._held = self._held or following(), None
@@ -189,13 +185,11 @@ class Bulk:
         for row, sequence in entered.items():
             self._rows[row] = sequence
         self._variant |= variant_of_all(list(entered.values()))
+        self.num_tokens += sum(sequence.num_prompt for sequence in entered.values())
         taken = [row for row, sequence in enumerate(self._rows) if sequence is not None]
-        if taken and self._bucket(len(taken)) < self._bucket(len(self._rows)):
+        if taken and _SHRINK * len(taken) <= len(self._rows):
             self._batch.keep(taken)
             self._rows = [self._rows[row] for row in taken]
-
-    def _bucket(self, num_rows: int) -> int:
-        return next(bucket for bucket in self._buckets if bucket >= num_rows)
 
     # ---- steps ----
 
@@ -212,28 +206,33 @@ class Bulk:
     def _read(self, steps: list[Step], rows: list[tuple[int, Sequence]]) -> list[Sequence]:
         """Wait for `steps`; which of `rows` have ended."""
         steps[-1].read()
-        drawn = np.stack([step.read()[:, 0] for step in steps], 1).tolist()
-        ended = []
+        drawn = np.stack([step.read()[:, 0] for step in steps], 1)
+        is_end = np.isin(drawn, [*self.ends, NO_TOKEN])
+        counts = np.where(is_end.any(1), is_end.argmax(1) + 1, len(steps)).tolist()
+        drawn, ended = drawn.tolist(), []
         for row, sequence in rows:
             sequence.launched -= len(steps)
             if sequence.gone:
                 continue
-            for token in drawn[row][: sequence.most_tokens - len(sequence.tokens)]:
-                if token == NO_TOKEN:
-                    raise TwellError(NO_NUMBERS)
-                sequence.tokens.append(token)
-                self.num_drawn += 1
-                sequence.gone = token in self.ends
-                if sequence.gone:
-                    break
-            sequence.gone |= len(sequence.tokens) == sequence.most_tokens
-            if sequence.gone:
+            tokens, left = sequence.tokens, sequence.most_tokens - len(sequence.tokens)
+            new = drawn[row][: min(counts[row], left)]
+            tokens += new
+            self.num_drawn += len(new)
+            self.num_tokens += len(new)
+            if tokens[-1] == NO_TOKEN:
+                raise TwellError(NO_NUMBERS)
+            if len(new) == left or tokens[-1] in self.ends:
                 ended.append(sequence)
-                self._pool.give_back(sequence.pages)
-                place = self._rows.index(sequence)
-                self._rows[place] = None
-                self._left.add(place)
+                self._leave(sequence)
         return ended
+
+    def _leave(self, sequence: Sequence) -> None:
+        sequence.gone = True
+        self._pool.give_back(sequence.pages)
+        row = self._rows.index(sequence)
+        self._rows[row] = None
+        self._left.add(row)
+        self.num_tokens -= len(sequence.tokens)
 
 
 def _open_decoder(model: PreTrainedModel) -> tuple[DenseDecoder | HFDecoder, str | None]:
