@@ -1,0 +1,162 @@
+"""Programs in limited processes: what does harm ends as failed, and nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from twellctl.evaluation import limited, within
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes can be limited on Linux alone"
+)
+
+
+@pytest.fixture
+def nothing_left(tmp_path, monkeypatch):
+    """Where folders of programs are made; none, and no process, is there afterwards."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert not list(tmp_path.iterdir())
+    assert not psutil.Process().children(recursive=True)
+
+
+def outcome(program: str, seconds: float = 10) -> limited.Outcome:
+    found = limited.run(program, seconds)
+    assert found.guards is not None, found.why
+    return found
+
+
+def test_sound_programs_pass(nothing_left):
+    found = limited.run_all(
+        [
+            "import threading\nmade = []\nt = threading.Thread(target=made.append, args=[3])\n"
+            "t.start(); t.join()\nassert made == [3]",
+            "import asyncio\nasync def f(): return 3\nassert asyncio.run(f()) == 3",
+            "import tempfile\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x')"
+            if limited.guards().files
+            else "pass",
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n"
+            "@dataclass\nclass A:\n    x: int\nassert pickle.loads(pickle.dumps(A(3))).x == 3",
+            "import sys\nsys.setrecursionlimit(10**6)\nassert __name__ == '__main__'",
+            "assert 1 == 2, 'no'",
+        ],
+        seconds=20,
+    )
+    assert [(o.passed, o.why) for o in found] == [(True, "")] * 5 + [(False, "AssertionError: no")]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        ("import subprocess\nsubprocess.run(['true'])", "BlockingIOError"),
+        ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
+        ("n = 0\nwhile True:\n    n += 1\n    try: open(str(n), 'wb').write(bytes(1 << 24))\n"
+         "    except OSError: pass", "it wrote more than 64 MiB"),
+        ("open('x', 'wb').write(bytes(1 << 25))", "OSError: [Errno 27] File too large"),
+        ("open('/tmp/x-of-a-program', 'w')", "PermissionError"),
+        ("import os\nos.mkdir('deep')", "PermissionError"),
+        ("import os\nos.chmod('program.py', 0)", "PermissionError"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9), 2)", "PermissionError"),
+        ("import time\ntime.sleep(100)", "it ran for more than 2 s"),
+        ("while True: pass", "it ran for more than 2 s"),
+        ("x = bytearray(1 << 40)", "MemoryError"),
+        ("import os\nos._exit(0)", "it ended by itself"),
+        ("raise SystemExit", "it ended by itself"),
+        ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "PermissionError"),
+        ("import os, signal\nos.killpg(os.getpgid(os.getppid()), 9)", "PermissionError"),
+        ("import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
+         "PermissionError"),
+        ("import sys\nwhile True: print('x' * 999, file=sys.stderr)", "x"),
+        ("def f(:", "SyntaxError"),
+    ],
+)  # fmt: skip
+def test_what_does_harm_ends_as_failed(nothing_left, program, said):
+    if not limited.guards().files and said.startswith(("it wrote", "OSError")):
+        said = "it ran for more than 2 s" if "while" in program else "PermissionError"
+    found = outcome(program, seconds=2)
+    assert not found.passed
+    assert found.why.startswith(said)
+
+
+def test_only_python_s_own_files_are_read(nothing_left):
+    if not limited.guards().files:
+        pytest.skip("no Landlock here: what a program reads is not limited")
+    for path in ("/etc/passwd", __file__, "/proc/self/environ"):
+        assert outcome(f"open({path!r})").why.startswith("PermissionError")
+    assert outcome("import os\nos.listdir('/home')").why.startswith("PermissionError")
+
+
+def test_nothing_is_reached(nothing_left):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        server.settimeout(0.5)
+        program = (
+            "import socket\nfor kind in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):\n"
+            f"    try: socket.socket(kind).connect(('127.0.0.1', {port}))\n"
+            "    except PermissionError: continue\n    raise SystemExit\n"
+        )
+        assert outcome(program).passed  # each was refused
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_program_goes_with_the_one_that_began_it(tmp_path):
+    """Who is killed cannot end it."""
+    began = (
+        "from twellctl.evaluation import limited\n"
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        'limited.run(\'import time; open("on", "w"); time.sleep(60)\', 60)'
+    )
+    parent = subprocess.Popen([sys.executable, "-c", began])
+    try:
+        while not (children := psutil.Process(parent.pid).children()):
+            assert parent.poll() is None
+        while not (list(tmp_path.glob("*/on")) or parent.poll() is not None):
+            pass
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert gone
+    assert not alive
+
+
+def test_without_landlock_no_file_is_changed(tmp_path):
+    """Reading is not limited then."""
+    jobs = {
+        "open('/etc/passwd').read()": True,
+        f"open({str(tmp_path / 'x')!r}, 'w')": False,
+        f"import os; os.unlink({str(tmp_path / 'there')!r})": False,
+        f"import os; os.rename({str(tmp_path / 'there')!r}, {str(tmp_path / 'x')!r})": False,
+    }
+    (tmp_path / "there").touch()
+    for job, passes in jobs.items():
+        program = (
+            f"import runpy, sys; w = runpy.run_path({within.__file__!r})\n"
+            "w['limit'].__globals__['keep_to'] = lambda folder: False\n"
+            f"assert w['limit']({str(tmp_path)!r}, 5, 1 << 20, 1 << 32) == b'some'\n" + job
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.returncode == 0) == passes, (job, done.stderr)
+        assert passes or "PermissionError" in done.stderr
+    assert os.listdir(tmp_path) == ["there"]
+
+
+def test_where_processes_cannot_be_limited_it_is_said(monkeypatch, tmp_path):
+    source = Path(within.__file__).read_text()
+    broken = source.replace("libc.prctl(SECCOMP, FILTER", "libc.prctl(999, FILTER")
+    assert broken != source
+    (tmp_path / "within.py").write_text(broken)
+    monkeypatch.setattr(limited, "_WITHIN", tmp_path / "within.py")
+    found = limited.guards()
+    assert found.why_not.startswith("a process cannot be limited here (seccomp: Invalid argument")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "no Linux" in limited.guards().why_not
