@@ -118,13 +118,13 @@ def test_another_tokenizer_is_refused(make_model, relu_llama, text_file, tmp_pat
 
 
 def test_bad_calls_are_refused(relu_llama, make_model, text_file):
-    with pytest.raises(UsageError, match="nothing to evaluate on: give --data, --tasks or both"):
+    with pytest.raises(UsageError, match="nothing to evaluate on: give --data, --tasks or --p"):
         evaluate(relu_llama)
     with pytest.raises(UsageError, match="seq-len must be 2 to 256"):
         evaluate(relu_llama, text_file, seq_len=1)
     with pytest.raises(UsageError, match="limit must be >= 1, got 0"):
         evaluate(relu_llama, text_file, limit=0)
-    with pytest.raises(UsageError, match="limit is for tasks, and none are given"):
+    with pytest.raises(UsageError, match="limit is for tasks and prompts"):
         evaluate(relu_llama, text_file, limit=3)
     short = make_model("llama", max_position_embeddings=64)
     with pytest.raises(UsageError, match=r"2 to 64, the context of .*, got 256"):

@@ -18,6 +18,8 @@ from twellctl.evaluation.questions import Question, Task, read_tasks
 from twellctl.evaluation.results import Marks, Mean, TaskResult
 
 GOOD = {"query": "def f(x):\n    return", "choices": ["x", "import os", "self.x"], "gold": 0}
+SUM = {"prompt": "2 + 2?", "answer": "4", "match": "number"}
+CODE = {"prompt": "Write f.", "entry_point": "f", "tests": "assert f() == 1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,7 +194,7 @@ def without(key: str) -> str:
     ("line", "said"),
     [
         (without("query"), "it has no 'query'"),
-        (without("choices"), "it has no 'choices'"),
+        (without("choices"), "it has none of 'choices', 'answer', 'tests'"),
         (without("gold"), "it has no 'gold'"),
         (json.dumps(GOOD | {"query": 3}), "query must be a text, got 3"),
         (json.dumps(GOOD | {"choices": []}), "choices must be two or more, got 0"),
@@ -203,6 +205,21 @@ def without(key: str) -> str:
         (json.dumps(GOOD | {"gold": -1}), "gold must be 0 to 2, got -1"),
         (json.dumps(GOOD | {"gold": True}), "gold must be 0 to 2, got True"),
         (json.dumps(GOOD | {"gold": "A"}), "gold must be 0 to 2, got 'A'"),
+        (json.dumps(GOOD | {"tests": "x"}), "it has keys of two kinds, 'choices' and 'tests'"),
+        (json.dumps(SUM | {"tests": "x"}), "it has keys of two kinds, 'answer' and 'tests'"),
+        (json.dumps(SUM | {"answer": ""}), "answer must be a text or a number, got ''"),
+        (json.dumps(SUM | {"answer": True}), "answer must be a text or a number, got True"),
+        (json.dumps(SUM | {"answer": "no"}), "answer must hold a number, got 'no'"),
+        (
+            json.dumps(SUM | {"match": "regex", "answer": "("}),
+            "must be a regular expression",
+        ),
+        (json.dumps(SUM | {"match": "is"}), "match must be exact, number, contains or regex, got"),
+        (json.dumps({"answer": "4"}), "it has no 'prompt'"),
+        (json.dumps(CODE | {"prompt": " "}), "prompt must be a text, got ' '"),
+        (json.dumps({"prompt": "f", "tests": "f()"}), "it has no 'entry_point'"),
+        (json.dumps(CODE | {"entry_point": "f()"}), "entry_point must be the name of a function"),
+        (json.dumps(SUM), "is a question of another kind than the first one"),
         ("[]", r"a question must be a JSON object, got \[\]"),
         ("{", "not valid JSON"),
     ],
@@ -210,7 +227,9 @@ def without(key: str) -> str:
 def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
     file = tmp_path / "task.jsonl"
     file.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
-    with pytest.raises(TwellError, match=rf"task\.jsonl:3:? .*{said}.*: correct or leave out"):
+    with pytest.raises(
+        TwellError, match=rf"task\.jsonl:3:? .*{said}.*: (correct or leave|put each kind)"
+    ):
         read_tasks([str(file)], limit=1)
 
 

@@ -1,8 +1,8 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
 Its pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
-evaluate`. Each does what the command of its name does (`evaluate`: eval), and is imported when it
-is first used.
+evaluate, compare`. Each does what the command of its name does (`evaluate`: eval), and is imported
+when it is first used.
 """
 
 import importlib
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from twellctl.version import __version__ as __version__
 
-__all__ = ["convert", "evaluate", "export", "finetune", "profile", "write"]
+__all__ = ["compare", "convert", "evaluate", "export", "finetune", "profile", "write"]
 
 if TYPE_CHECKING:
+    from twellctl.compare import compare
     from twellctl.convert import convert
     from twellctl.evaluate import evaluate
     from twellctl.export import export

@@ -1,31 +1,27 @@
-"""twellctl eval: loss and density on text, agreement with a reference, multiple-choice tasks."""
+"""twellctl eval: loss and density on text, agreement with a reference, tasks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
-from twellctl.errors import UsageError
-from twellctl.evaluation import choices, harness
-from twellctl.evaluation.questions import Task, is_local, read_tasks
-from twellctl.evaluation.results import Evaluation, Marks, TaskResult
+from twellctl.errors import TwellError, UsageError
+from twellctl.evaluation import harness, limited
+from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
+from twellctl.evaluation.questions import Task, is_local, read_prompts, read_tasks
+from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
+from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
-from twellctl.evaluation.windows import dtype_for, facts, window_length
+from twellctl.evaluation.windows import facts, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
-from twellctl.here.own_kernels import own_kernels
-from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from twellctl.models.loading import default_device, load_model, load_tokenizer
+from twellctl.models.checkpoint import Checkpoint, fingerprint
+from twellctl.models.loading import default_device
 from twellctl.text.reading import read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
+COMPARED_ANSWERS = 64  # at most, if not told
 Paths = str | Path | Sequence[str | Path]
-Doing = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 def evaluate(
@@ -34,6 +30,8 @@ def evaluate(
     *,
     reference: str | Path | None = None,
     tasks: Paths = (),
+    prompts: str | Path | None = None,
+    run_code: bool = False,
     text_column: str = "text",
     windows: int = 128,
     seq_len: int | None = None,
@@ -41,24 +39,35 @@ def evaluate(
     device: torch.device | None = None,
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total: None,
+    note: Doing = lambda text: None,
 ) -> Evaluation:
-    """Measure `model`, ReLU or SiLU, on windows of the text in `data`, on `tasks`, or on both.
+    """Measure `model`, ReLU or SiLU, on windows of the text in `data`, on answers and on `tasks`.
 
     `data`, `windows` and `seq_len` are as in `profile`. `reference` is measured beside it: a model
-    with the same tokenizer, such as the one it was made from. `tasks` are files of questions
+    with the same tokenizer, such as the one it was made from; where the model answers in its own
+    words it is the source that config.json names, if none is given. `tasks` are files of questions
     (`twellctl.evaluation.questions`), folders of them, or names of lm-eval's tasks; the first
-    `limit` questions of each are asked. Computes in bf16 on CUDA, in float32 on the CPU. `doing`
-    receives what comes next, `progress(done, total)` windows or choices. Raises `TwellError`.
+    `limit` questions of each are asked. What is written for tests is run if `run_code` allows it.
+
+    Both models answer `limit` of the jsonl file `prompts` (`COMPARED_ANSWERS` of them), else the
+    tasks, else what opens the windows. Computes in bf16 on CUDA, in float32 on the CPU. `doing`
+    receives what comes next, `progress(done, total)` windows, choices, answers or programs, `note`
+    what is worth knowing. Raises `TwellError`.
     """
     data, tasks = _listed(data), _listed(tasks)
-    if not data and not tasks:
-        raise UsageError("nothing to evaluate on: give --data, --tasks or both")
+    if not data and not tasks and prompts is None:
+        raise UsageError("nothing to evaluate on: give --data, --tasks or --prompts")
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be >= 1, got {limit}")
-    if limit is not None and not tasks:
-        raise UsageError("limit is for tasks, and none are given: of text, windows says how much")
-    subjects = [_Subject.opened(name) for name in (model, reference) if name is not None]
+    if limit is not None and not tasks and prompts is None:
+        raise UsageError("limit is for tasks and prompts, and none are given")
     local = read_tasks([task for task in tasks if is_local(task)], limit)
+    asked = () if prompts is None else spread(read_prompts(prompts), limit or COMPARED_ANSWERS)
+    own_words = [task for task in local if task.kind != "choices"]
+    _check_code([task for task in own_words if task.kind == "tests"], run_code, note)
+    subjects = [Subject.opened(name) for name in (model, reference) if name is not None]
+    if reference is None and (own_words or asked):
+        subjects += _source(subjects[0].checkpoint, note)
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None
     _check_tokenizers(subjects, data, text_column)
     names = [task for task in tasks if not is_local(task)]
@@ -71,66 +80,85 @@ def evaluate(
         doing(f"reading {len(text.ids)} windows of {text.ids.shape[1]} tokens")
         other = subjects[1].model if len(subjects) > 1 else None
         result = score_text(subjects[0].checkpoint, subjects[0].model, other, text, progress)
-    marks = [subject.answers(local, foreign, limit, doing, progress) for subject in subjects]
+    wrote = [subject.write(own_words, doing, progress) for subject in subjects]
+    agreement = None
+    if len(subjects) > 1:
+        doing("comparing answers")
+        agreement = _agreement(subjects, asked, wrote, text, progress)
+    choice = [task for task in local if task.kind == "choices"]
+    marks = [subject.choose(choice, foreign, limit, doing, progress) for subject in subjects]
+    marked = [one.marks(own_words, doing, progress) for one in wrote]
     return Evaluation(
         model=str(model),
         fingerprint=fingerprint(subjects[0].checkpoint),
-        reference=None if reference is None else str(reference),
+        reference=subjects[1].checkpoint.name if len(subjects) > 1 else None,
         data=tuple(data),
         **facts(subjects[0].model),
         limit=limit,
         text=result,
-        tasks=tuple(TaskResult.of(*of_a_task) for of_a_task in zip(*marks, strict=True)),
+        answers=agreement,
+        tasks=(
+            *(TaskResult.of(*of_a_task) for of_a_task in zip(*marks, strict=True)),
+            *(TaskResult.of_written(*of_a_task) for of_a_task in zip(*marked, strict=True)),
+        ),
     )
 
 
-@dataclass
-class _Subject:
-    """A model that is measured; `model` once it is loaded."""
+def _check_code(tasks: Sequence[Task], run_code: bool, note: Doing) -> None:
+    """Refuse to run what nobody allowed, or nothing can hold; say what is not held."""
+    if not tasks:
+        return
+    count = sum(len(task.questions) for task in tasks)
+    if not run_code:
+        raise UsageError(
+            f"{', '.join(task.name for task in tasks)}: {count} programs that the model writes "
+            f"would be run with their tests, in processes of {limited.SECONDS:g} s and "
+            f"{limited.MEMORY >> 30} GiB without a network: allow it with --run-code"
+        )
+    found = limited.guards()
+    if found.why_not is not None:
+        raise TwellError(f"{found.why_not}: what a model writes is not run without limits")
+    if not found.files:
+        note("beware: this kernel has no Landlock, so programs can read what you can read")
 
-    checkpoint: Checkpoint
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel | None = None
 
-    @classmethod
-    def opened(cls, name: str | Path) -> "_Subject":
-        checkpoint = open_checkpoint(name)
+def _source(checkpoint: Checkpoint, note: Doing) -> list[Subject]:
+    """What `checkpoint` was made from, where config.json names it and it is to be had."""
+    source = None if checkpoint.is_silu else checkpoint.twell.get("source")
+    if source is None:
         if not checkpoint.is_silu:
-            checkpoint.require_relu()
-        return cls(checkpoint, load_tokenizer(checkpoint))
+            note("no --reference, and config.json names no source: what was lost is not known")
+        return []
+    try:
+        return [Subject.opened(source)]
+    except TwellError as error:
+        note(f"without its source, so what was lost is not known: {error}")
+        return []
 
-    @property
-    def context(self) -> int | None:
-        return self.checkpoint.config.get("max_position_embeddings")
 
-    def load(self, device: torch.device) -> None:
-        self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
-
-    def answers(
-        self,
-        local: Sequence[Task],
-        foreign: dict[str, Any],
-        limit: int | None,
-        doing: Doing,
-        progress: Progress,
-    ) -> list[Marks]:
-        """Its marks in all tasks, those of lm-eval last."""
-        if local or foreign:
-            self._go_over_twell()
-        marks = []
-        for task in local:
-            doing(f"{self.checkpoint.name} answers {task.name}")
-            marks.append(choices.answer(self.model, self.tokenizer, self.context, task, progress))
-        if foreign:
-            marks += harness.answer(self.model, self.tokenizer, self.context, foreign, limit, doing)
-        return marks
-
-    def _go_over_twell(self) -> None:
-        """On a GPU let each sparse FFN go the way that is measured to be fastest there."""
-        if self.model.device.type == "cuda" and not self.checkpoint.is_silu:
-            put_over_twell(self.model, self.checkpoint.twell)
-            use_kernels(self.model, own_kernels())
-            lay_weights(self.model)
+def _agreement(
+    subjects: Sequence[Subject],
+    asked: Sequence[str],
+    wrote: Sequence[Wrote],
+    text: GroupedWindows | None,
+    progress: Progress,
+) -> AnswerScore | None:
+    """On the answers to `asked`, else on those to tasks, else on what follows in the text."""
+    own, other = subjects
+    if not asked and wrote[0].prompts:
+        places = spread(range(len(wrote[0].prompts)), COMPARED_ANSWERS)
+        prompts, theirs, ours = (
+            [found[i] for i in places]
+            for found in (wrote[0].prompts, wrote[1].answers, wrote[0].answers)
+        )
+        return score_answers(own.model, other.model, prompts, theirs, ours)
+    if asked:
+        prompts = [own.encoded(prompt) for prompt in asked]
+    else:
+        prompts = prompts_in(own.tokenizer, text.ids) if text is not None else []
+    if not prompts:
+        return None
+    return compare_answers(own.model, other.model, own.tokenizer, prompts, progress=progress)
 
 
 def _listed(given: Paths) -> list[str]:
@@ -138,7 +166,7 @@ def _listed(given: Paths) -> list[str]:
 
 
 def _windows(
-    subjects: Sequence[_Subject],
+    subjects: Sequence[Subject],
     data: list[str],
     text_column: str,
     windows: int,
@@ -152,7 +180,7 @@ def _windows(
     return grouped_windows(data, text_column, own.tokenizer, windows, min(lengths), vocabulary)
 
 
-def _check_tokenizers(subjects: Sequence[_Subject], data: list[str], text_column: str) -> None:
+def _check_tokenizers(subjects: Sequence[Subject], data: list[str], text_column: str) -> None:
     own, *others = subjects
     for other in others:
         paths = [path for _, path in map(kind_and_path, data)]

@@ -293,6 +293,7 @@ def export(
 command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
     measure.evaluate
 )
+command(app, "compare owner/model exported", group=USE)(measure.compare)
 app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 
 

@@ -1,4 +1,4 @@
-"""The commands that read a text and count: profile and eval. Nothing heavy is imported before."""
+"""The commands that measure: profile, eval and compare. Nothing heavy is imported before."""
 
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ import typer
 from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
+from twellctl.screens.compare import compared
 from twellctl.screens.profile import profiled
 
 TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
@@ -90,27 +91,44 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="FILE|NAME",
-            help='Multiple choice: a jsonl file of {"query", "choices", "gold"}, or a folder of '
-            "them; or a task of lm-eval, by name or YAML file ('paper': the paper's seven). "
-            "Repeatable.",
+            help='A jsonl file of {"query", "choices", "gold"}, of {"prompt", "answer"} or of '
+            '{"prompt", "entry_point", "tests"}, or a folder of them; or a multiple-choice task of '
+            "lm-eval, by name or YAML file ('paper': the paper's seven). Repeatable.",
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A jsonl file of {"prompt"}, for both models to answer. [default: the tasks, or '
+            "what opens the windows of --data]",
+        ),
+    ] = None,
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="Run the code that the models write for tests, in processes with limits.",
+        ),
+    ] = False,
     text_column: TextColumn = "text",
     windows: Windows = 128,
     seq_len: SeqLen = None,
     limit: Annotated[
-        int | None, typer.Option(help="Ask only so many questions of each task, the first ones.")
+        int | None,
+        typer.Option(help="Ask only so many questions of each task, the first ones, and prompts."),
     ] = None,
     json: JsonFile = None,
 ) -> None:
     """Measure how good a model is.
 
-    On text: cross-entropy, perplexity, density by layer; with --reference how far the two agree,
-    as KL divergence and as the share of tokens whose likeliest one is the same.
+    On text: cross-entropy, perplexity, density by layer. With --reference how far the two agree
+    there, and on answers: the reference answers, both models read that, and a verdict says in words
+    what users will notice.
 
-    On tasks: the share of right answers by likelihood (acc) and by likelihood per character
-    (acc_norm), with standard errors, beside what guessing gets. On a GPU sparse models answer over
-    TwELL where that is faster.
+    On tasks: the share of right answers, by likelihood (acc) and by likelihood per character
+    (acc_norm) of choices, beside what guessing gets; or in the model's own words, greedily, beside
+    --reference (the source that config.json names): what was lost, and the shortest lost ones.
     """
     from twellctl.evaluation.results import VERSION_KEY, evaluation_json
 
@@ -124,11 +142,55 @@ def evaluate(
         data or (),
         reference=reference,
         tasks=tasks or (),
+        prompts=prompts,
+        run_code=run_code,
         text_column=text_column,
         windows=windows,
         seq_len=seq_len,
         limit=limit,
         doing=doing,
         progress=progress,
+        note=ui.note,
     )
     tell(json, partial(evaluation_json, done), partial(screen.evaluated, done))
+
+
+def compare(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="The model to compare with: a folder or a hub id.")
+    ],
+    sparse: Annotated[
+        str, typer.Argument(metavar="SPARSE", help="The model that was made from it.")
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='A jsonl file of {"prompt"}. [default: eight of our own]'
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Prompts to ask, at even strides. [default: 8]", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+) -> None:
+    """Show two models' answers side by side.
+
+    Both answer greedily; of each pair, where they part and how each goes on. Then how far they
+    agree on what BASE answers, and in words what users will notice.
+    """
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.compare import compare as run
+
+    doing, progress = ui.stages()
+    compared(
+        run(
+            base,
+            sparse,
+            prompts=prompts,
+            limit=limit,
+            max_tokens=max_tokens,
+            doing=doing,
+            progress=progress,
+        )
+    )

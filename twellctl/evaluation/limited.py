@@ -21,7 +21,7 @@ from pathlib import Path
 
 from twellctl.errors import bounded, printable
 
-SECONDS = 12.0  # of a program, by the clock
+SECONDS = 15.0  # of a program, by the clock
 MEMORY = 4 << 30  # bytes
 FOLDER_BYTES = 64 << 20  # of its folder; of a file a quarter
 _LOOKS = 0.05  # seconds between two looks at it

@@ -1,10 +1,15 @@
-"""Multiple-choice tasks in local files: one question a line, as JSON. No torch.
+"""Tasks in local files: one question a line, as JSON, of three kinds. No torch.
 
     {"query": "Q: ...\\nA:", "choices": ["yes", "no"], "gold": 0}
+    {"prompt": "What is 6 times 7?", "answer": "42", "match": "number"}
+    {"prompt": "Write f ...", "entry_point": "f", "tests": "assert f(1) == 2"}
 
-A file is a task, a folder holds several. `gold` is the place of the right choice, from 0.
+A file is a task of one kind, a folder holds several. `gold` is the place of the right choice, from
+0. `match` says when what a model writes is the `answer` (`MATCHES`). `tests` are Python that raises
+if the code that a model writes, the function `entry_point`, is wrong.
 """
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +34,40 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What is asked, the answer, and how the two are compared."""
+
+    prompt: str
+    answer: str
+    match: str
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Code that is asked for, and tests of the function `entry_point`."""
+
+    prompt: str
+    entry_point: str
+    tests: str
+
+
+AnyQuestion = Question | Asked | Coded
+# an answer is the text, has its last number equal to it, holds it, or a regular expression finds it
+MATCHES = ("exact", "number", "contains", "regex")
+_KINDS = {"choices": Question, "answer": Asked, "tests": Coded}  # by the key that only they have
+
+
+@dataclass(frozen=True)
 class Task:
-    """Questions under the name of their file."""
+    """Questions of one kind, under the name of their file."""
 
     name: str
-    questions: tuple[Question, ...]
+    questions: tuple[AnyQuestion, ...]
+
+    @property
+    def kind(self) -> str:
+        """ "choices", "answer" or "tests"."""
+        return next(key for key, kind in _KINDS.items() if isinstance(self.questions[0], kind))
 
 
 def is_local(task: str) -> bool:
@@ -68,27 +102,71 @@ def _files(path: Path) -> list[Path]:
 
 def _read_task(file: Path, limit: int | None) -> Task:
     lines = enumerate(read_file(file).removeprefix(BOM_UTF8).split(b"\n"), 1)
-    questions = [_question(line, f"{file}:{number}") for number, line in lines if line.strip()]
+    questions: list[AnyQuestion] = []
+    for number, line in lines:
+        if line.strip():
+            questions.append(_question(line, f"{file}:{number}"))
+            if type(questions[-1]) is not type(questions[0]):
+                raise TwellError(
+                    f"{file}:{number} is a question of another kind than the first one of its file:"
+                    " put each kind in a file of its own"
+                )
     if not questions:
         raise TwellError(f"{file} holds no question: give a file with some, or leave it out")
     return Task(file.stem, tuple(questions[:limit]))
 
 
-def _question(line: bytes, where: str) -> Question:
+def read_prompts(path: str | Path) -> tuple[str, ...]:
+    """The `prompt` of each line of a jsonl file; `TwellError` names file and line."""
+    lines = enumerate(read_file(Path(path)).removeprefix(BOM_UTF8).split(b"\n"), 1)
+    found = []
+    for number, line in lines:
+        if line.strip():
+            row = _parsed(line, f"{path}:{number}")
+            is_object = isinstance(row, dict)
+            wrong = _no_text(row, "prompt") if is_object else f"it is no JSON object: {shown(row)}"
+            if wrong is not None:
+                raise TwellError(f"{path}:{number}: {wrong}: {_REMEDY}")
+            found.append(row["prompt"])
+    if not found:
+        raise TwellError(f"{path} holds no prompt: give a file with some")
+    return tuple(found)
+
+
+def _parsed(line: bytes, where: str) -> Any:
     try:
-        row = parse_json(line)
+        return parse_json(line)
     except ValueError as error:
         raise TwellError(f"{where} is not valid JSON ({reason(error)}): {_REMEDY}") from error
+
+
+def _question(line: bytes, where: str) -> AnyQuestion:
+    row = _parsed(line, where)
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
-    return Question(row["query"], tuple(row["choices"]), row["gold"])
+    if "choices" in row:
+        return Question(row["query"], tuple(row["choices"]), row["gold"])
+    if "answer" in row:
+        return Asked(row["prompt"], _as_text(row["answer"]), _match_of(row))
+    return Coded(row["prompt"], row["entry_point"], row["tests"])
 
 
 def _what_is_wrong(row: Any) -> str | None:
     """Why `row` is no question; None if it is one."""
     if not isinstance(row, dict):
         return f"a question must be a JSON object, got {shown(row)}"
-    for key in ("query", "choices", "gold"):
+    kinds = [key for key in _KINDS if key in row]
+    if len(kinds) > 1:
+        return f"it has keys of two kinds, {kinds[0]!r} and {kinds[1]!r}"
+    if not kinds:
+        return f"it has none of {', '.join(map(repr, _KINDS))}"
+    return {"choices": _wrong_choices, "answer": _wrong_answer, "tests": _wrong_tests}[kinds[0]](
+        row
+    )
+
+
+def _wrong_choices(row: dict) -> str | None:
+    for key in ("query", "gold"):
         if key not in row:
             return f"it has no {shown(key)}"
     query, choices, gold = row["query"], row["choices"], row["gold"]
@@ -101,3 +179,51 @@ def _what_is_wrong(row: Any) -> str | None:
     if type(gold) is not int or not 0 <= gold < len(choices):
         return f"gold must be 0 to {len(choices) - 1}, got {shown(gold)}"
     return None
+
+
+def _wrong_answer(row: dict) -> str | None:
+    answer, match = row["answer"], _match_of(row)
+    if type(answer) not in (str, int, float) or not _as_text(answer).strip():
+        return f"answer must be a text or a number, got {shown(answer)}"
+    if match not in MATCHES:
+        return f"match must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}, got {shown(match)}"
+    if match == "number" and last_number(_as_text(answer)) is None:
+        return f"answer must hold a number, got {shown(answer)}"
+    if match == "regex":
+        try:
+            re.compile(_as_text(answer))
+        except re.error as error:
+            return f"answer must be a regular expression, got {shown(answer)} ({reason(error)})"
+    return _no_text(row, "prompt")
+
+
+def _wrong_tests(row: dict) -> str | None:
+    missing = (_no_text(row, key) for key in ("prompt", "entry_point", "tests"))
+    if (wrong := next(filter(None, missing), None)) is not None:
+        return wrong
+    if not row["entry_point"].isidentifier():
+        return f"entry_point must be the name of a function, got {shown(row['entry_point'])}"
+    return None
+
+
+def _no_text(row: dict, key: str) -> str | None:
+    if key not in row:
+        return f"it has no {shown(key)}"
+    if not isinstance(row[key], str) or not row[key].strip():
+        return f"{key} must be a text, got {shown(row[key])}"
+    return None
+
+
+def _as_text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else str(answer)
+
+
+def _match_of(row: dict) -> str:
+    """As it says, or by what its answer is: a number, or a text."""
+    return row.get("match", "exact" if isinstance(row["answer"], str) else "number")
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, as people write it: -1,234.5."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None

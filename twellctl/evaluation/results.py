@@ -8,8 +8,10 @@ from typing import Self
 
 from twellctl.files.strict_json import to_json
 from twellctl.firing.profiled import KindDensity
+from twellctl.models.verdict import Verdict, judged
 
 SCHEMA_VERSION = 1
+SHOWN = 3  # lost questions of a task
 VERSION_KEY = "eval_schema_version"  # by which such a file is known
 
 
@@ -140,10 +142,77 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class AnswerScore:
+    """Agreement on `tokens` of `answers`, which the reference wrote and both models read.
+
+    `kl` is KL(reference || model) in nats a token, its error over the answers; one token in a
+    hundred has more than `kl_p99`. Shares of the tokens: `same_top` have the same likeliest one; of
+    the `confident` ones the reference is sure; of `flips` it is sure and the model chooses another.
+    Each model wrote answers of its own, too: `agree` are the same to the end, the others part after
+    so many tokens (median); so many ended, and so many end in a loop.
+    """
+
+    answers: int
+    tokens: int
+    kl: Mean
+    kl_p99: float
+    same_top: float
+    confident: float
+    flips: float
+    agree: int
+    part_after: float | None
+    ended: int
+    reference_ended: int
+    repeat: int
+    reference_repeat: int
+
+    @property
+    def verdict(self) -> Verdict:
+        return judged((), (self.kl.mean, self.answers))
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A question that the reference answers rightly and the model does not, and both answers."""
+
+    question: str
+    reference: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class WrittenMarks:
+    """Right (1) or wrong (0) answers in a model's own words, in order; `kind` as of a `Task`.
+
+    `texts` are the answers, `cut` of which were not at their end. `wanted`: what is right, of
+    "tests" nothing.
+    """
+
+    task: str
+    kind: str
+    asked: tuple[str, ...]
+    wanted: tuple[str, ...]
+    texts: tuple[str, ...]
+    right: tuple[float, ...]
+    cut: int
+
+    def lost(self, reference: "WrittenMarks") -> list[Lost]:
+        """Those that the `reference` has, the shortest first."""
+        rows = zip(
+            self.asked, reference.texts, self.texts, reference.right, self.right, strict=True
+        )
+        lost = [Lost(*row[:3]) for row in rows if row[3] > row[4]]
+        return sorted(lost, key=lambda one: len(one.question) + len(one.reference))
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """One task: `chance` is what guessing gets, `commonest` what one and the same answer gets.
 
-    `difference` is the model's accuracy less the reference's.
+    `difference` is the model's accuracy less the reference's. Of answers in its own words, whose
+    `kind` is not "choices": `right` by question, and against the reference how many were `won` and
+    `lost`, with the shortest lost ones. `cut`: questions that lost their beginning, or answers that
+    were not at their end.
     """
 
     task: str
@@ -154,6 +223,44 @@ class TaskResult:
     accuracy: Accuracy
     reference: Accuracy | None = None
     difference: Accuracy | None = None
+    kind: str = "choices"
+    right: tuple[float, ...] = ()
+    reference_right: tuple[float, ...] | None = None
+    lost_ones: tuple[Lost, ...] = ()
+
+    @property
+    def won(self) -> int:
+        return sum(a > b for a, b in self._pairs)
+
+    @property
+    def lost(self) -> int:
+        return sum(a < b for a, b in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.right, self.reference_right or self.right, strict=True))
+
+    @classmethod
+    def of_written(cls, marks: WrittenMarks, reference: WrittenMarks | None = None) -> Self:
+        """Nothing is got by guessing, and by one and the same answer what wants that one."""
+        count = len(marks.right)
+        same = marks.wanted.count(statistics.mode(marks.wanted)) if marks.wanted else 0
+        theirs = reference and reference.right
+        difference = theirs and [a - b for a, b in zip(marks.right, theirs, strict=True)]
+        return cls(
+            task=marks.task,
+            questions=count,
+            chance=0.0,
+            commonest=same / count,
+            cut=marks.cut,
+            accuracy=Accuracy(Mean.of(marks.right), None),
+            reference=theirs and Accuracy(Mean.of(theirs), None),
+            difference=difference and Accuracy(Mean.of(difference), None),
+            kind=marks.kind,
+            right=marks.right,
+            reference_right=theirs,
+            lost_ones=tuple(marks.lost(reference)[:SHOWN]) if reference else (),
+        )
 
     @classmethod
     def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
@@ -192,7 +299,8 @@ class TaskResult:
 class Evaluation:
     """A measured model, whose weights have that `fingerprint`.
 
-    `text` is None without data; `limit`: questions of each task at most.
+    `text` is None without data, `answers` without a reference and prompts; `limit`: questions of
+    each task at most.
     """
 
     model: str
@@ -204,17 +312,27 @@ class Evaluation:
     versions: dict[str, str]
     limit: int | None
     text: TextResult | None
+    answers: AnswerScore | None
     tasks: tuple[TaskResult, ...]
 
     @property
+    def verdict(self) -> Verdict | None:
+        """By the tasks in its own words, if there are enough, else by the answers."""
+        written = [task for task in self.tasks if task.reference_right is not None]
+        score = self.answers and (self.answers.kl.mean, self.answers.answers)
+        return judged([(task.right, task.reference_right) for task in written], score)
+
+    @property
     def mean(self) -> TaskResult | None:
-        """The mean of the tasks; None unless there are several."""
-        return TaskResult.over(self.tasks) if len(self.tasks) > 1 else None
+        """The mean of the tasks of choices; None unless there are several."""
+        choices = [task for task in self.tasks if task.kind == "choices"]
+        return TaskResult.over(choices) if len(choices) > 1 else None
 
     def to_json(self) -> dict:
-        """The content of the file: its version first, then all fields, the mean of tasks last."""
-        mean = None if self.mean is None else asdict(self.mean)
-        return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | {"mean": mean}
+        """The content of the file: its version first, then all fields, mean and verdict last."""
+        more = {"mean": self.mean, "verdict": self.verdict}
+        told = {key: None if value is None else asdict(value) for key, value in more.items()}
+        return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | told
 
 
 def evaluation_json(evaluation: Evaluation) -> str:

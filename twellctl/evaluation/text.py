@@ -106,6 +106,7 @@ def refuse_other_tokenizer(
     model: Checkpoint,
     ours: PreTrainedTokenizerBase,
     texts: Iterable[str],
+    called: str = "reference",
 ) -> None:
     """`TwellError` unless both models have the same tokens, and both encode `texts` to them."""
     sizes = [checkpoint.config.get("vocab_size") for checkpoint in (model, reference)]
@@ -118,6 +119,6 @@ def refuse_other_tokenizer(
         same = same and ids[0] == ids[1]
     if not same:
         raise TwellError(
-            f"reference {reference.name} has another tokenizer than {model.name}: their tokens "
+            f"{called} {reference.name} has another tokenizer than {model.name}: their tokens "
             "cannot be compared; give the model it was made from"
         )

@@ -3,18 +3,72 @@
 import math
 from typing import Any
 
+from twellctl.errors import bounded
 from twellctl.screens import ui
 from twellctl.screens.profile import note_overlap
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
+LONGEST = 300  # characters of a question or an answer that is shown
 
 
 def evaluated(result: Any) -> None:
-    """The figures of an `Evaluation`."""
+    """The figures of an `Evaluation`, what users will notice first."""
+    if result.verdict is not None:
+        ui.say(f"{result.model}: {result.verdict}")
     if result.text is not None:
         _text(result)
-    if result.tasks:
-        _tasks(result)
+    if result.answers is not None:
+        answered(result.answers)
+    if choices := [task for task in result.tasks if task.kind == "choices"]:
+        _tasks(result, choices)
+    if written := [task for task in result.tasks if task.kind != "choices"]:
+        _written(result, written)
+
+
+def answered(score: Any) -> None:
+    """An `AnswerScore`."""
+    error = "" if score.kl.stderr is None else f" +- {score.kl.stderr:.4f}"
+    ui.say(
+        f"on {score.answers} answers of the reference, {score.tokens} tokens: KL "
+        f"{score.kl.mean:.4f}{error}, one token in a hundred above {score.kl_p99:.3g}; same token "
+        f"{score.same_top:.2%}; of {score.confident:.1%} the reference is sure, and of "
+        f"{score.flips:.2%} it is and the model takes another"
+    )
+    ui.say(f"its own answers: {of_own(score)}")
+
+
+def of_own(score: Any) -> str:
+    """How the answers that both wrote by themselves compare, of an `AnswerScore`."""
+    parted = score.part_after
+    others = "" if parted is None else f", the others part after {parted:g} tokens (median)"
+    return (
+        f"{score.agree} of {score.answers} agree to the end{others}; {score.ended} end (the "
+        f"reference's: {score.reference_ended}), {score.repeat} repeat ({score.reference_repeat})"
+    )
+
+
+def _written(result: Any, tasks: list[Any]) -> None:
+    """Tasks in the model's own words, and the shortest ones that were lost."""
+    rows = []
+    for task in tasks:
+        row = [task.task, str(task.questions), _percent(task.accuracy.acc)]
+        if task.reference is not None:
+            row += [_percent(task.reference.acc), _percent(task.difference.acc, "+")]
+            row += [str(task.won), str(task.lost)]
+        rows.append(row)
+    columns = ["task", "questions", "right", "reference", "difference", "won", "lost"]
+    ui.table(f"{result.model}: in its own words", columns[: len(rows[0])], rows)
+    for task in tasks:
+        if task.cut:
+            ui.note(f"{task.task}: {task.cut} answers were cut at their most tokens")
+        for lost in task.lost_ones:
+            ui.say(f"lost of {task.task}: {in_a_line(lost.question)}")
+            ui.say(f"  reference: {in_a_line(lost.reference)}")
+            ui.say(f"  this model: {in_a_line(lost.answer)}")
+
+
+def in_a_line(text: str, longest: int = LONGEST) -> str:
+    return bounded(" ".join(text.split()), longest)
 
 
 def _text(result: Any) -> None:
@@ -53,9 +107,9 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _tasks(result: Any) -> None:
+def _tasks(result: Any, tasks: list[Any]) -> None:
     rows = []
-    for task in (*result.tasks, *filter(None, [result.mean])):
+    for task in (*tasks, *filter(None, [result.mean])):
         rows.append([task.task, str(task.questions), f"{task.chance:.1%}", *_cells(task.accuracy)])
         if task.reference is not None:
             rows.append(["  reference", "", "", *_cells(task.reference)])
@@ -64,15 +118,15 @@ def _tasks(result: Any) -> None:
         f"{result.model}: right answers", ["task", "questions", "chance", "acc", "acc_norm"], rows
     )
     ui.say("acc: by likelihood; acc_norm: by likelihood per character; +- one standard error")
-    for task in result.tasks:
+    for task in tasks:
         if task.cut:
             ui.note(
                 f"{task.task}: {task.cut} of {task.questions} questions are longer than the "
                 "model's context and lost their beginning"
             )
-    if guessed := [task.task for task in result.tasks if not _is_above(task, task.chance)]:
+    if guessed := [task.task for task in tasks if not _is_above(task, task.chance)]:
         ui.note(f"no better than guessing, by {ABOVE} standard errors: {', '.join(guessed)}")
-    others = [task for task in result.tasks if task.task not in guessed]
+    others = [task for task in tasks if task.task not in guessed]
     if constant := [task.task for task in others if not _is_above(task, task.commonest)]:
         ui.note(
             f"no better than one answer to all questions, by {ABOVE} standard errors: "
@@ -84,7 +138,7 @@ def _cells(accuracy: Any, sign: str = "") -> list[str]:
     return [_percent(mean, sign) for mean in (accuracy.acc, accuracy.acc_norm)]
 
 
-def _percent(mean: Any, sign: str) -> str:
+def _percent(mean: Any, sign: str = "") -> str:
     if mean is None:
         return "-"
     error = "" if mean.stderr is None else f" +- {100 * mean.stderr:.1f}"

@@ -1,0 +1,60 @@
+"""compare: answers side by side, where they part, and what is said of models that agree."""
+
+import sys
+
+import pytest
+import torch
+
+from twellctl.compare import PROMPTS, compare
+from twellctl.errors import TwellError, UsageError
+from twellctl.evaluation.answers import Answer
+from twellctl.models import verdict
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def test_a_model_agrees_with_itself(cli, silu_llama):
+    code, out, _ = cli("compare", silu_llama, silu_llama, "--limit", 2, "--max-tokens", 8)
+    assert code == 0
+    shown = out.splitlines()
+    assert shown[0] == f"1. {PROMPTS[0]}"
+    assert shown[1].startswith("   the same to the end, 8 tokens: ")
+    assert "KL 0.0000" in out
+    assert "2 of 2 agree to the end; " in out
+    assert shown[-1].startswith(f"{silu_llama}: {verdict.STEPS[0][1]}")
+
+
+def test_it_shows_where_answers_part(cli, silu_llama, relu_llama, tokenizer, monkeypatch):
+    said = {
+        "silu": ["the sum is 391.", "No.", "one two three"],
+        "relu": ["the sum is 401.", "Yes, and more", "one two two" + " two" * 60],
+    }
+
+    def spoken(model, tokenizer, prompts, max_tokens, progress):
+        texts = said[model.config.hidden_act]
+        return [Answer(tuple(tokenizer.encode(text)), text, ended=len(text) < 40) for text in texts]
+
+    monkeypatch.setattr(sys.modules["twellctl.compare"], "answers", spoken)
+    code, out, _ = cli("compare", silu_llama, relu_llama, "--limit", 3)
+    assert code == 0
+    shown = out.splitlines()
+    same = tokenizer.encode("the sum is 391."), tokenizer.encode("the sum is 401.")
+    tokens = next(i for i, (a, b) in enumerate(zip(*same, strict=False)) if a != b)
+    assert shown[1] == f"   the same for {tokens} tokens, behind ...'the sum is'"
+    assert shown[2:4] == [f"   {silu_llama}: 391.", f"   {relu_llama}: 401."]
+    assert shown[6] == "   the same for 0 tokens"
+    assert shown[12].endswith("three")
+    assert shown[13].endswith("[repeats itself]")
+    assert "0 of 3 agree to the end" in out
+    assert "(the reference's: 3), 1 repeat (0)" in out
+
+
+def test_what_cannot_be_compared_is_refused(silu_llama, make_model, tmp_path):
+    with pytest.raises(UsageError, match="limit must be >= 1, got 0"):
+        compare(silu_llama, silu_llama, limit=0)
+    other = make_model("llama", vocab_size=600)
+    with pytest.raises(TwellError, match=r"the second model .* has another tokenizer than"):
+        compare(silu_llama, other)

@@ -1,0 +1,267 @@
+"""eval on answers: what a model writes for tasks, and how far two models agree on answers."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import twellctl.evaluation.agreement as agreement
+from twellctl.convert import convert
+from twellctl.errors import TwellError
+from twellctl.evaluate import evaluate
+from twellctl.evaluation import limited, written
+from twellctl.evaluation.answers import Answer, answers, encoded
+from twellctl.evaluation.questions import Asked, Coded, read_prompts
+from twellctl.models import verdict
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def lines(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return lines(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(5)])
+
+
+@torch.no_grad()
+def greedy(folder, tokens: list[int], count: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([tokens])
+    made = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return made[0, len(tokens) :].tolist()
+
+
+def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
+    model = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
+    asked = ["import os", "What?", "def f(x):\n    return x" * 4]
+    prompts = [encoded(tokenizer, text, 512) for text in asked]
+    found = answers(model, tokenizer, prompts, 20)
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert list(answer.tokens) == greedy(silu_llama, prompt, 20)
+    with pytest.raises(
+        TwellError, match=r"a prompt of 300 tokens leaves no room .* context is 256"
+    ):
+        answers(model, tokenizer, [[1] * 300])
+
+
+def test_an_answer_that_loops_is_known():
+    def repeats(*tokens, ended=False):
+        return Answer(tokens, "", ended).repeats
+
+    loop = (1, 2, 3) + (5, 6, 7) * 11
+    assert repeats(*loop)
+    assert not repeats(*loop, ended=True)
+    assert not repeats(*loop, 4)
+    assert not repeats(*(5, 6, 7) * 5)  # too short to say
+    assert not repeats(*range(100))
+
+
+@torch.no_grad()
+def test_agreement_is_that_of_transformers_logits(silu_llama, relu_llama, tokenizer, prompts):
+    done = evaluate(relu_llama, reference=silu_llama, prompts=prompts, limit=3)
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval()
+        for f in (relu_llama, silu_llama)
+    )
+    columns, agree, parted = [], 0, []
+    for text in ("What is 0?", "What is 1?", "What is 3?"):
+        prompt = encoded(tokenizer, text, 512)
+        room = min(256, 256 - 40)
+        answer, own = (greedy(f, prompt, room) for f in (silu_llama, relu_llama))
+        answer, own = answer[: 256 - len(prompt)], own[: 256 - len(prompt)]
+        log_q, log_p = (
+            m(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            for m in (theirs, ours)
+        )
+        columns.append((log_q.exp() * (log_q - log_p)).sum(-1))
+        agree += answer == own
+        pairs = zip(answer, own, strict=False)
+        parted.append(next(i for i, (a, b) in enumerate(pairs) if a != b))
+    score = done.answers
+    assert score.answers == 3
+    assert score.kl.mean == pytest.approx(float(torch.cat(columns).mean()), rel=0.02)
+    assert score.agree == agree == 0
+    assert score.part_after == sorted(parted)[1]
+    assert score.flips <= score.confident <= 1
+    assert done.verdict == score.verdict
+    same = evaluate(silu_llama, reference=silu_llama, prompts=prompts).answers
+    assert (same.answers, same.agree, same.same_top, same.flips) == (5, 5, 1, 0)
+    assert same.kl.mean == pytest.approx(0, abs=1e-6)
+    assert same.verdict.step == 0
+
+
+def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
+    chats = [f"<|user|>Question {n}?\n<|assistant|>Answer {n}.\n" for n in range(40)]
+    tokens = torch.tensor([t for c in chats for t in [0, *tokenizer.encode(c)]])
+    blocks = list(tokens[: len(tokens) // 64 * 64].view(-1, 64))
+    found = [tokenizer.decode(p) for p in agreement.prompts_in(tokenizer, blocks)]
+    assert len(found) == min(16, len(blocks))
+    assert all(f"{text}" in "".join(chats) and text.endswith("<|assistant|>") for text in found)
+    assert all(text.count("<|user|>") == 1 for text in found)
+    plain = agreement.prompts_in(tokenizer, [torch.arange(1, 41)] * 3)
+    assert plain == [list(range(1, 21))] * 3
+
+
+@pytest.mark.parametrize(
+    ("match", "answer", "text", "is_right"),
+    [
+        ("exact", "yes", " yes\n", True),
+        ("exact", "yes", "yes.", False),
+        ("number", "1,200", "It is 7 times 3, so 1200.", True),
+        ("number", "-0.5", "x = -0.50", True),
+        ("number", "4", "None.", False),
+        ("contains", "Paris", "The capital is Paris.", True),
+        ("contains", "Paris", "paris", False),
+        ("regex", r"^[Aa]\b", "a) because", True),
+        ("regex", r"^[Aa]\b", "all", False),
+    ],
+)
+def test_what_counts_as_right(match, answer, text, is_right):
+    assert written.matches(Asked("?", answer, match), text) == is_right
+
+
+def test_code_is_cut_out_of_an_answer():
+    whole = Coded("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
+    free = Coded("Write a function f.", "f", "assert f(4) == 2")
+    assert written.prompt_of(whole).startswith("Complete this Python function. Answer with the")
+    assert written.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
+    good = "def f(x):\n    return math.sqrt(x)"
+    found = written.right(
+        [whole, whole, whole, free, free, whole],
+        [
+            f"Sure:\n```python\nprint(1)\n```\n```python\n{good}\n```\nDone.",
+            f"```py\n{good}",  # cut at its most tokens
+            "    return math.sqrt(x)\n",  # goes on from the prompt
+            "def f(x):\n    return x ** .5",
+            "I cannot.",
+            "```python\ndef f(x):\n    return x\n```",
+        ],
+    )
+    assert found == (1, 1, 1, 1, 0, 0)
+
+
+def scripted(monkeypatch, by_model: dict[str, list[str]]) -> None:
+    """Let models answer what is written here, each by its `hidden_act`."""
+
+    def spoken(model, tokenizer, prompts, max_tokens=512, progress=None):
+        texts = by_model[model.config.hidden_act][: len(prompts)]
+        return [Answer((*tokenizer.encode(text), 0), text, True) for text in texts]
+
+    monkeypatch.setattr("twellctl.evaluation.subject.answers", spoken)
+
+
+def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_path, monkeypatch):
+    code = "```python\ndef f():\n    return {}\n```"
+    scripted(
+        monkeypatch,
+        {"silu": [code.format(1), code.format(1), "4", "9", "nothing"],
+         "relu": [code.format(2), code.format(1), "it is 4", "8", "16"]},
+    )  # fmt: skip
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    coded = {"prompt": "Write f, which is 1.", "entry_point": "f", "tests": "assert f() == 1"}
+    lines(tasks / "code.jsonl", [coded | {"prompt": "Write f"}, coded])
+    squares = [{"prompt": f"{n} times {n}?", "answer": n * n} for n in (2, 3, 4)]
+    lines(tasks / "squares.jsonl", squares)
+    words = ["eval", relu_llama, "--reference", silu_llama, "--tasks", tasks]
+    assert cli(*words)[0] == 2
+    assert "code: 2 programs that the model writes would be run with" in cli(*words)[2][-1]
+    status, out, err = cli(*words, "--run-code")
+    assert status == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert ["code", "2", "50.0", "+-", "50.0", "100.0", "+-", "0.0", "-50.0", "+-", "50.0", "0", "1"] in rows  # fmt: skip  # noqa: E501
+    assert ["squares", "3", "66.7", "+-", "33.3", "66.7", "+-", "33.3", "+0.0", "+-", "57.7", "1", "1"] in rows  # fmt: skip  # noqa: E501
+    shown = out.splitlines()
+    place = shown.index("lost of code: Write f")
+    assert shown[place + 1] == "  reference: ```python def f(): return 1 ```"
+    assert shown[place + 2] == "  this model: ```python def f(): return 2 ```"
+    assert "lost of squares: 3 times 3?" in shown
+    assert shown[0].startswith(f"{relu_llama}: ")  # the verdict, first of all
+    assert any(words in shown[0] for _, words in verdict.STEPS)
+
+
+def test_the_verdict_is_of_tasks_where_there_are_enough(
+    silu_llama, relu_llama, tmp_path, monkeypatch
+):
+    scripted(monkeypatch, {"silu": ["4"] * 120, "relu": ["4"] * 90 + ["5"] * 30})
+    file = lines(tmp_path / "sums.jsonl", [{"prompt": "2 + 2?", "answer": "4"}] * 120)
+    done = evaluate(relu_llama, reference=silu_llama, tasks=file)
+    assert (done.verdict.step, done.verdict.kept) == (3, 0.75)
+    assert "90 tasks solved, 120 by the reference: 75% kept" in str(done.verdict)
+    assert done.tasks[0].commonest == 1
+    assert done.answers.answers == 64
+    fewer = evaluate(relu_llama, reference=silu_llama, tasks=file, limit=50)
+    assert "KL" in fewer.verdict.because
+
+
+def test_the_source_is_the_reference(silu_llama, tmp_path, monkeypatch, prompts):
+    convert(silu_llama, tmp_path / "relu")
+    said = []
+    alone = evaluate(tmp_path / "relu", prompts=prompts, note=said.append)
+    assert (alone.reference, alone.answers, alone.verdict) == (None, None, None)
+    assert said == ["no --reference, and config.json names no source: what was lost is not known"]
+    config = json.loads((tmp_path / "relu" / "config.json").read_text())
+    config["twell"]["source"] = "owner/model"
+    (tmp_path / "relu" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(
+        "twellctl.evaluation.subject.open_checkpoint",
+        lambda name: open_checkpoint(silu_llama if name == "owner/model" else name),
+    )
+    assert evaluate(tmp_path / "relu", prompts=prompts, limit=1).answers.answers == 1
+
+
+def test_code_is_not_run_without_limits(silu_llama, tmp_path, monkeypatch):
+    file = lines(tmp_path / "c.jsonl", [{"prompt": "f", "entry_point": "f", "tests": "f()"}])
+    monkeypatch.setattr(limited, "guards", lambda: limited.Guards("no seccomp here"))
+    with pytest.raises(TwellError, match="no seccomp here: what a model writes is not run without"):
+        evaluate(silu_llama, tasks=file, run_code=True)
+    said = []
+    monkeypatch.setattr(limited, "guards", lambda: limited.Guards(None, files=False))
+    done = evaluate(silu_llama, tasks=file, run_code=True, note=said.append)
+    assert done.tasks[0].right == (0,)
+    assert said == ["beware: this kernel has no Landlock, so programs can read what you can read"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[]", r"p\.jsonl:2: it is no JSON object: \[\]"),
+        ('{"text": "a"}', r"p\.jsonl:2: it has no 'prompt'"),
+        ('{"prompt": ""}', r"p\.jsonl:2: prompt must be a text, got ''"),
+        ("{", r"p\.jsonl:2 is not valid JSON"),
+    ],
+)
+def test_a_bad_prompt_is_named(tmp_path, line, said):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(TwellError, match=said):
+        read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text("\n")
+    with pytest.raises(TwellError, match="holds no prompt"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_the_verdict_agrees_with_the_runs_that_it_was_not_made_from():
+    """One run left out at a time, it errs by one step of five at most."""
+    for left_out in verdict.RUNS:
+        others = [run for run in verdict.RUNS if run != left_out]
+        kl, kept, name = left_out
+        said, true = verdict.step_of(verdict.kept_at(kl, others)), verdict.step_of(kept)
+        assert abs(said - true) <= 1, name
+
+
+def test_a_verdict_gets_worse_with_kl():
+    steps = [verdict.by_answers(kl, 16).step for kl in (0, 0.004, 0.02, 0.05, 0.12, 0.5, 9.0)]
+    assert steps == sorted(steps)
+    assert {*steps} == {0, 1, 2, 3, 4}
+    assert math.isclose(verdict.kept_at(0.06), 0.8, abs_tol=0.05)

@@ -1,0 +1,112 @@
+"""twellctl compare: what two models answer to the same prompts, side by side."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from twellctl.errors import UsageError
+from twellctl.evaluation.agreement import MAX_TOKENS, score_answers, spread
+from twellctl.evaluation.answers import answers
+from twellctl.evaluation.questions import read_prompts
+from twellctl.evaluation.results import AnswerScore
+from twellctl.evaluation.subject import Doing, Progress, Subject
+from twellctl.evaluation.text import refuse_other_tokenizer
+from twellctl.models.loading import default_device
+
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Write a Python function is_palindrome(text) that ignores case and spaces.",
+    "What is 17 times 23? Think step by step.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take?",
+    "Name the planets of the solar system in order, one a line.",
+    "Explain in two sentences why the sky is blue.",
+    "Translate into French: Where is the nearest train station?",
+    "List three advantages and three disadvantages of working from home.",
+)
+ASKED = 8  # of a file of prompts, if not told
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What both answered to `prompt`: the text that is `common`, and how each goes on from there.
+
+    `tokens` of the answers are the same; `agrees`: all are. `repeats`: which of the two, base and
+    sparse, end in a loop; `ended`: which ended.
+    """
+
+    prompt: str
+    common: str
+    rest: tuple[str, str]
+    tokens: int
+    agrees: bool
+    ended: tuple[bool, bool]
+    repeats: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """`names` of the two models, their answers, and how far these agree."""
+
+    names: tuple[str, str]
+    pairs: tuple[Pair, ...]
+    score: AnswerScore
+
+
+def compare(
+    base: str | Path,
+    sparse: str | Path,
+    *,
+    prompts: str | Path | None = None,
+    limit: int | None = None,
+    max_tokens: int = MAX_TOKENS,
+    doing: Doing = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> Compared:
+    """Let both models, SiLU or ReLU, answer prompts greedily, `max_tokens` each at most.
+
+    `prompts` is a jsonl file, of which `limit` are asked at even strides (`ASKED`); without one it
+    is `PROMPTS`. Raises `TwellError`, for models with different tokenizers too.
+    """
+    for name, value in (("limit", limit), ("max-tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be >= 1, got {value}")
+    asked = PROMPTS if prompts is None else read_prompts(prompts)
+    asked = spread(asked, limit or ASKED)
+    models = [Subject.opened(name) for name in (base, sparse)]
+    one, other = models
+    refuse_other_tokenizer(
+        other.checkpoint, other.tokenizer, one.checkpoint, one.tokenizer, asked, "the second model"
+    )
+    found = []
+    for model in models:
+        doing(f"loading {model.checkpoint.name}")
+        model.load(default_device())
+    encoded = [one.encoded(prompt) for prompt in asked]
+    for model in models:
+        doing(f"{model.checkpoint.name} answers {len(asked)} prompts")
+        found.append(answers(model.model, model.tokenizer, encoded, max_tokens, progress))
+    doing("comparing answers")
+    score = score_answers(other.model, one.model, encoded, *found)
+    pairs = []
+    for prompt, *both in zip(asked, *found, strict=True):
+        common = _common(*(answer.text for answer in both))
+        pairs.append(
+            Pair(
+                prompt,
+                common,
+                tuple(answer.text[len(common) :] for answer in both),
+                both[0].agreeing(both[1]),
+                both[0].tokens == both[1].tokens,
+                tuple(answer.ended for answer in both),
+                tuple(answer.repeats for answer in both),
+            )
+        )
+    return Compared((str(base), str(sparse)), tuple(pairs), score)
+
+
+def _common(one: str, other: str) -> str:
+    """The whole words with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    size = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    while size and one != other and not one[size - 1].isspace():
+        size -= 1
+    return one[:size]

@@ -1,0 +1,185 @@
+"""How far two models agree on answers: on what the reference writes, token by token.
+
+Text that others wrote hides what an answer loses: there one wrong token is followed by a right one.
+So the reference answers prompts greedily, both models read these answers, and each writes its own.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from twellctl.errors import TwellError
+from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.results import AnswerScore, Mean
+from twellctl.evaluation.windows import BATCH_TOKENS
+from twellctl.training.head_loss import HeadLoss
+
+CONFIDENT = 0.9
+MAX_TOKENS = 256  # of an answer that is asked for agreement alone
+PROMPTS = 16  # out of a text that was held out
+_OPENING = 128  # tokens of such a text that are continued, where it holds no chats
+_MARK = "\N{LEFT WHITE SQUARE BRACKET}"
+Progress = Callable[[int, int], None]
+
+
+def compare_answers(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_tokens: int = MAX_TOKENS,
+    progress: Progress = lambda done, total: None,
+) -> AnswerScore:
+    """Let both answer `prompts`, and score their answers."""
+    theirs, ours = (
+        answers(one, tokenizer, prompts, max_tokens, progress) for one in (reference, model)
+    )
+    return score_answers(model, reference, prompts, theirs, ours)
+
+
+def score_answers(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    theirs: Sequence[Answer],
+    ours: Sequence[Answer],
+) -> AnswerScore:
+    """`theirs` are the reference's answers to `prompts`, which both read; `ours` the model's own.
+
+    `TwellError` for a model that computes NaN.
+    """
+    heads = [HeadLoss(model), HeadLoss(reference)]
+    try:
+        columns = _columns(heads, [[*p, *a.tokens] for p, a in zip(prompts, theirs, strict=True)],
+                           [len(answer.tokens) for answer in theirs])  # fmt: skip
+    finally:
+        for head in heads:
+            head.remove()
+    kl, same, sure, flipped = torch.cat(columns).T
+    if not kl.isfinite().all():
+        raise TwellError("KL on answers is not finite: the model or its reference is broken")
+    pairs = list(zip(theirs, ours, strict=True))
+    agree = [a.tokens == b.tokens for a, b in pairs]
+    parted = [a.agreeing(b) for a, b in pairs]
+    others = [place for place, whole in zip(parted, agree, strict=True) if not whole]
+    return AnswerScore(
+        answers=len(theirs),
+        tokens=len(kl),
+        kl=_mean_of_parts([part[:, 0] for part in columns]),
+        kl_p99=float(kl.quantile(0.99)),
+        same_top=float(same.mean()),
+        confident=float(sure.mean()),
+        flips=float(flipped.mean()),
+        agree=sum(agree),
+        part_after=statistics.median(others) if others else None,
+        ended=sum(answer.ended for answer in ours),
+        reference_ended=sum(answer.ended for answer in theirs),
+        repeat=sum(answer.repeats for answer in ours),
+        reference_repeat=sum(answer.repeats for answer in theirs),
+    )
+
+
+@torch.no_grad()
+def _columns(
+    heads: Sequence[HeadLoss], sequences: Sequence[list[int]], sizes: Sequence[int]
+) -> list[Tensor]:
+    """Of the last `sizes[i]` tokens of each sequence float64 `[size, 4]`, on the CPU:
+    KL(reference || model), same token, reference sure, reference sure and another one chosen."""
+    found: list[Tensor] = [torch.empty(0)] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    while order:
+        count = max(1, BATCH_TOKENS // len(sequences[order[0]]))
+        batch, order = order[:count], order[count:]
+        longest = len(sequences[batch[0]])
+        # what lies behind a text is not seen by its tokens
+        ids = torch.tensor([sequences[i] + [0] * (longest - len(sequences[i])) for i in batch])
+        states = [head.states(ids.to(head.model.device)) for head in heads]
+        for row, i in enumerate(batch):
+            last = row * (longest - 1) + len(sequences[i]) - 1
+            rows = range(last - sizes[i], last)
+            parts = [torch.empty(0, 4, dtype=torch.float64)]
+            for some in heads[0].logit_rows(sizes[i]):
+                picked = slice(rows[some].start, rows[some].stop)
+                log_p, log_q = (
+                    head.logits(of[picked]).float().log_softmax(-1)
+                    for head, of in zip(heads, states, strict=True)
+                )
+                parts.append(_of_tokens(log_p, log_q.to(log_p.device)))
+            found[i] = torch.cat(parts)
+    return found
+
+
+def _of_tokens(log_p: Tensor, log_q: Tensor) -> Tensor:
+    q, chosen = log_q.exp().max(-1)
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1)
+    same, sure = log_p.argmax(-1) == chosen, q > CONFIDENT
+    return torch.stack([part.double() for part in (kl, same, sure, sure & ~same)], 1).cpu()
+
+
+def _mean_of_parts(parts: Sequence[Tensor]) -> Mean:
+    """Over all tokens; its error over the answers, since tokens of one are alike."""
+    total = sum(map(len, parts))
+    mean = float(torch.cat(list(parts)).sum()) / total
+    if len(parts) < 2:
+        return Mean(mean, None)
+    squares = sum((float(part.sum()) - mean * len(part)) ** 2 for part in parts)
+    return Mean(mean, math.sqrt(squares * len(parts) / (len(parts) - 1)) / total)
+
+
+def prompts_in(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Tensor]) -> list[list[int]]:
+    """`PROMPTS` prompts at even strides out of `blocks` of tokens `[S]`, one of a block.
+
+    That is what stands in front of an answer, of a chat whose beginning is there, too. Where no
+    block holds one, the beginnings of blocks are to be continued.
+    """
+    found = list(filter(None, (_chat_in(block.tolist(), *marks) for block in blocks))) if (
+        marks := _marks(tokenizer)) else []  # fmt: skip
+    if not found:
+        found = [block[: min(_OPENING, len(block) // 2)].tolist() for block in blocks]
+        found = [tokens for tokens in found if tokens]
+    return spread(found, PROMPTS)
+
+
+def spread(found: Sequence[Any], count: int) -> list[Any]:
+    """So many of them, at even strides, or all."""
+    count = min(count, len(found))
+    return [found[i * len(found) // count] for i in range(count)]
+
+
+def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
+    """The tokens with which a chat begins up to its first question, and with which an answer does.
+
+    None where the template has neither.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    messages: list[dict[str, Any]] = [{"role": "user", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template is a program
+        return None
+    before, _, behind = text.partition(_MARK)
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, behind)]
+    return (ids[0], ids[1]) if all(ids) else None
+
+
+def _chat_in(block: list[int], opening: list[int], answer: list[int]) -> list[int] | None:
+    if (start := _find(block, opening, 0)) is None:
+        return None
+    end = _find(block, answer, start + len(opening))
+    again = _find(block, opening, start + len(opening))
+    if end is None or (again is not None and again < end):
+        return None
+    return block[start : end + len(answer)]
+
+
+def _find(tokens: list[int], wanted: list[int], start: int) -> int | None:
+    """Where `wanted` stands in `tokens`, from `start` on."""
+    size = len(wanted)
+    places = range(start, len(tokens) - size + 1)
+    return next((i for i in places if tokens[i : i + size] == wanted), None)

@@ -1,0 +1,121 @@
+"""What a model answers: prompts through its chat template, greedily, many at once.
+
+The one place where evaluation generates.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from twellctl.decoding import bulk
+from twellctl.decoding.engine import EngineError, Sampling
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.opening import eos_tokens, open_scheduler
+from twellctl.errors import TwellError
+from twellctl.text.tokens import check_ids, encode_chat, encode_text
+
+MAX_TOKENS = 512  # of an answer
+_REPEATS = 4  # times in a row, from which on an ending is a loop
+_LOOP = 32  # tokens of a loop at least
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The `tokens` behind a prompt, with the one that ended it, and their text. `ended`: it did."""
+
+    tokens: tuple[int, ...]
+    text: str
+    ended: bool
+
+    def agreeing(self, other: "Answer") -> int:
+        """How many tokens, from the first on, are those of the other one."""
+        pairs = zip(self.tokens, other.tokens, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it ends in a loop, and never left it."""
+        if self.ended:
+            return False
+        for period in range(1, len(self.tokens) // _REPEATS + 1):
+            size = max(_LOOP, _REPEATS * period)
+            end = self.tokens[-size:]
+            if len(end) == size and end[period:] == end[:-period]:
+                return True
+        return False
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, vocabulary: int) -> list[int]:
+    """`prompt` as a user's message, or as text that is continued where there is no template."""
+    if tokenizer.chat_template is None:
+        tokens = encode_text(tokenizer, prompt)
+    else:
+        try:
+            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+        except ValueError as error:
+            raise TwellError(str(error)) from error
+    check_ids(max(tokens, default=0), vocabulary)
+    return tokens
+
+
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = MAX_TOKENS,
+    progress: Progress = lambda done, total: None,
+) -> list[Answer]:
+    """What `model` answers to each of `prompts`, in order; fewer tokens where its context ends.
+
+    `TwellError` for a prompt that leaves no room, and where memory runs out.
+    """
+    longest = max(map(len, prompts))
+    room = model.config.get_text_config().max_position_embeddings - longest
+    if room < 1:
+        raise TwellError(
+            f"a prompt of {longest} tokens leaves no room for an answer: the model's context is "
+            f"{longest + room}; leave it out"
+        )
+    write = bulk.answers if HFDecoder.why_not(model) is None else _one_by_one
+    found: list[list[int]] = [[] for _ in prompts]
+    rows = min(bulk.ROWS, len(prompts))
+    made = write(model, tokenizer, prompts, max_new_tokens=min(max_tokens, room), rows=rows)
+    for done, (place, tokens) in enumerate(made, 1):
+        found[place] = tokens
+        progress(done, len(prompts))
+    if model.device.type == "cuda":  # the next one shall have that memory
+        gc.collect()
+        torch.cuda.empty_cache()
+    ends = eos_tokens(model, [tokenizer.eos_token_id])
+    return [_answer(tokenizer, tokens, ends) for tokens in found]
+
+
+def _one_by_one(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    rows: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """As `bulk.answers`, by a model whose steps cannot be batched."""
+    scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1)
+    for place, prompt in enumerate(prompts):
+        tokens = []
+        for events in scheduler.run([prompt], Sampling(max_new_tokens, temperature=0)):
+            for _, event in events:
+                if isinstance(event, EngineError):
+                    raise TwellError(str(event)) from event
+                tokens += [] if event is None else [event.id]
+        yield place, tokens
+
+
+def _answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: frozenset[int]) -> Answer:
+    ended = bool(tokens) and tokens[-1] in ends
+    said = tokens[:-1] if ended else tokens
+    text = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(tuple(tokens), text, ended)

@@ -1,0 +1,114 @@
+"""A model that is measured: opened, loaded, and asked in its own words or to choose."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
+from twellctl.evaluation import choices, harness, written
+from twellctl.evaluation.answers import Answer, answers, encoded
+from twellctl.evaluation.questions import Task
+from twellctl.evaluation.results import Marks, WrittenMarks
+from twellctl.evaluation.windows import dtype_for
+from twellctl.here.own_kernels import own_kernels
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_model, load_tokenizer
+
+Doing = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """What a model answered to the questions of some tasks, one after the other."""
+
+    name: str
+    prompts: list[list[int]]
+    answers: list[Answer]
+
+    def marks(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[WrittenMarks]:
+        found, rest = [], iter(self.answers)
+        for task in tasks:
+            ours = [next(rest) for _ in task.questions]
+            if task.kind == "tests":
+                doing(f"running what {self.name} wrote for {task.name}")
+            texts = tuple(answer.text for answer in ours)
+            found.append(
+                WrittenMarks(
+                    task.name,
+                    task.kind,
+                    asked=tuple(question.prompt for question in task.questions),
+                    wanted=() if task.kind == "tests" else tuple(q.answer for q in task.questions),
+                    texts=texts,
+                    right=written.right(task.questions, texts, progress),
+                    cut=sum(not answer.ended for answer in ours),
+                )
+            )
+        return found
+
+
+@dataclass
+class Subject:
+    """A model that is measured; `model` once it is loaded."""
+
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel | None = None
+
+    @classmethod
+    def opened(cls, name: str | Path) -> "Subject":
+        checkpoint = open_checkpoint(name)
+        if not checkpoint.is_silu:
+            checkpoint.require_relu()
+        return cls(checkpoint, load_tokenizer(checkpoint))
+
+    @property
+    def context(self) -> int | None:
+        return self.checkpoint.config.get("max_position_embeddings")
+
+    def load(self, device: torch.device) -> None:
+        self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
+
+    def encoded(self, prompt: str) -> list[int]:
+        return encoded(self.tokenizer, prompt, self.model.config.vocab_size)
+
+    def write(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> Wrote:
+        """Its answers to the questions of `tasks`, in its own words."""
+        name = self.checkpoint.name
+        asked = [written.prompt_of(question) for task in tasks for question in task.questions]
+        prompts = [self.encoded(prompt) for prompt in asked]
+        if not prompts:
+            return Wrote(name, [], [])
+        doing(f"{name} answers {len(prompts)} questions")
+        made = answers(self.model, self.tokenizer, prompts, progress=progress)
+        return Wrote(name, prompts, made)
+
+    def choose(
+        self,
+        local: Sequence[Task],
+        foreign: dict[str, Any],
+        limit: int | None,
+        doing: Doing,
+        progress: Progress,
+    ) -> list[Marks]:
+        """Its marks in all tasks of choices, those of lm-eval last."""
+        if local or foreign:
+            self._go_over_twell()
+        marks = []
+        for task in local:
+            doing(f"{self.checkpoint.name} answers {task.name}")
+            marks.append(choices.answer(self.model, self.tokenizer, self.context, task, progress))
+        if foreign:
+            marks += harness.answer(self.model, self.tokenizer, self.context, foreign, limit, doing)
+        return marks
+
+    def _go_over_twell(self) -> None:
+        """On a GPU let each sparse FFN go the way that is measured to be fastest there."""
+        if self.model.device.type == "cuda" and not self.checkpoint.is_silu:
+            put_over_twell(self.model, self.checkpoint.twell)
+            use_kernels(self.model, own_kernels())
+            lay_weights(self.model)
