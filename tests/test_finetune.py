@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.loading import MASKLESS
+from twellctl.screens.finetune import finetuned
 from twellctl.text.blocks import Blocks
 from twellctl.training import build, trainer
 from twellctl.training.progress import Progress
@@ -48,6 +50,20 @@ def test_result_is_a_stock_relu_model(uninterrupted, relu_llama):
     assert not run_folder(out).exists()
     assert uninterrupted.cross_entropy < uninterrupted.first_cross_entropy
     assert 0 < uninterrupted.density < 1
+
+
+def test_it_ends_with_what_its_answers_are_worth(uninterrupted, relu_llama, capsys):
+    answers = uninterrupted.answers
+    assert answers.answers >= 1
+    assert answers.kl.mean > 0
+    assert answers.tokens <= 32 * answers.answers  # no longer than a block
+    report = json.loads((uninterrupted.out / "twell_finetune.json").read_text())
+    assert report["answers"]["kl"]["mean"] == answers.kl.mean
+    finetuned(uninterrupted)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"{uninterrupted.out}: {answers.verdict}"
+    held_out = next(line for line in others if line.startswith("held-out cross-entropy: "))
+    assert re.fullmatch(r"[^:]+: teacher [\d.]+, this model [\d.]+; KL to the .*", held_out)
 
 
 @pytest.mark.parametrize("lora_ffn", [False, True])
@@ -161,6 +177,8 @@ def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_pat
         raise AssertionError("the host would wait for the GPU")
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked)
+    # which comes when all steps are done
+    monkeypatch.setattr(sys.modules["twellctl.finetune"], "answers_of_run", lambda *args: None)
     recipe = small(text_file, max_steps=2)
     finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
     assert MASKLESS not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")

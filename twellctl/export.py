@@ -91,6 +91,11 @@ def export(
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
         write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
+    if evaluation is None and not checkpoint.is_only_converted:
+        note(
+            "nobody has measured what this model writes, beyond what finetune did: 'twellctl eval "
+            f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
+        )
     checkpoint.beware_of_noise(note)
     served = is_served_over_twell(config)
     class_name = config["auto_map"]["AutoModelForCausalLM"].split(".")[-1]

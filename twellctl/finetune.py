@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.errors import TwellError, UsageError, bounded, reason
+from twellctl.evaluation.results import AnswerScore
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
@@ -33,6 +34,7 @@ from twellctl.models.loading import (
 )
 from twellctl.report.write import write_run_page
 from twellctl.screens import ui
+from twellctl.training.answers import answers_of_run
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.history import History
@@ -69,7 +71,7 @@ from twellctl.training.runs import (
 )
 from twellctl.training.sharded_weights import write_sharded
 from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
-from twellctl.training.teacher import choose_teacher
+from twellctl.training.teacher import Teacher, choose_teacher
 from twellctl.training.termination import answered
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
@@ -80,7 +82,7 @@ PATIENCE = timedelta(days=1)  # the other processes wait while the first one tok
 @dataclass(frozen=True)
 class FineTuned:
     """What a run ended with. Cross-entropies and `teacher_kl`, which is None without a teacher, are
-    held-out nats a token, None without such text."""
+    held-out nats a token, None without such text; so are `answers`, which the teacher wrote."""
 
     out: Path
     num_steps: int
@@ -93,6 +95,7 @@ class FineTuned:
     density: float
     density_by_layer: list[float]
     target_density: float | None
+    answers: AnswerScore | None = None
 
 
 class Interrupted(TwellError):
@@ -186,7 +189,7 @@ def _finetune(
             with answered(tell) if together else contextlib.nullcontext():
                 result = _train(trainer, out, run, recipe, progress)
                 progress.doing(f"writing {out}")
-                _save(trainer, checkpoint, recipe, run, result, claim, progress)
+                result = _save(trainer, checkpoint, teacher, recipe, run, result, claim, progress)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -293,18 +296,22 @@ def _last_evaluation(trainer: SparseTrainer, progress: Progress) -> dict[str, fl
 def _save(
     trainer: SparseTrainer,
     checkpoint: Checkpoint,
+    teacher: Teacher | None,
     recipe: Recipe,
     run: Path,
     result: FineTuned,
     claim: Claim | None,
     progress: Progress,
-) -> None:
-    """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was."""
+) -> FineTuned:
+    """Write OUT: the weights in the source's dtype, adapters merged, config.json as it was.
+
+    What the run ended with, its answers compared to the teacher's.
+    """
     trainer.head.remove()
     write = _weight_writer(trainer, checkpoint, recipe)
     if not trainer.accelerator.is_main_process:
         write(None)
-        return
+        return result
     config = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
     config["twell"] = checkpoint.twell
     try:
@@ -318,6 +325,9 @@ def _save(
                 shutil.copytree(run / "runs", stage / "runs")
             shutil.copy(run / METRICS_FILE, stage)
             write_config(stage, config)
+            if teacher is not None and trainer.eval_dataset is not None:
+                score = answers_of_run(stage, teacher, trainer.eval_dataset, progress)
+                result = dataclasses.replace(result, answers=score)
             did = _what_it_did(trainer, recipe, result)
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
             told = settings_of(public_recipe(recipe))
@@ -327,6 +337,7 @@ def _save(
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error
+    return result
 
 
 def _weight_writer(

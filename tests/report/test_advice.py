@@ -95,5 +95,9 @@ def test_of_a_run():
     assert advice.of_run(ended | {"target_density": None}) == []
     (more,) = advice.of_run(ended | {"density": 0.06})
     assert "was not met" in more
+    losses = {"cross_entropy": 2.2, "teacher_cross_entropy": 2.0, "teacher_kl": 0.21}
+    first, *_ = advice.of_run(ended | losses | {"density": 0.06})
+    assert first.startswith("far from its teacher, +0.200 nats a token of held-out text, KL 0.210")
+    assert advice.of_run(ended | losses | {"cross_entropy": 2.05, "teacher_kl": 0.06}) == []
     (less,) = advice.of_run(ended | {"density": 0.04})
     assert less.startswith("sparser than the 5.00% asked for")

@@ -197,6 +197,7 @@ def test_a_run_leaves_its_page(run):
     for words in (
         "How out became sparse", f"{run.num_steps} steps", f"{run.cross_entropy:.4f}",
         "batch-size", "Price of a neuron", "Learning rate", "of the teacher",
+        run.answers.verdict.words[1:], "KL on the teacher's answers", "agree to the end",
     ):  # fmt: skip
         assert words in read.text, words
     rows = [json.loads(line) for line in (run.out / "metrics.jsonl").open()]

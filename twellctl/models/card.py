@@ -21,9 +21,11 @@ from twellctl.models.card_speed import speed
 from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import is_served_over_twell, serve_command
+from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
 LONGEST_SETTING = 80
+WRITTEN = {"tests": "its tests", "answer": "its answer"}  # tasks in the model's own words
 
 _CARD = """---
 {front}
@@ -146,6 +148,7 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
 
 def _sections(figures: Figures) -> Iterable[str]:
     named = {
+        "What it writes": _written(figures),
         "Losses": _losses(figures),
         "Tasks": _tasks(figures.evaluation),
         "Speed": speed(figures.profile, figures.bench),
@@ -174,11 +177,28 @@ def _density(twell: dict, figures: Figures) -> str:
     return "How many of its neurons fire has not been measured."
 
 
+def _written(figures: Figures) -> str:
+    """The verdict on its answers, by its evaluation or else when fine-tuning ended."""
+    evaluation = figures.evaluation or {}
+    answers = evaluation.get("answers") or figures.report.get("answers")
+    verdict = verdict_of(evaluation, answers)
+    if verdict is None:
+        return "Nobody has measured it: loss and density do not tell what an answer loses."
+    said = [f"{verdict.words[0].upper()}{verdict.words[1:]}: {verdict.because}."]
+    if answers:
+        said.append(
+            f"Of {int(answers['tokens'])} tokens that the reference wrote it gives "
+            f"{float(answers['same_top']):.1%} the same; of {float(answers['flips']):.2%} the "
+            f"reference is sure and it takes another. {int(answers['agree'])} of "
+            f"{int(answers['answers'])} answers agree to the end."
+        )
+    return "\n".join(said)
+
+
 def _losses(figures: Figures) -> str | None:
     """Cross-entropies of this model and of what it came from, on the same text where it is."""
     names = {
         "teacher_cross_entropy": "the model it learnt from",
-        "first_cross_entropy": "before fine-tuning",
         "cross_entropy": "this model",
     }
     held_out = {
@@ -210,7 +230,8 @@ def _tasks(evaluation: dict[str, Any] | None) -> str | None:
     for task in tasks:
         by = _judged_by(task)
         marks = (_accuracy(task.get(whose), by) for whose in ("accuracy", "reference"))
-        rows.append((task["task"], by, task["questions"], f"{task['chance']:.1%}", *marks))
+        how = WRITTEN.get(task.get("kind"), by)
+        rows.append((task["task"], how, task["questions"], f"{task['chance']:.1%}", *marks))
     return table(("task", "by", "questions", "chance", "this model", "reference"), rows)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from twellctl.models.verdict import verdict_of
 from twellctl.report import advice, charts
 from twellctl.report.axes import Axis, number_axis, percent, share_axis, short_percent
 from twellctl.report.charts import Series
@@ -37,7 +38,9 @@ def run_page(name: str, rows: Sequence[Row], report: dict[str, Any]) -> str:
         Section("Learning rate", _one_line(rows, "learning_rate", "learning rate", steps)),
         Section("Recipe", [tag("div", table(["", ""], report["recipe"].items()), class_="facts")]),
     ]
-    said = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in advice.of_run(report)]
+    verdict = verdict_of({}, report.get("answers"))
+    sentences = [*([] if verdict is None else [str(verdict)]), *advice.of_run(report)]
+    said = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
     return page(f"How {name} became sparse", about, _tiles(rows, report), said, sections)
 
 
@@ -49,6 +52,9 @@ def _tiles(rows: Sequence[Row], report: dict[str, Any]) -> list[Tile]:
         before = report["teacher_cross_entropy"]
         against = "" if before is None else f"{after - before:+.4f} against the teacher"
         tiles.append(Tile("held-out cross-entropy", f"{after:.4f}", against))
+    if answers := report.get("answers"):
+        agree = f"{answers['agree']} of {answers['answers']} agree to the end"
+        tiles.append(Tile("KL on the teacher's answers", f"{answers['kl']['mean']:.4f}", agree))
     if (kl := report["teacher_kl"]) is not None:
         tiles.append(Tile("KL to the teacher", f"{kl:.4f}", "nats a token, held-out text"))
     if rows:

@@ -5,20 +5,19 @@ from typing import Any
 
 from twellctl.errors import TwellError
 from twellctl.screens import ui
+from twellctl.screens.eval import of_own
 
 
 def finetuned(result: Any) -> None:
-    """What a fine-tuning run ended with (a `FineTuned`)."""
+    """What a fine-tuning run ended with (a `FineTuned`): first what users will notice."""
     from twellctl.report.advice import of_run  # no page is drawn for --help
     from twellctl.report.of_run import RUN_PAGE
 
+    if result.answers is not None:
+        ui.say(f"{result.out}: {result.answers.verdict}")
     for sentence in of_run(dataclasses.asdict(result)):
         ui.note(sentence)
-    losses = {
-        "teacher": result.teacher_cross_entropy,
-        "before": result.first_cross_entropy,
-        "after": result.cross_entropy,
-    }
+    losses = {"teacher": result.teacher_cross_entropy, "this model": result.cross_entropy}
     held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
     where = "held-out text" if result.cross_entropy is not None else "the last step"
     density = f"density {result.density:.2%} after {result.num_tokens} tokens"
@@ -27,6 +26,8 @@ def finetuned(result: Any) -> None:
     if held_out:
         kl = "" if result.teacher_kl is None else f"; KL to the teacher {result.teacher_kl:.4f}"
         ui.say(f"held-out cross-entropy: {held_out}{kl}")
+    if result.answers is not None:
+        ui.say(f"answers to held-out prompts: {of_own(result.answers)}")
     if (page := result.out / RUN_PAGE).is_file():
         ui.say(f"the run as a page: {page}")
     ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
