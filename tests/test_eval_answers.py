@@ -13,7 +13,7 @@ from twellctl.errors import TwellError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import limited, written
 from twellctl.evaluation.answers import Answer, answers, encoded
-from twellctl.evaluation.questions import Asked, Coded, read_prompts
+from twellctl.evaluation.questions import Asked, Coded
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -231,24 +231,6 @@ def test_code_is_not_run_without_limits(silu_llama, tmp_path, monkeypatch):
     done = evaluate(silu_llama, tasks=file, run_code=True, note=said.append)
     assert done.tasks[0].right == (0,)
     assert said == ["beware: this kernel has no Landlock, so programs can read what you can read"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("[]", r"p\.jsonl:2: it is no JSON object: \[\]"),
-        ('{"text": "a"}', r"p\.jsonl:2: it has no 'prompt'"),
-        ('{"prompt": ""}', r"p\.jsonl:2: prompt must be a text, got ''"),
-        ("{", r"p\.jsonl:2 is not valid JSON"),
-    ],
-)
-def test_a_bad_prompt_is_named(tmp_path, line, said):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(TwellError, match=said):
-        read_prompts(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text("\n")
-    with pytest.raises(TwellError, match="holds no prompt"):
-        read_prompts(tmp_path / "p.jsonl")
 
 
 def test_the_verdict_agrees_with_the_runs_that_it_was_not_made_from():

@@ -6,11 +6,11 @@ from pathlib import Path
 from twellctl.errors import UsageError
 from twellctl.evaluation.agreement import MAX_TOKENS, score_answers, spread
 from twellctl.evaluation.answers import answers
-from twellctl.evaluation.questions import read_prompts
 from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.subject import Doing, Progress, Subject
 from twellctl.evaluation.text import refuse_other_tokenizer
 from twellctl.models.loading import default_device
+from twellctl.text.reading import read_prompts
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -69,12 +69,13 @@ def compare(
     for name, value in (("limit", limit), ("max-tokens", max_tokens)):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be >= 1, got {value}")
-    asked = PROMPTS if prompts is None else read_prompts(prompts)
+    asked = list(PROMPTS) if prompts is None else read_prompts(prompts)
     asked = spread(asked, limit or ASKED)
+    texts = [one if isinstance(one, str) else one[-1]["content"] for one in asked]
     models = [Subject.opened(name) for name in (base, sparse)]
     one, other = models
     refuse_other_tokenizer(
-        other.checkpoint, other.tokenizer, one.checkpoint, one.tokenizer, asked, "the second model"
+        other.checkpoint, other.tokenizer, one.checkpoint, one.tokenizer, texts, "the second model"
     )
     found = []
     for model in models:
@@ -87,7 +88,7 @@ def compare(
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)
     pairs = []
-    for prompt, *both in zip(asked, *found, strict=True):
+    for prompt, *both in zip(texts, *found, strict=True):
         common = _common(*(answer.text for answer in both))
         pairs.append(
             Pair(

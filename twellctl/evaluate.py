@@ -9,7 +9,7 @@ import torch
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation import harness, limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
-from twellctl.evaluation.questions import Task, is_local, read_prompts, read_tasks
+from twellctl.evaluation.questions import Task, is_local, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
@@ -17,7 +17,7 @@ from twellctl.evaluation.windows import facts, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint, fingerprint
 from twellctl.models.loading import default_device
-from twellctl.text.reading import read_texts
+from twellctl.text.reading import read_prompts, read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 COMPARED_ANSWERS = 64  # at most, if not told
@@ -138,7 +138,7 @@ def _source(checkpoint: Checkpoint, note: Doing) -> list[Subject]:
 
 def _agreement(
     subjects: Sequence[Subject],
-    asked: Sequence[str],
+    asked: Sequence[list[dict[str, str]]],
     wrote: Sequence[Wrote],
     text: GroupedWindows | None,
     progress: Progress,

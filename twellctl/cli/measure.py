@@ -100,8 +100,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='A jsonl file of {"prompt"}, for both models to answer. [default: the tasks, or '
-            "what opens the windows of --data]",
+            help='A jsonl file of {"prompt"} or {"messages"}, for both models to answer. '
+            "[default: the tasks, or what opens the windows of --data]",
         ),
     ] = None,
     run_code: Annotated[
@@ -165,7 +165,8 @@ def compare(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help='A jsonl file of {"prompt"}. [default: eight of our own]'
+            metavar="FILE",
+            help='A jsonl file of {"prompt"} or {"messages"}. [default: eight of our own]',
         ),
     ] = None,
     limit: Annotated[

@@ -17,7 +17,7 @@ from twellctl.errors import TwellError
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.results import AnswerScore, Mean
 from twellctl.evaluation.windows import BATCH_TOKENS
-from twellctl.training.head_loss import HeadLoss
+from twellctl.models.head_loss import HeadLoss
 
 CONFIDENT = 0.9
 MAX_TOKENS = 256  # of an answer that is asked for agreement alone

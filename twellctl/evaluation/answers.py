@@ -50,13 +50,19 @@ class Answer:
         return False
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, prompt: str, vocabulary: int) -> list[int]:
-    """`prompt` as a user's message, or as text that is continued where there is no template."""
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], vocabulary: int
+) -> list[int]:
+    """A user's message, or messages that end with one, as the chat template opens the answer.
+
+    Where there is no template the last message is text that is continued.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
-        tokens = encode_text(tokenizer, prompt)
+        tokens = encode_text(tokenizer, messages[-1]["content"])
     else:
         try:
-            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+            tokens = encode_chat(tokenizer, messages)
         except ValueError as error:
             raise TwellError(str(error)) from error
     check_ids(max(tokens, default=0), vocabulary)

@@ -116,23 +116,6 @@ def _read_task(file: Path, limit: int | None) -> Task:
     return Task(file.stem, tuple(questions[:limit]))
 
 
-def read_prompts(path: str | Path) -> tuple[str, ...]:
-    """The `prompt` of each line of a jsonl file; `TwellError` names file and line."""
-    lines = enumerate(read_file(Path(path)).removeprefix(BOM_UTF8).split(b"\n"), 1)
-    found = []
-    for number, line in lines:
-        if line.strip():
-            row = _parsed(line, f"{path}:{number}")
-            is_object = isinstance(row, dict)
-            wrong = _no_text(row, "prompt") if is_object else f"it is no JSON object: {shown(row)}"
-            if wrong is not None:
-                raise TwellError(f"{path}:{number}: {wrong}: {_REMEDY}")
-            found.append(row["prompt"])
-    if not found:
-        raise TwellError(f"{path} holds no prompt: give a file with some")
-    return tuple(found)
-
-
 def _parsed(line: bytes, where: str) -> Any:
     try:
         return parse_json(line)

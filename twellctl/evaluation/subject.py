@@ -73,7 +73,7 @@ class Subject:
     def load(self, device: torch.device) -> None:
         self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
 
-    def encoded(self, prompt: str) -> list[int]:
+    def encoded(self, prompt: str | list[dict[str, str]]) -> list[int]:
         return encoded(self.tokenizer, prompt, self.model.config.vocab_size)
 
     def write(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> Wrote:
