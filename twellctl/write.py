@@ -151,7 +151,8 @@ def _opened(checkpoint: Checkpoint, kinds: list[Kind], batch_size: int) -> "Bulk
     special = frozenset().union(*(kind.special for kind in kinds))
     ends = eos_tokens(model, [kinds[0].tokenizer.eos_token_id]) | special
     longest = max(kind.longest for kind in kinds)
-    return Bulk(model, ends, rows=batch_size, longest=longest)
+    rows = min(batch_size, kinds[0].num_texts or batch_size)
+    return Bulk(model, ends, rows=rows, longest=longest)
 
 
 class _Texts:

@@ -60,6 +60,7 @@ def answers(
     )
     longest = max(map(len, prompts), default=0) + max_new_tokens
     ends = eos_tokens(model, [tokenizer.eos_token_id])
+    rows = max(1, min(rows, len(prompts)))
     with contextlib.closing(Bulk(model, ends, rows=rows, longest=longest)) as bulk:
         for sequence in bulk.run(lambda: next(waiting, None)):
             yield sequence.client, sequence.tokens[sequence.num_prompt :]
