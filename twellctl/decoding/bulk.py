@@ -104,7 +104,9 @@ class Bulk:
             torch.cuda.synchronize(self._decoder.device)
 
     def close(self) -> None:
-        """The model is as it was."""
+        """The model is as it was, and nothing runs any more that writes to the cache."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._decoder.device)
         if isinstance(self._decoder, DenseDecoder):
             self._decoder.close()
 
