@@ -1,19 +1,43 @@
-"""twellctl convert: SiLU becomes ReLU. Only config.json changes, no weight is read."""
+"""twellctl convert: a gated model becomes ReLU, fitted layer by layer on text, or only swapped.
 
+Fitted (twellctl/fitting), each FFN has neurons of its own and a linear map of its input beside
+them, and the model works before any training. Swapped, only config.json changes; such a model
+talks noise until it is fine-tuned.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from twellctl.bundle.twell_config import new_twell
-from twellctl.errors import TwellError
-from twellctl.files.outputs import staged
+from twellctl.errors import TwellError, UsageError
+from twellctl.files.outputs import Claim, check_inputs, claimed
+from twellctl.files.strict_json import to_json
+from twellctl.fitting.settings import Fit
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
+from twellctl.settings import refuse_wrong
+from twellctl.text.reading import text_files
+from twellctl.training.recipe import run_folder
+
+if TYPE_CHECKING:
+    from twellctl.fitting.run import Fitted
+
+SHARD_BYTES = 5 << 30
+
+Told = Callable[[int, int, float, float], None]
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` wrote; `is_chat_model`: the model has a chat template."""
+    """What `convert` wrote; `is_chat_model`: the model has a chat template.
+
+    `intermediate_size` counts the model's own neurons; `fitted` is None of a swapped one.
+    """
 
     out: Path
     num_layers: int
@@ -21,39 +45,127 @@ class Converted:
     intermediate_size: int
     source_act: str
     is_chat_model: bool
+    fitted: "Fitted | None" = None
 
 
 def convert(
-    model: str | Path, out: str | Path, *, revision: str | None = None, overwrite: bool = False
+    model: str | Path,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    doing: Callable[[str], None] = lambda text: None,
+    told: Told = lambda done, total, differ, left: None,
+    **settings: Any,
 ) -> Converted:
-    """Write to `out` the SiLU `model` (a folder or hub id) with `hidden_act: "relu"`.
+    """Write to `out` the `model` (a folder or hub id) as a ReLU model.
 
-    Takes no memory for weights: their files are copied. The result loads with plain
+    `settings` are the fields of `Fit`. With `data` the model is fitted; a call that was killed goes
+    on when it is repeated, and under torchrun all processes share the text. Without `data` the
+    weights' files are copied. The result loads with plain
     `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
-    out = Path(out)
-    with staged(out, overwrite=overwrite, inputs=(Path(model),)) as stage:
-        checkpoint = open_checkpoint(model, revision=revision)
-        checkpoint.require_unquantised()
-        config = _with_relu(checkpoint)
-        copy_weights(checkpoint, stage)
-        copy_side_files(checkpoint, stage)
-        write_config(stage, config)
-        write_card(stage, out.name, checkpoint.path)
-        is_chat_model = has_chat_template(stage)
+    out, fit = Path(out), Fit(**settings)
+    refuse_wrong(fit)
+    if not fit.data and settings.keys() - {"data"}:
+        raise UsageError(f"{min(settings.keys() - {'data'})} is of a fit: give it text with data")
+    if not fit.data:
+        with claimed(out, overwrite=overwrite, inputs=(Path(model),)) as claim:
+            checkpoint = _opened(model, revision)
+            with claim.staged() as stage:
+                copy_weights(checkpoint, stage)
+                return _written(checkpoint, out, stage, 0, None)
+    return _fitted(model, out, fit, revision, overwrite, doing, told)
+
+
+def _fitted(
+    model: str | Path,
+    out: Path,
+    fit: Fit,
+    revision: str | None,
+    overwrite: bool,
+    doing: Callable[[str], None],
+    told: Told,
+) -> Converted:
+    import torch
+    from accelerate import PartialState
+
+    from twellctl.fitting.run import drop_run, fit_weights, fitted_tensors, prepare_fit
+    from twellctl.models.shard_writer import write_shards
+    from twellctl.training.processes import in_all, in_the_first
+
+    run, inputs = run_folder(out), [Path(model), *map(Path, fit.data), *text_files(fit.data)]
+    world = PartialState(cpu=not torch.cuda.is_available())
+    with contextlib.ExitStack() as held:
+
+        def claim_it() -> Claim:
+            claim = held.enter_context(claimed(out, overwrite=overwrite, inputs=inputs))
+            check_inputs(run, inputs)
+            return claim
+
+        claim = in_the_first(world, claim_it)
+        checkpoint = in_all(lambda: _opened(model, revision))
+        checkpoint.require_tokenizer()
+        doing("reading and tokenising the text")
+        prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
+        world.wait_for_everyone()
+        doing("fitting the first layer")
+        try:
+            fitted = fit_weights(checkpoint, run, fit, world, told)
+        except torch.OutOfMemoryError as error:
+            raise TwellError("out of GPU memory: give fewer --tokens, or more GPUs") from error
+        if not world.is_main_process:
+            return _result(checkpoint, out, fitted, False)
+        doing(f"writing {out}")
+        with claim.staged() as stage:
+            write_shards(fitted_tensors(checkpoint, run), stage, SHARD_BYTES)
+            (stage / FIT_FILE).write_text(_report(fit, fitted), encoding="utf-8")
+            made = _written(checkpoint, out, stage, fitted.map_neurons, fitted)
+        drop_run(run)
+        return made
+
+
+def _opened(model: str | Path, revision: str | None) -> Checkpoint:
+    """The checkpoint, if there is an activation to replace."""
+    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint.require_unquantised()
+    if checkpoint.activation == "relu":
+        name = checkpoint.name
+        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
+    checkpoint.require_gated_source()
+    return checkpoint
+
+
+def _written(
+    checkpoint: Checkpoint, out: Path, stage: Path, map_neurons: int, fitted: "Fitted | None"
+) -> Converted:
+    """Put what belongs beside the weights into `stage`."""
+    copy_side_files(checkpoint, stage)
+    write_config(stage, _with_relu(checkpoint, map_neurons))
+    write_card(stage, out.name, checkpoint.path)
+    return _result(checkpoint, out, fitted, has_chat_template(stage))
+
+
+def _result(
+    checkpoint: Checkpoint, out: Path, fitted: "Fitted | None", is_chat_model: bool
+) -> Converted:
     ffn = checkpoint.ffn
     sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    return Converted(out, *sizes, checkpoint.activation, is_chat_model)
+    return Converted(out, *sizes, checkpoint.activation, is_chat_model, fitted)
 
 
-def _with_relu(checkpoint: Checkpoint) -> dict:
-    """config.json of the converted model; `TwellError` if there is no SiLU to replace."""
-    name, activation = checkpoint.name, checkpoint.activation
-    if activation == "relu":
-        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
-    if not checkpoint.is_silu:
-        raise TwellError(f"{name} has hidden_act {activation!r}: take a model with 'silu'")
-    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, activation)
-    config = checkpoint.config | {"hidden_act": "relu", "twell": twell}
+def _with_relu(checkpoint: Checkpoint, map_neurons: int) -> dict:
+    """config.json of the converted model."""
+    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
+    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
+    if map_neurons:
+        twell["map_neurons"] = map_neurons
+        config["intermediate_size"] = checkpoint.ffn.intermediate_size + map_neurons
     config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
     return config
+
+
+def _report(fit: Fit, fitted: "Fitted") -> str:
+    """What the fit was told, without paths of this machine, and what it came to."""
+    told = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
+    return to_json({"settings": told} | dataclasses.asdict(fitted), indent=2) + "\n"

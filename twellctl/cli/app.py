@@ -1,5 +1,6 @@
 """The commands and their options. Nothing heavy is imported before a command runs."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,9 +9,11 @@ import typer
 
 from twellctl.cli import bench, interrupts, measure
 from twellctl.cli.command import CONTEXT, command, show_help
-from twellctl.cli.flags import takes
+from twellctl.cli.flags import made, takes
 from twellctl.errors import TwellError, UsageError
+from twellctl.fitting.settings import Fit
 from twellctl.screens import serving, ui
+from twellctl.screens.convert import converted, fitting, planned
 from twellctl.screens.doctor import diagnosed
 from twellctl.screens.export import exported
 from twellctl.screens.finetune import finetuned, tried_out
@@ -50,27 +53,40 @@ def root(
     show_help(context)
 
 
-@command(app, "convert owner/model relu", group=MAKE)
+@command(app, "convert owner/model relu --data answers.jsonl", group=MAKE)
+@takes(Fit)
 def convert(
-    model: Model, out: Out, revision: Revision = None, overwrite: Overwrite = False
+    *,
+    model: Model,
+    out: Out,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what a fit would take: time and memory.")
+    ] = False,
+    flags: dict[str, Any],
 ) -> None:
-    """Make a SiLU model ReLU.
+    """Make a model with SiLU or GELU gates ReLU.
 
-    config.json is edited, the weights are copied as they are.
+    With --data it is fitted: layer by layer, by least squares and without training, so that it
+    works at once. The same command again goes on where a killed one was. On several GPUs:
+    torchrun --nproc-per-node GPUS -m twellctl convert ...
+
+    Without --data config.json is edited and the weights are copied as they are. Such a model talks
+    noise until it is fine-tuned.
     """
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
-    done = run(model, out, revision=revision, overwrite=overwrite)
-    ui.say(
-        f"{done.out}: {done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}, "
-        f"{done.source_act} -> relu"
-    )
-    to_train = f"twellctl finetune {ui.word(done.out)} OUT --recipe standard --data FILE"
-    if done.is_chat_model:
-        ui.say(f"next: twellctl write {ui.word(model)} own.jsonl, then {to_train} --data own.jsonl")
-    else:
-        ui.say(f"next: {to_train}")
+    settings = dataclasses.asdict(made(Fit, flags))
+    settings = {k: settings[k] for k in (flag.replace("-", "_") for flag in flags)}
+    if dry_run:
+        from twellctl.fitting.plan import plan
+
+        planned(plan(model, revision=revision, **settings))
+        return
+    how = {"revision": revision, "overwrite": overwrite}
+    converted(run(model, out, **how, doing=ui.doing, told=fitting, **settings), model)
 
 
 @command(app, "write owner/model own.jsonl", group=MAKE)

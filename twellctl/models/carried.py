@@ -12,7 +12,7 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.files.outputs import copy_file
 from twellctl.files.strict_json import to_json
-from twellctl.models.checkpoint import REPORT_FILE, Checkpoint
+from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
@@ -33,6 +33,7 @@ SIDE_FILES = (
     "vocab.json",
     "vocab.txt",
     REPORT_FILE,
+    FIT_FILE,
 )
 TEMPLATES = "additional_chat_templates"
 CARD = "README.md"

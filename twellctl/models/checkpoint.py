@@ -23,7 +23,10 @@ from twellctl.models.shards import (
 )
 
 SILU = ("silu", "swish")
+GATED = (*SILU, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish")
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation")  # the first that a config has
 REPORT_FILE = "twell_finetune.json"  # what a fine-tuning run ended with
+FIT_FILE = "twell_fit.json"  # what a fit came to
 SIZES = (
     "head_dim",
     "hidden_size",
@@ -72,7 +75,22 @@ class Checkpoint:
 
     @property
     def activation(self) -> str:
-        return self.config["hidden_act"]
+        return self.config[self.activation_key]
+
+    @property
+    def activation_key(self) -> str:
+        """What config.json calls the activation."""
+        return activation_key(self.config)
+
+    @property
+    def map_neurons(self) -> int:
+        """How many of the last neurons of each FFN always fire, those of a fitted model's map."""
+        return self.twell.get("map_neurons", 0)
+
+    @property
+    def own_neurons(self) -> int:
+        """Neurons of each FFN without those of a map."""
+        return self.ffn.intermediate_size - self.map_neurons
 
     @property
     def origin(self) -> str:
@@ -85,6 +103,12 @@ class Checkpoint:
         in_order = sorted(ffns, key=lambda ffn: [int(number) for number in re.findall(r"\d+", ffn)])
         return [tensor.name for tensor in ffns[in_order[layer]].values()]
 
+    def ffn_tensors(self, layer: int) -> list[str]:
+        """The names of the weights of a layer's FFN, and of those biases that are there."""
+        weights = self.ffn_weights(layer)
+        biases = [name.removesuffix("weight") + "bias" for name in weights]
+        return [*weights, *(name for name in biases if name in self.tensors)]
+
     @property
     def hub_id(self) -> str | None:
         """The id under which the hub has this model; None for a local folder."""
@@ -96,9 +120,9 @@ class Checkpoint:
 
     @property
     def is_only_converted(self) -> bool:
-        """Whether it is ReLU with the weights of a SiLU model, which twellctl did not train."""
-        trained = (self.path / REPORT_FILE).exists()
-        return self.activation == "relu" and self.twell["source_act"] != "relu" and not trained
+        """Whether it is ReLU with the weights of another model, neither fitted nor trained."""
+        changed = any((self.path / name).exists() for name in (REPORT_FILE, FIT_FILE))
+        return self.activation == "relu" and self.twell["source_act"] != "relu" and not changed
 
     def beware_of_noise(self, note: Callable[[str], None]) -> None:
         """Say so if the model was only converted."""
@@ -138,6 +162,14 @@ class Checkpoint:
             raise TwellError(
                 f"{self.name} is quantised already (FP8): take the model that it was exported "
                 f"from{f', {shown(origin)}' if origin else ''}"
+            )
+
+    def require_gated_source(self) -> None:
+        """Refuse an activation that is not of a kind that ReLU can stand for."""
+        if self.activation not in GATED:
+            raise TwellError(
+                f"{self.name} has {self.activation_key} {self.activation!r}: take a model with one "
+                f"of {', '.join(GATED)}"
             )
 
     def require_relu(self) -> None:
@@ -280,10 +312,15 @@ def refuse_unsupported(name: str, config: dict) -> None:
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     for key in SIZES:
         _size(name, config, key)
-    if not isinstance(config.get("hidden_act"), str):
-        seen = config.get("hidden_activation") or config.get("activation_function")
+    if not isinstance(config.get(activation_key(config)), str):
+        seen = config.get("activation_function")
         found = f"its activation is {shown(seen)}" if seen else "config.json has no hidden_act"
         raise TwellError(f"{name} ({model_type}) is no gated SiLU model: {found}; take another")
+
+
+def activation_key(config: dict) -> str:
+    """What this config calls the activation of its FFNs."""
+    return next((key for key in ACTIVATION_KEYS if config.get(key)), ACTIVATION_KEYS[0])
 
 
 def _transformers_has(model_type: str) -> bool:

@@ -62,7 +62,7 @@ def load_model(
     device = device or default_device()
     if not checkpoint.shards:
         return _random_model(checkpoint, dtype, device)
-    extra = {} if activation is None else {"hidden_act": activation}
+    extra = {} if activation is None else {checkpoint.activation_key: activation}
     model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
     refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
     return model
@@ -197,7 +197,7 @@ def without_values(
     else:
         config = AutoConfig.for_model(**checkpoint.config)
     if activation is not None:
-        config.hidden_act = activation
+        setattr(config, checkpoint.activation_key, activation)
     with _no_model_of(checkpoint), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -46,6 +46,11 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
+    if penalty == "l1" and checkpoint.map_neurons:
+        raise UsageError(
+            "--penalty l1 would price the map of a fitted model, too: give --penalty count, or a "
+            "model that was converted without --data"
+        )
     return dataclasses.replace(
         recipe,
         compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
@@ -77,10 +82,10 @@ def build_trainer(
     train, held_out = blocks
     sharded = is_to_be_sharded(checkpoint, recipe)
     model = _student(checkpoint, recipe, sharded)
-    fresh, num_neurons = checkpoint.is_only_converted, checkpoint.ffn.intermediate_size
+    fresh, num_neurons = checkpoint.is_only_converted, checkpoint.own_neurons
     soften = recipe.soften if fresh and recipe.penalty == "count" else 0.0
     progress.doing("looking at what the layers read")
-    penalty = _penalty(model, recipe, train, soften)
+    penalty = _penalty(model, recipe, train, soften, checkpoint.map_neurons)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
@@ -162,10 +167,10 @@ def _states(
 
 
 def _penalty(
-    model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float
+    model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float, map_neurons: int
 ) -> PricedGates | FfnPenalty:
     if recipe.penalty == "count":
-        gates = PricedGates(model, recipe.l1_normalizer)
+        gates = PricedGates(model, recipe.l1_normalizer, map_neurons)
         device = model.device
         batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

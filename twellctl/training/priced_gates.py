@@ -38,8 +38,9 @@ TOKENS_A_WEIGHT = 8  # so many tokens for each weight of a direction, to fit it
 class PricedGate(nn.Module):
     """In the place of an FFN's activation, behind a product that `shifted` corrects."""
 
-    def __init__(self, num_neurons: int, hidden_size: int, settings: Tensor):
+    def __init__(self, num_neurons: int, hidden_size: int, map_neurons: int, settings: Tensor):
         super().__init__()
+        self.num_own = num_neurons - map_neurons
         device = settings.device
         self.shift = nn.Parameter(torch.zeros(num_neurons, device=device))
         direction = torch.zeros(hidden_size, device=device)
@@ -56,7 +57,7 @@ class PricedGate(nn.Module):
 
     def forward(self, gate: Tensor) -> Tensor:
         fires = gate > 0
-        self.fired = fires.sum(dtype=torch.float32)
+        self.fired = fires[..., : self.num_own].sum(dtype=torch.float32)
         return _Fire.apply(gate, self.settings) if self.training else torch.where(fires, gate, 0)
 
 
@@ -83,15 +84,17 @@ class PricedGates:
     """Puts a `PricedGate` into every gated FFN of `model`, and counts what fires.
 
     The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`, or with
-    `normalizer="mean"` of the share of them.
+    `normalizer="mean"` of the share of them. The last `map_neurons`, which always fire, are not
+    counted, and so far from zero that no price reaches them.
     """
 
-    def __init__(self, model: nn.Module, normalizer: str = "sum"):
+    def __init__(self, model: nn.Module, normalizer: str = "sum", map_neurons: int = 0):
         self.ffns = gated_ffns(model)
-        self.hidden_size, self.num_neurons = self.ffns[0].down_proj.weight.shape
+        self.hidden_size, num_neurons = self.ffns[0].down_proj.weight.shape
+        self.num_neurons = num_neurons - map_neurons
         self.normalizer = normalizer
         settings = torch.zeros(3, device=next(model.parameters()).device)
-        sizes = self.num_neurons, self.hidden_size
+        sizes = num_neurons, self.hidden_size, map_neurons
         self.gates = [PricedGate(*sizes, settings) for _ in self.ffns]
         self._settings, self._written, self._num_tokens = settings, None, 0
         self._stock = [activation_of(ffn) for ffn in self.ffns]
@@ -143,9 +146,10 @@ class PricedGates:
             name = f"{names[id(gate_and_up(ffn)[0])]}.weight"
             if name in state:
                 weight = state[name].clone()
-                moved = weight[: self.num_neurons].float()
+                count = len(gate.shift)
+                moved = weight[:count].float()
                 moved -= torch.outer(gate.shift, gate.direction).to(moved.device)
-                weight[: self.num_neurons] = moved
+                weight[:count] = moved
                 state[name] = weight
 
     def remove(self) -> None:

@@ -1,0 +1,318 @@
+"""convert --data: fitted models against stock transformers, float64 and autograd."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.convert import convert
+from twellctl.errors import TwellError, UsageError
+from twellctl.fitting.ffn import GatedFfn
+from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
+from twellctl.fitting.least_squares import NotSolved, Products, solved
+from twellctl.fitting.steps import LayerText, Steps, _gradients, take_steps
+from twellctl.models.loading import quiet_transformers
+
+QUICK = {"tokens": 2048, "seq_len": 32, "eval_windows": 8}
+N, K = 96, 32
+
+
+@pytest.fixture(scope="module")
+def fitted(make_model, text_file, tmp_path_factory):
+    """`fitted(family, **settings)`: (source, folder, what `convert` returned)."""
+
+    def fit(family="llama", out=None, changes=(), **settings):
+        source = make_model(family, **dict(changes))
+        out = out or tmp_path_factory.mktemp("fitted") / "out"
+        done = convert(source, out, data=[str(text_file)], **QUICK | settings)
+        return source, out, done
+
+    return fit
+
+
+def drawn_ffn(seed=0, biases=False):
+    torch.manual_seed(seed)
+    weights = [torch.randn(N, K) / 6, torch.randn(N, K) / 6, torch.randn(K, N) / 10]
+    if biases:
+        weights += [torch.randn(N) / 10, torch.randn(N) / 10, torch.randn(K) / 10]
+    return GatedFfn(*weights)
+
+
+def drawn_text(ffn, tokens=3000, seed=1):
+    torch.manual_seed(seed)
+    z = torch.randn(tokens, K) + torch.linspace(1, 2, K)
+    hidden = F.silu(ffn.gates(z)) * ffn.ups(z)
+    wanted = F.linear(hidden, ffn.down, ffn.down_bias)
+    return LayerText(z, torch.rand(tokens) + 0.5, lambda tokens: wanted[tokens])
+
+
+def error_of(ffn, text):
+    away = text.wanted(slice(None)) - ffn(text.z)
+    return float((away.square().sum(1) * text.weights).sum())
+
+
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "pad_token_id": 0}
+FAMILIES = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("phi3", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("gemma2", GEMMA | {"sliding_window": 16}),
+    ("gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 0}),
+    ("granite", {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "pad_token_id": 0}),
+    ("cohere", {"pad_token_id": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_stock_transformers_computes_what_was_measured(fitted, text_file, family, changes):
+    source, out, done = fitted(family, changes=changes)
+    config = AutoConfig.from_pretrained(out)
+    model, first = (AutoModelForCausalLM.from_pretrained(p) for p in (out, source))
+    assert config.intermediate_size == 96 + done.fitted.map_neurons
+    assert config.twell["map_neurons"] == done.fitted.map_neurons == 16
+    fires = []
+    for ffn in gated_ffns(model):
+        name = "act_fn" if hasattr(ffn, "act_fn") else "activation_fn"
+        assert type(getattr(ffn, name)).__name__ == "ReLUActivation" or isinstance(
+            getattr(ffn, name), torch.nn.ReLU
+        )
+        getattr(ffn, name).register_forward_hook(lambda m, a, y: fires.append(y > 0))
+    ids = _held_out(source, text_file)
+    with torch.no_grad(), quiet_transformers():
+        ours = model(ids).logits[:, :-1].log_softmax(-1)
+        theirs = first(ids).logits[:, :-1].log_softmax(-1)
+    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert float(kl) == pytest.approx(done.fitted.held_out.kl, rel=2e-3)
+    for layer, fired in zip(done.fitted.layers, fires, strict=True):
+        assert fired[..., 96:].float().mean() > 0.5  # random inputs are nearly centred
+        assert torch.equal(fired[..., 96], fired[..., -1])  # one gate row
+        assert float(fired[..., :96].float().mean()) == pytest.approx(layer.fires, abs=0.06)
+        assert layer.error < layer.error_swapped
+
+
+def _held_out(source, text_file):
+    """The windows that `convert` holds out, made again by the tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer, stream = AutoTokenizer.from_pretrained(source), []
+    for line in text_file.read_text().splitlines():
+        stream += [tokenizer.eos_token_id, *tokenizer(json.loads(line)["text"])["input_ids"]]
+        if len(stream) >= 2048 + 9 * 32:
+            break
+    count = len(stream) // 32
+    blocks = torch.tensor(stream[: count * 32]).view(count, 32)
+    middles = [round(count * (2 * i + 1) / 16 - 0.5) for i in range(8)]
+    return blocks[[min(m, count - 1) for m in middles]]
+
+
+def test_least_squares_are_those_of_float64():
+    torch.manual_seed(0)
+    features, rest = torch.randn(500, 12), torch.randn(500, 5)
+    products = Products(12, 5, features.device)
+    for part in (slice(0, 200), slice(200, 500)):
+        products.add(features[part], rest[part])
+    f, y = features.double(), rest.double()
+    gram = f.T @ f
+    means = torch.cat([gram.diagonal()[:8].mean().expand(8), gram.diagonal()[8:].mean().expand(4)])
+    expected = torch.linalg.solve(gram + torch.diag(0.01 * means), f.T @ y)
+    torch.testing.assert_close(
+        solved(products, (8, 4), 0.01).double(), expected, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_products_through_a_map_are_those_of_mapped_features():
+    torch.manual_seed(0)
+    features, rest, last = torch.randn(300, 12), torch.randn(300, 5), torch.randn(2, 4)
+    products, mapped = Products(12, 5, features.device), Products(10, 5, features.device)
+    products.add(features, rest)
+    mapped.add(torch.cat([features[:, :8], features[:, 8:] @ last.T], 1), rest)
+    through = products.through(last)
+    torch.testing.assert_close(through.gram, mapped.gram, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(through.right, mapped.right, rtol=1e-4, atol=1e-3)
+
+
+def test_equations_without_a_solution_name_the_ridge_that_has_one():
+    products = Products(3, 1, torch.device("cpu"))
+    products.gram += torch.tensor([[1.0, 1, 0], [1, 1 - 1e-5, 0], [0, 0, 1]])
+    with pytest.raises(NotSolved, match=r"--ridge 0\.0001 would do"):
+        solved(products, (3,), 1e-7)
+    products.gram *= float("nan")
+    with pytest.raises(NotSolved, match="not finite"):
+        solved(products, (3,), 1e-7)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("rank", [0, 4, 32])
+def test_a_layer_is_nearer_than_any_other_of_its_gates(rank, biases):
+    """Of those with the same gates, ups and map inputs the fitted down is the best."""
+    ffn = drawn_ffn(biases=biases)
+    text = drawn_text(ffn)
+    made, fired = fit_layer(ffn, text, 0.0, HowToFit(rank, 1e-9, torch.float32, None))
+    assert made.gate.shape == (N + rank, K)
+    assert 0.2 < fired < 0.8
+    assert torch.equal(made.gate[:N], ffn.gate)
+    hidden = (made.gates(text.z).relu() * made.ups(text.z)).double()
+    root = text.weights.double().sqrt()[:, None]
+    wanted = text.wanted(slice(None)).double()
+    if biases:
+        wanted = wanted - ffn.down_bias.double()
+    best = torch.linalg.lstsq(hidden * root, wanted * root).solution
+    least = float(((wanted - hidden @ best) * root).square().sum())
+    assert error_of(made, text) == pytest.approx(least, rel=1e-3)
+    assert error_of(made, text) < error_of(ffn, text)
+
+
+def test_the_map_carries_what_a_linear_layer_gives():
+    ffn = drawn_ffn()
+    z = drawn_text(ffn).z
+    linear = torch.randn(K, K) / 5
+    text = LayerText(z, torch.ones(len(z)), lambda t: z[t] @ linear.T)
+    made, _ = fit_layer(ffn, text, 0.0, HowToFit(K, 1e-6, torch.float32, None))
+    away = (text.wanted(slice(None)) - made(z)).norm() / (z @ linear.T).norm()
+    assert away < 0.02
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2])
+def test_a_threshold_moves_each_gate_by_what_its_neuron_is_worth(threshold):
+    ffn = drawn_ffn()
+    text = drawn_text(ffn)
+    made, fired = fit_layer(ffn, text, threshold, HowToFit(8, 1e-6, torch.float32, None))
+    direction = find_direction(text)
+    moved = ffn.gate - made.gate[:N]
+    ups = (text.z @ ffn.up.T).square() * text.weights[:, None]
+    expected = threshold / (ups.mean(0).sqrt() * ffn.down.norm(dim=0))
+    some = slice(None, None, max(1, len(text.z) // 8192))
+    assert some.step == 1
+    torch.testing.assert_close(moved, expected[:, None] * direction, rtol=1e-3, atol=1e-6)
+    assert fired < fit_layer(ffn, text, 0.0, HowToFit(8, 1e-6, torch.float32, None))[1]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_gradients_are_those_of_autograd(biases):
+    ffn = drawn_ffn(biases=biases)
+    text, direction = drawn_text(ffn, 64), torch.randn(K) / 5
+    weights = {name: w for name, w in vars(ffn).items() if w is not None}
+    weights["line"] = torch.randn(K, K) / 5
+    picked, scale, price = torch.arange(0, 64, 2), torch.tensor(7.0), torch.tensor(0.01)
+    found, fired = _gradients(weights, direction, text, picked, scale, price)
+    leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
+    z, zeros = text.z[picked].double(), torch.zeros(1, dtype=torch.float64)
+    gate = F.linear(z, leaves["gate"], leaves.get("gate_bias", zeros))
+    up = F.linear(z, leaves["up"], leaves.get("up_bias", zeros))
+    soft = torch.sigmoid(gate / 0.05)
+    straight = gate * soft + (gate.relu() - gate * soft).detach()  # ReLU, with that gradient
+    mapped = z * (z @ direction.double()).relu()[:, None]
+    out = (straight * up) @ leaves["down"].T + mapped @ leaves["line"].T
+    out = out + leaves.get("down_bias", zeros)
+    away = (out - text.wanted(picked).double()).square().sum(1)
+    loss = (away * text.weights[picked].double()).sum() / 7 + 0.01 * soft.sum()
+    loss.backward()
+    assert fired == pytest.approx(float((gate > 0).double().mean()))
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(found[name].double(), leaf.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_steps_bring_a_layer_nearer_and_hold_its_density():
+    ffn = drawn_ffn()
+    text = drawn_text(ffn, 6000)
+    with torch.no_grad():
+        how = HowToFit(16, 1e-6, torch.float32, None)
+        without, fired = fit_layer(ffn, text, 0.3, how)
+        steps = Steps(400, 512, 0.03, 0)
+        stepped, fires = fit_layer(ffn, text, 0.3, HowToFit(16, 1e-6, torch.float32, steps))
+    assert error_of(stepped, text) < 0.8 * error_of(without, text)
+    assert fires == pytest.approx(fired, rel=0.15)
+
+
+def test_steps_of_none_change_nothing():
+    ffn = drawn_ffn()
+    line = torch.zeros(K, K)
+    made, after = take_steps(ffn, line, torch.zeros(K), drawn_text(ffn), 0.5, Steps(0, 8, 0.1, 0))
+    assert torch.equal(made.gate, ffn.gate)
+    assert torch.equal(after, line)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1])
+def test_a_density_is_met_as_a_mean_over_layers(fitted, density):
+    _, _, done = fitted(density=density, tokens=8192)
+    assert done.fitted.density == pytest.approx(density, rel=0.1)
+
+
+def test_a_density_above_what_relu_lets_through_shifts_nothing(fitted):
+    source, out, done = fitted(density=0.9)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(after[name][:96], before[name])
+    assert done.fitted.density < 0.6
+
+
+def test_two_runs_and_one_that_was_killed_give_the_same_bits(
+    fitted, make_model, text_file, tmp_path
+):
+    _, out, _ = fitted(steps=5, step_tokens=64)
+    source = make_model("llama")
+
+    class Killed(BaseException):
+        pass
+
+    def told(done, total, differ, left):
+        raise Killed
+
+    how = QUICK | {"data": [str(text_file)], "steps": 5, "step_tokens": 64}
+    with pytest.raises(Killed):
+        convert(source, tmp_path / "out", told=told, **how)
+    assert (tmp_path / "out.run" / "layer-000.safetensors").is_file()
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="other settings"):
+        convert(source, tmp_path / "out", **how | {"steps": 6})
+    layers = []
+    convert(source, tmp_path / "out", told=lambda done, *_: layers.append(done), **how)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        out / "model.safetensors"
+    ).read_bytes()
+    assert not (tmp_path / "out.run").exists()
+
+
+def test_the_report_names_no_path(fitted, text_file):
+    _, out, done = fitted()
+    report = json.loads((out / "twell_fit.json").read_text())
+    assert report["held_out"]["kl"] == done.fitted.held_out.kl
+    assert str(text_file.parent) not in (out / "twell_fit.json").read_text()
+
+
+def refused(make_model, text_file, out, match, kind=TwellError, **settings):
+    with pytest.raises(kind, match=match):
+        convert(make_model("llama"), out, **{"data": [str(text_file)]} | QUICK | settings)
+    assert not out.exists()
+
+
+def test_what_is_refused(make_model, text_file, tmp_path):
+    out = tmp_path / "out"
+    refused(make_model, text_file, out, "are too few to fit 128 weights", tokens=1024, seq_len=512)
+    refused(make_model, text_file, out, "data", UsageError, data=[], steps=3)
+    refused(make_model, text_file, out, "density", UsageError, density=1.5)
+    same = tmp_path / "same.jsonl"
+    same.write_text(json.dumps({"text": "a" * 20000}) + "\n")
+    convert(make_model("llama"), tmp_path / "relu")
+    with pytest.raises(TwellError, match="already ReLU"):
+        convert(tmp_path / "relu", out, data=[str(text_file)])
+
+
+def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path):
+    source, out = make_model("llama"), tmp_path / "out"
+    words = ["--data", text_file, "--tokens", 2048, "--seq-len", 32, "--eval-windows", 8]
+    code, said, _ = cli("convert", source, out, *words, "--dry-run")
+    assert code == 0
+    assert "2048 tokens, 2 layers of 32 x 96 and a map of rank 16" in said
+    assert not out.exists()
+    code, said, _ = cli("convert", source, out, *words)
+    assert code == 0
+    assert "of the neurons fire for a token" in said
+    assert said.splitlines()[-1].startswith("next: twellctl finetune")
+    code, said, err = cli("convert", source, tmp_path / "plain")
+    assert code == 0
+    assert any("talks noise until it is fitted" in line for line in err)

@@ -1,0 +1,88 @@
+"""The weights of one gated FFN, as fitting holds and changes them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import gate_and_up
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GatedFfn:
+    """`down(act(gate(z)) * up(z))`: gate and up `[N, K]`, down `[K, N]`, biases or None."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, ffn: nn.Module) -> "GatedFfn":
+        """The weights of a stock module, packed or separate."""
+        projections = gate_and_up(ffn)
+        if len(projections) == 2:
+            (gate, gate_bias), (up, up_bias) = ((p.weight, p.bias) for p in projections)
+        else:
+            gate, up = projections[0].weight.chunk(2)
+            both = projections[0].bias
+            gate_bias, up_bias = (None, None) if both is None else both.chunk(2)
+        down = ffn.down_proj
+        return cls(gate, up, down.weight, gate_bias, up_bias, down.bias)
+
+    def gates(self, z: Tensor) -> Tensor:
+        """`[T, N]` before the activation, of inputs `[T, K]`."""
+        return F.linear(z, self.gate.to(z.dtype), _like(self.gate_bias, z))
+
+    def ups(self, z: Tensor) -> Tensor:
+        """`[T, N]`, of inputs `[T, K]`."""
+        return F.linear(z, self.up.to(z.dtype), _like(self.up_bias, z))
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """`[T, K]`, with ReLU."""
+        hidden = self.gates(z).relu_().mul_(self.ups(z))
+        return F.linear(hidden, self.down.to(z.dtype), _like(self.down_bias, z))
+
+    def rounded(self, dtype: torch.dtype) -> "GatedFfn":
+        """Each weight as `dtype` holds it, still in the dtype that it has."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: v.to(dtype).to(v.dtype) for name, v in values.items()})
+
+    def first(self, num_neurons: int) -> "GatedFfn":
+        """The first neurons alone."""
+        gate_bias, up_bias = (
+            b if b is None else b[:num_neurons] for b in (self.gate_bias, self.up_bias)
+        )
+        rows = self.gate[:num_neurons], self.up[:num_neurons], self.down[:, :num_neurons]
+        return GatedFfn(*rows, gate_bias, up_bias, self.down_bias)
+
+    def with_map(self, direction: Tensor, map_up: Tensor, map_down: Tensor) -> "GatedFfn":
+        """`map_down map_up z` added, as R neurons whose gate is `direction` `[K]`.
+
+        `map_up` is `[R, K]`, `map_down` `[K, R]`; row and column of a neuron get the same length.
+        """
+        lengths = map_down.norm(dim=0).clamp(min=1e-9), map_up.norm(dim=1).clamp(min=1e-9)
+        scale = (lengths[0] / lengths[1]).sqrt()
+        rank = len(map_up)
+        return replace(
+            self,
+            gate=torch.cat([self.gate, direction.expand(rank, -1)]),
+            up=torch.cat([self.up, map_up * scale[:, None]]),
+            down=torch.cat([self.down, map_down / scale], 1),
+            gate_bias=_longer(self.gate_bias, rank),
+            up_bias=_longer(self.up_bias, rank),
+        )
+
+
+def _like(bias: Tensor | None, z: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(z.dtype)
+
+
+def _longer(bias: Tensor | None, more: int) -> Tensor | None:
+    return None if bias is None else F.pad(bias, (0, more))

@@ -1,0 +1,140 @@
+"""One layer: its gated FFN of N neurons becomes a ReLU FFN of N + R.
+
+    direction  `w` with `w . z = 1` for nearly every token, by least squares: what an FFN reads is
+               normalised and far from centred. A shift `t` of a gate is then a change `-t w` of its
+               weights, a bias without a bias; and a neuron whose gate is `w` always fires.
+    shifts     gate n moves down by `threshold / (rms(up n) |down n|)`: so a neuron fires only where
+               what it gives may be larger than the threshold, which is one for the whole model.
+    steps      of Adam on the layer's weights and the map (`steps.py`), between two least squares.
+    solve      least squares of what is wanted on `[relu(gate z) * up z, z]`: down and a map of `z`.
+    map        cut to the rank R that gives most on this text; then down and the map's outputs are
+               solved for again, from the same sums.
+
+A token's squared error counts by the inverse square of its hidden state: what follows normalises
+it, and the few tokens whose states are a hundred times as long would outweigh all others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from twellctl.fitting.ffn import GatedFfn
+from twellctl.fitting.least_squares import Products, same_in_all, solved, sum_over_processes
+from twellctl.fitting.steps import LayerText, Steps, take_steps
+
+DIRECTION_RIDGE = 1e-4
+AT_ONCE = 8192  # tokens whose features are held
+SCORED = 8192  # tokens on which a threshold is judged
+
+
+@dataclass(frozen=True)
+class HowToFit:
+    """What all layers of a model share; `dtype` is the one that weights will be stored in."""
+
+    rank: int
+    ridge: float
+    dtype: torch.dtype
+    steps: Steps | None
+
+
+@torch.no_grad()
+def fit_layer(
+    ffn: GatedFfn, text: LayerText, threshold: float, how: HowToFit
+) -> tuple[GatedFfn, float]:
+    """(FFN of N + R neurons with weights as stored, share of the N that fire).
+
+    `ffn` holds float32 weights of the model that is fitted; `threshold` 0 leaves its gates as they
+    are. `NotSolved` where the equations have no solution.
+    """
+    direction = find_direction(text).to(how.dtype).float()
+    if threshold:
+        ffn = replace(ffn, gate=ffn.gate - shifts(ffn, text, threshold)[:, None] * direction)
+    ffn = ffn.rounded(how.dtype)
+    line = torch.zeros(len(direction), len(direction), device=direction.device)
+    products, fired = _products(ffn, line, direction, text)
+    if how.steps is not None:
+        ffn, line = _solution(ffn, line, products, how.ridge)
+        ffn, line = take_steps(ffn, line, direction, text, fired, how.steps)
+        ffn = ffn.rounded(how.dtype)
+        products, fired = _products(ffn, line, direction, text)
+    return _with_map(ffn, line, direction, products, how), fired
+
+
+def find_direction(text: LayerText) -> Tensor:
+    """`[K]` float32: its product with what the layer reads is nearest to 1."""
+    K = text.z.shape[1]
+    products = Products(K, 1, text.z.device)
+    for part in _parts(len(text)):
+        z = text.z[part].float()
+        products.add(z, torch.ones(len(z), 1, device=z.device))
+    products.over_processes()
+    return solved(products, (K,), DIRECTION_RIDGE)[:, 0]
+
+
+def worth(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
+    """`[N]`: what a unit of each gate gives, root mean square over weighted tokens `[T, K]`."""
+    squares = (ffn.ups(z).float().square() * weights[:, None]).mean(0)
+    return (squares.sqrt() * ffn.down.norm(dim=0)).clamp(min=1e-12)
+
+
+def shifts(ffn: GatedFfn, text: LayerText, threshold: float) -> Tensor:
+    """`[N]`: how far each gate moves down."""
+    some = slice(None, None, max(1, len(text) // SCORED))
+    values = worth(ffn, text.z[some], text.weights[some])
+    return same_in_all(threshold / values)
+
+
+def _products(
+    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText
+) -> tuple[Products, float]:
+    """(sums over `[relu(gate z) * up z, mapped z]` and what `ffn` and `line` leave, share firing).
+
+    Over the tokens of all processes.
+    """
+    N, K = ffn.gate.shape
+    products = Products(N + K, K, line.device)
+    fired = torch.zeros(2, dtype=torch.float64, device=line.device)
+    for part in _parts(len(text)):
+        z, root = text.z[part], text.weights[part, None].sqrt()
+        gate = ffn.gates(z)
+        fired += torch.stack([(gate > 0).sum(), torch.tensor(gate.numel(), device=z.device)])
+        hidden = gate.relu_().mul_(ffn.ups(z)).float()
+        mapped = (z * (z @ direction.to(z.dtype)).relu()[:, None]).float()
+        features = torch.cat([hidden, mapped], 1)
+        rest = text.wanted(part) - features @ torch.cat([ffn.down, line], 1).T
+        if ffn.down_bias is not None:
+            rest -= ffn.down_bias
+        products.add(features.mul_(root), rest.mul_(root))
+    products.over_processes()
+    sum_over_processes(fired)
+    return products, float(fired[0] / fired[1])
+
+
+def _solution(
+    ffn: GatedFfn, line: Tensor, products: Products, ridge: float
+) -> tuple[GatedFfn, Tensor]:
+    N, K = ffn.gate.shape
+    change = solved(products, (N, K), ridge).T
+    return replace(ffn, down=ffn.down + change[:, :N]), line + change[:, N:]
+
+
+def _with_map(
+    ffn: GatedFfn, line: Tensor, direction: Tensor, products: Products, how: HowToFit
+) -> GatedFfn:
+    """The FFN with down solved for and a map of rank R, as it will be stored."""
+    N = len(ffn.gate)
+    _, whole = _solution(ffn, line, products, how.ridge)
+    seen = whole @ products.gram[N:, N:] @ whole.T  # what the map gives, as sums of products
+    outputs = torch.linalg.eigh(seen.double())[1][:, len(seen) - how.rank :].float()
+    map_up = same_in_all((outputs.T @ whole).contiguous())
+    map_up /= map_up.norm(dim=1, keepdim=True).clamp(min=1e-9)
+    products.right += products.gram[:, N:] @ line.T  # now what is left without any map
+    change = solved(products.through(map_up), (N, how.rank), how.ridge).T
+    made = replace(ffn, down=ffn.down + change[:, :N])
+    return made.with_map(direction, map_up, change[:, N:]).rounded(how.dtype)
+
+
+def _parts(num_tokens: int) -> Iterator[slice]:
+    return (slice(i, min(i + AT_ONCE, num_tokens)) for i in range(0, num_tokens, AT_ONCE))

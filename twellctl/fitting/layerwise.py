@@ -1,0 +1,158 @@
+"""A stock model, run one layer at a time: what goes into its first layer, each layer, its head.
+
+Layers stay where the model was loaded (on the CPU); each is copied to the device for its turn. So a
+device holds one layer, and what lies around them. All arguments that the model's own code gives a
+layer (masks, rotary positions) are recorded from a call of it, so that every family works.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_model import activation_of, gated_ffns
+from twellctl.fitting.ffn import GatedFfn
+from twellctl.models.loading import without_mask
+from twellctl.training.layer_states import ffn_layers
+
+PROBE_TOKENS = 8
+DIRECT = 0.02  # relative error up to which a layer is said to add its FFN's output as it is
+
+
+class Layerwise:
+    """`model`, in eval mode, for windows of `seq_len` tokens."""
+
+    def __init__(self, model: PreTrainedModel, seq_len: int, device: torch.device):
+        without_mask(model, seq_len)
+        self.model, self.seq_len, self.device = model, seq_len, device
+        self.layers = ffn_layers(model)
+        self.hidden_size = model.config.get_text_config().hidden_size
+        inside = {id(p) for layer in self.layers for p in [*layer.parameters(), *layer.buffers()]}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if id(tensor) not in inside:
+                tensor.data = tensor.data.to(device)
+        self._given: list[tuple[tuple, dict]] = []
+        self._returns_tuple = False
+
+    @torch.no_grad()
+    def first_states(self, ids: Tensor) -> Tensor:
+        """What goes into the first layer `[B, L, K]` float32, for ids `[B, L]`."""
+        seen: list[Tensor] = []
+
+        def record(index: int) -> Callable:
+            def forward(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
+                if not index:
+                    seen.append(states)
+                self._given.append((args, kwargs))
+                return (states,) if self._returns_tuple else states
+
+            return forward
+
+        self._given.clear()
+        with self._instead(record), self._computing():
+            self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
+        return seen[0].float()
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, states: Tensor) -> Tensor:
+        """`[B, L, V]` float32, of what the last layer gave."""
+
+        def give(index: int) -> Callable:
+            return lambda *args, **kwargs: (states,) if self._returns_tuple else states
+
+        with self._instead(give), self._computing():
+            return self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
+
+    def layer(self, index: int) -> "Layer":
+        """Layer `index`, a copy in float32 on the device; `first_states` was called before."""
+        module = copy.deepcopy(self.layers[index]).to(self.device, torch.float32)
+        args, kwargs = self._given[index]
+        layer = Layer(module, args, kwargs, self._computing)
+        self._returns_tuple = layer.returns_tuple
+        return layer
+
+    @contextlib.contextmanager
+    def _instead(self, forward: Callable[[int], Callable]) -> Iterator[None]:
+        """Inside, layer i calls `forward(i)` in the place of its own."""
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = forward(index)
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.forward
+
+    def _computing(self) -> contextlib.AbstractContextManager:
+        on_gpu = self.device.type == "cuda"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu)
+
+
+class Layer:
+    """A decoder layer `states + attention, then + factor * FFN`, as far as it is one."""
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, computing: Callable):
+        self.module, self._args, self._kwargs, self._computing = module, args, kwargs, computing
+        (self.ffn,) = gated_ffns(module)
+        self.weights = GatedFfn.of(self.ffn)
+        self.returns_tuple = False
+        self.factor = self._find_factor()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """What it gives for states `[B, L, K]`, in float32."""
+        with torch.no_grad(), self._computing():
+            out = self.module(states, *self._args, **self._kwargs)
+        self.returns_tuple = isinstance(out, tuple)
+        return (out[0] if self.returns_tuple else out).float()
+
+    def apart(self, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(what it gives if its FFN gives nothing, what the FFN reads in `dtype`)."""
+        read: list[Tensor] = []
+
+        def nothing(z: Tensor) -> Tensor:
+            read.append(z.to(dtype))
+            return torch.zeros_like(z)
+
+        return self._with_ffn(nothing, states), read[0]
+
+    def with_output(self, states: Tensor, output: Tensor) -> Tensor:
+        """What it gives if its FFN gives `output` `[B, L, K]`."""
+        return self._with_ffn(lambda z: output.to(z.dtype), states)
+
+    def gated(self, z: Tensor) -> Tensor:
+        """What its FFN gives with its own activation, for inputs `[T, K]`, in float32."""
+        with torch.no_grad(), self._computing():
+            hidden = activation_of(self.ffn)(self.weights.gates(z)) * self.weights.ups(z)
+            out = hidden @ self.weights.down.to(hidden.dtype).T
+            if self.weights.down_bias is not None:
+                out = out + self.weights.down_bias
+        return out.float()
+
+    def _with_ffn(self, forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        self.ffn.forward = forward
+        try:
+            return self(states)
+        finally:
+            del self.ffn.forward
+
+    def _find_factor(self) -> float | None:
+        """What the layer multiplies its FFN's output with before it adds it; None: it does more."""
+        device, K = self.weights.down.device, len(self.weights.down)
+        generator = torch.Generator(device).manual_seed(0)
+        states, output = (
+            torch.randn(1, self._length(), K, generator=generator, device=device) for _ in range(2)
+        )
+        added = self.with_output(states, output) - self._with_ffn(torch.zeros_like, states)
+        factor = float((added * output).sum() / output.square().sum())
+        error = float((added - factor * output).norm() / added.norm().clamp(min=1e-9))
+        return factor if error < DIRECT and abs(factor) > 1e-6 else None
+
+    def _length(self) -> int:
+        positions = self._kwargs.get("position_embeddings")
+        if positions is None:
+            return PROBE_TOKENS
+        first = positions[0] if isinstance(positions, tuple | list) else positions
+        return first.shape[1]

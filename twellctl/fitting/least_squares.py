@@ -1,0 +1,102 @@
+"""Least squares over more tokens than memory holds features of: sums of products, then Cholesky.
+
+With features `f` `[T, P]` of all tokens, wanted outputs `y` `[T, K]` and weights `w0` `[P, K]` to
+begin from, what is solved is
+
+    (sum f' f + ridge) change = sum f' (y - f w0)
+
+so that the ridge holds the solution to `w0`, and not to zero. Products are summed in float32 (of
+TF32 on a GPU, which rounds `f` alike on both sides: still sums of squares), and solved in float64.
+"""
+
+import torch
+from torch import Tensor
+
+from twellctl.errors import TwellError
+from twellctl.training.processes import is_one_of_several
+
+MOST_RIDGE = 1.0
+
+
+class NotSolved(TwellError):
+    """A layer's equations have no solution, whatever the ridge."""
+
+
+class Products:
+    """The sums over tokens: `gram` `[P, P]` and `right` `[P, K]`, of weighted tokens."""
+
+    def __init__(self, num_features: int, num_outputs: int, device: torch.device):
+        self.gram = torch.zeros(num_features, num_features, device=device)
+        self.right = torch.zeros(num_features, num_outputs, device=device)
+
+    def add(self, features: Tensor, rest: Tensor) -> None:
+        """Of tokens `[T, P]` and `[T, K]`, each already times the root of its weight."""
+        with _tf32():
+            self.gram.addmm_(features.T, features)
+            self.right.addmm_(features.T, rest)
+
+    def over_processes(self) -> None:
+        """Make them the sums over the tokens of all processes."""
+        sum_over_processes(self.gram, self.right)
+
+    def through(self, last: Tensor) -> "Products":
+        """Those of other features: the last ones `z` `[T, Z]` became `last @ z` `[T, R]`."""
+        kept = len(self.gram) - last.shape[1]
+        made = object.__new__(Products)
+        beside = self.gram[:kept, kept:] @ last.T
+        below = last @ self.gram[kept:, kept:] @ last.T
+        top = torch.cat([self.gram[:kept, :kept], beside], 1)
+        made.gram = torch.cat([top, torch.cat([beside.T, below], 1)])
+        made.right = torch.cat([self.right[:kept], last @ self.right[kept:]])
+        return made
+
+
+def solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor:
+    """The change `[P, K]`. The ridge of each block of features is that share of its mean square.
+
+    `blocks` are the sizes of the blocks. `NotSolved` names the ridge that would do.
+    """
+    change = _solved(products, blocks, ridge)
+    if change is not None:
+        return same_in_all(change)
+    while (ridge := ridge * 10) <= MOST_RIDGE:
+        if _solved(products, blocks, ridge) is not None:
+            raise NotSolved(f"its least squares have no solution: --ridge {ridge:g} would do")
+    raise NotSolved("its least squares have no solution: its inputs are not finite, or all alike")
+
+
+def _solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor | None:
+    gram = products.gram.double()
+    diagonal = gram.diagonal()
+    means = [part.mean().expand(len(part)) for part in diagonal.split(blocks)]
+    diagonal.add_(ridge * torch.cat(means))
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if int(failed):
+        return None
+    change = torch.cholesky_solve(products.right.double(), factor).float()
+    return change if bool(change.isfinite().all()) else None
+
+
+def sum_over_processes(*tensors: Tensor) -> None:
+    """Make each of `tensors` its sum over all processes."""
+    if is_one_of_several():
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+
+
+def same_in_all(tensor: Tensor) -> Tensor:
+    """`tensor` as the first process has it, to the last bit."""
+    if is_one_of_several():
+        torch.distributed.broadcast(tensor, 0)
+    return tensor
+
+
+class _tf32:
+    """Products of float32 as TF32 inside, on GPUs that have it."""
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    def __exit__(self, *failure: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before

@@ -1,0 +1,190 @@
+"""A fit from a checkpoint and text to weights: the run folder, the windows, what comes out.
+
+While it runs everything lies in `OUT.run`: the tokens, and each layer that is done. The same call
+again goes on behind the last of them.
+"""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.files.outputs import staged
+from twellctl.files.strict_json import read_json, to_json
+from twellctl.fitting.fit import Fitting, HeldOut, LayerFit, Text, Told
+from twellctl.fitting.kept import KeptLayers
+from twellctl.fitting.layer import HowToFit
+from twellctl.fitting.layerwise import Layerwise
+from twellctl.fitting.settings import Fit, rank_of_map
+from twellctl.fitting.steps import Steps
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import (
+    default_device,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+    read_tensors,
+    stored_dtypes,
+)
+from twellctl.text.blocks import hold_out, in_turn, read_blocks, token_stream, write_tokens
+from twellctl.text.reading import read_texts
+from twellctl.training.processes import in_the_first
+
+SETTINGS_FILE = "fit.json"  # of a run folder
+LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
+TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit came to; `tokens` it was fitted on."""
+
+    map_neurons: int
+    tokens: int
+    layers: list[LayerFit]
+    held_out: HeldOut
+    seconds: float
+
+    @property
+    def density(self) -> float:
+        """Share of the model's own neurons that fire, a mean over the layers."""
+        return sum(layer.fires for layer in self.layers) / len(self.layers)
+
+    def share_read(self, num_neurons: int) -> float:
+        """Of the weights that FFNs of `num_neurons` had, those that a step of one token reads.
+
+        That is all gates, up and down of what fires, and the map as two products without gates.
+        """
+        return (1 + 2 * self.density + 2 * self.map_neurons / num_neurons) / 3
+
+
+def fit_weights(
+    checkpoint: Checkpoint, run: Path, fit: Fit, world: PartialState, told: Told
+) -> Fitted:
+    """Fit all layers into the run folder that `prepare_fit` made; `told` of each."""
+    began = time.monotonic()
+    device = default_device()
+    rank = rank_of_map(fit, checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
+    dtype = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0])
+    fitted, held_out = _windows(run, fit)
+    mine = slice(world.process_index, None, world.num_processes)
+    with quiet_transformers():
+        wide = torch.float32 if device.type == "cpu" else None
+        model = load_model(checkpoint, dtype=wide, device=torch.device("cpu"))
+        layerwise = Layerwise(model.requires_grad_(False), fit.seq_len, device)
+        steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
+        fitting = Fitting(
+            layerwise,
+            Text(fitted[mine], held_out[mine]),
+            HowToFit(rank, fit.ridge, dtype, steps),
+            KeptLayers(run, dtype),
+            fit.seed,
+        )
+        layers = fitting.run(fit.density, told)
+        held = fitting.held_out()
+    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began)
+
+
+def prepare_fit(
+    run: Path, checkpoint: Checkpoint, fit: Fit, world: PartialState, *, overwrite: bool
+) -> bool:
+    """Make the run folder, or find the one of the same call; True if it goes on with layers."""
+    return in_the_first(world, lambda: _prepare(run, checkpoint, fit, overwrite)) or False
+
+
+def fitted_tensors(checkpoint: Checkpoint, run: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the fitted model, one after the other."""
+    kept = KeptLayers(run, stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0]))
+    layer_of = {}
+    for index in range(checkpoint.ffn.num_layers):
+        layer_of |= {name: index for name in checkpoint.ffn_tensors(index)}
+    held: tuple[int, dict[str, Tensor]] = (-1, {})
+    for name, tensor in read_tensors(checkpoint):
+        index = layer_of.get(name)
+        if index is None:
+            yield name, tensor
+            continue
+        if held[0] != index:
+            held = index, kept.stored(kept.get(index, torch.device("cpu"))[0])
+        yield name, _part_of(held[1], name).to(tensor.dtype)
+
+
+def _part_of(weights: dict[str, Tensor], name: str) -> Tensor:
+    """The weight or bias that is called `name` in the checkpoint."""
+    *_, projection, kind = name.split(".")
+    suffix = "_bias" if kind == "bias" else ""
+    if projection == "gate_up_proj":
+        return torch.cat([weights["gate" + suffix], weights["up" + suffix]])
+    return weights[projection.removesuffix("_proj") + suffix]
+
+
+def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
+    settings = _settings(checkpoint, fit)
+    if run.exists() and not overwrite:
+        if not (run / SETTINGS_FILE).is_file():
+            raise TwellError(f"{run} is no run of ours (no {SETTINGS_FILE} in it): remove it")
+        if read_json(run / SETTINGS_FILE) != settings:
+            raise UsageError(
+                f"{run} holds a fit with other settings: repeat those, or start anew with "
+                "--overwrite"
+            )
+        return any(run.glob("layer-*.safetensors"))
+    with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
+        tokenizer = load_tokenizer(checkpoint)
+        vocabulary = checkpoint.config.get("vocab_size")
+        wanted = fit.tokens + (fit.eval_windows + 1) * fit.seq_len
+
+        def stream(path: str) -> Iterator[np.ndarray]:
+            texts = read_texts([path], fit.text_column, tokenizer)
+            return token_stream(texts, tokenizer, vocabulary)
+
+        streams = (stream(path) for path in fit.data)
+        write_tokens(in_turn(streams, LONGEST_TEXT), stage / "tokens.bin", wanted)
+        _check_enough(checkpoint, stage, fit)
+        (stage / SETTINGS_FILE).write_text(to_json(settings, indent=2), encoding="utf-8")
+    return False
+
+
+def _settings(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
+    return dataclasses.asdict(fit) | {"model": checkpoint.origin}
+
+
+def _not_ours(run: Path) -> str | None:
+    return None if (run / SETTINGS_FILE).is_file() else "is no run of ours"
+
+
+def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
+    fitted, _ = _windows(run, fit)
+    unknowns = checkpoint.ffn.intermediate_size + checkpoint.ffn.hidden_size
+    if fitted.numel() < TOKENS_A_WEIGHT * unknowns:
+        raise TwellError(
+            f"{fitted.numel()} tokens are too few to fit {unknowns} weights an output on: give "
+            f"{TOKENS_A_WEIGHT * unknowns} or more with --data and --tokens"
+        )
+
+
+def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
+    """(to fit on, held out) `[W, L]` and `[H, L]`."""
+    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
+    if len(blocks) < fit.eval_windows + 1:
+        raise TwellError(
+            f"the text makes {len(blocks)} windows of {fit.seq_len} tokens, and "
+            f"{fit.eval_windows} are held out: give more text, or lower --seq-len"
+        )
+    train, held = hold_out(len(blocks), fit.eval_windows / len(blocks))
+    train = train[: max(1, fit.tokens // fit.seq_len)]
+    return tuple(torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
+
+
+def drop_run(run: Path) -> None:
+    """The run is complete."""
+    shutil.rmtree(run, ignore_errors=True)

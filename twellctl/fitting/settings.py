@@ -1,0 +1,53 @@
+"""What `twellctl convert` is told of fitting: flags, help, defaults and checks in one table."""
+
+from dataclasses import dataclass
+
+from twellctl.settings import setting
+
+TILE = 256  # of the format: N + R neurons are whole tiles where N are
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a model is fitted; without `data` it is not."""
+
+    data: list[str] = setting(
+        [],
+        "Text to fit on, as finetune takes it: a jsonl, txt or parquet file, or a folder of them. "
+        "Repeatable. The model's own answers serve best (twellctl write). Without it activations "
+        "are swapped, and no weight changes.",
+        group="Fitting",
+    )
+    text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
+    tokens: int = setting(1_000_000, "Tokens of it to fit on.", at_least=1024)
+    density: float | None = setting(
+        None,
+        "Share of the neurons that shall fire for a token, a mean over the layers. [default: as "
+        "many as ReLU lets through, some 20 %]",
+        above=0,
+        below=1,
+    )
+    map_rank: int | None = setting(
+        None,
+        "Rank of the linear map beside each FFN: so many neurons more, which always fire. "
+        "[default: about half of the hidden size]",
+        at_least=0,
+    )
+    steps: int = setting(
+        0, "Steps of Adam on each layer alone, between two least squares.", at_least=0
+    )
+    step_tokens: int = setting(8192, "Tokens of such a step.", at_least=1)
+    step_rate: float = setting(0.01, "Its rate, times the rms of a weight.", above=0)
+    ridge: float = setting(1e-3, "Ridge of the least squares.", above=0)
+    seq_len: int = setting(512, "Tokens of a window of text.", at_least=8)
+    eval_windows: int = setting(32, "Windows held out, to measure on.", at_least=1)
+    seed: int = setting(0, "Seed of everything drawn.", at_least=0, at_most=2**31 - 1)
+
+
+def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
+    """The rank asked for, or half of the hidden size, such that all neurons are whole tiles."""
+    if fit.map_rank is not None:
+        return min(fit.map_rank, hidden_size)
+    wanted = num_neurons + hidden_size // 2
+    rank = max(1, round(wanted / TILE)) * TILE - num_neurons
+    return rank if 0 < rank <= hidden_size else hidden_size // 2
