@@ -35,8 +35,16 @@ from twellctl.models.loading import (
     read_tensors,
     stored_dtypes,
 )
-from twellctl.text.blocks import hold_out, in_turn, read_blocks, token_stream, write_tokens
+from twellctl.text.blocks import (
+    hold_out,
+    in_turn,
+    read_blocks,
+    token_stream,
+    windows_from_starts,
+    write_tokens,
+)
 from twellctl.text.reading import read_texts
+from twellctl.text.tokens import end_of_text
 from twellctl.training.processes import in_the_first
 
 SETTINGS_FILE = "fit.json"  # of a run folder
@@ -147,8 +155,9 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
             texts = read_texts([path], fit.text_column, tokenizer)
             return token_stream(texts, tokenizer, vocabulary)
 
-        streams = (stream(path) for path in fit.data)
-        write_tokens(in_turn(streams, LONGEST_TEXT), stage / "tokens.bin", wanted)
+        texts = in_turn((stream(path) for path in fit.data), LONGEST_TEXT)
+        windows = windows_from_starts(texts, fit.seq_len, end_of_text(tokenizer))
+        write_tokens(windows, stage / "tokens.bin", wanted)
         _check_enough(checkpoint, stage, fit)
         (stage / SETTINGS_FILE).write_text(to_json(settings, indent=2), encoding="utf-8")
     return False

@@ -54,6 +54,23 @@ def _cut(stream: Iterator[np.ndarray], longest: int) -> Iterator[np.ndarray]:
             yield tokens[start : start + longest]
 
 
+def windows_from_starts(
+    stream: Iterable[np.ndarray], seq_len: int, first: int
+) -> Iterator[np.ndarray]:
+    """Windows `[seq_len]` that begin where texts begin, without the end-of-text id `first`.
+
+    A model reads a text so, and what it computes for the first token is like nothing behind it. The
+    rest of a text behind a window is left out if it makes no window of its own.
+    """
+    window: list[int] = []
+    for tokens in stream:
+        text = tokens.tolist()
+        window += text[1:] if not window and text[0] == first else text
+        while len(window) >= seq_len:
+            yield np.array(window[:seq_len], dtype=np.int32)
+            window = window[seq_len:] if len(window) >= 2 * seq_len else []
+
+
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
     """Write a stream to `path` as raw int32, whole or not at all; it ends after `limit` tokens."""
     part, count = path.with_suffix(".part"), 0
