@@ -76,7 +76,7 @@ class Fitting:
         self.dtype = torch.bfloat16 if layerwise.device.type == "cuda" else torch.float32
 
     @torch.no_grad()
-    def run(self, density: float | None, told: Told) -> list[LayerFit]:
+    def run(self, density: float, told: Told) -> list[LayerFit]:
         """Fit all layers, or those that were not kept, and keep them."""
         thresholds, began = Thresholds(density), time.monotonic()
         thresholds.look(self.layerwise, _of_the_first(self.text.fitted[:WINDOWS]))

@@ -41,18 +41,23 @@ class Layerwise:
     @torch.no_grad()
     def first_states(self, ids: Tensor) -> Tensor:
         """What goes into the first layer `[B, L, K]` float32, for ids `[B, L]`."""
+        if not self._given:
+            self._run_to_layers(ids[:1], self._given)  # masks of one window suit any number
+        return self._run_to_layers(ids, [])
+
+    def _run_to_layers(self, ids: Tensor, given: list[tuple[tuple, dict]]) -> Tensor:
+        """The states at the first layer; `given` gets what else each layer was given."""
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable:
             def forward(states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
                 if not index:
                     seen.append(states)
-                self._given.append((args, kwargs))
+                given.append((args, kwargs))
                 return (states,) if self._returns_tuple else states
 
             return forward
 
-        self._given.clear()
         with self._instead(record), self._computing():
             self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
         return seen[0].float()

@@ -49,6 +49,7 @@ from twellctl.training.processes import in_the_first
 
 SETTINGS_FILE = "fit.json"  # of a run folder
 LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
+LEAST_DIFFERENT = 64  # tokens that a text must have
 TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
 
 
@@ -179,16 +180,23 @@ def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
             f"{fitted.numel()} tokens are too few to fit {unknowns} weights an output on: give "
             f"{TOKENS_A_WEIGHT * unknowns} or more with --data and --tokens"
         )
+    different = len(fitted.unique())
+    if different < LEAST_DIFFERENT:
+        raise TwellError(
+            f"the text is all alike, {different} different tokens: give text of the kind that the "
+            "model is for"
+        )
 
 
 def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
     """(to fit on, held out) `[W, L]` and `[H, L]`."""
-    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
-    if len(blocks) < fit.eval_windows + 1:
+    count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
+    if count < fit.eval_windows + 1:
         raise TwellError(
-            f"the text makes {len(blocks)} windows of {fit.seq_len} tokens, and "
-            f"{fit.eval_windows} are held out: give more text, or lower --seq-len"
+            f"the text makes {count} windows of {fit.seq_len} tokens, and {fit.eval_windows} are "
+            "held out: give more text, or lower --seq-len"
         )
+    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
     train, held = hold_out(len(blocks), fit.eval_windows / len(blocks))
     train = train[: max(1, fit.tokens // fit.seq_len)]
     return tuple(torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))

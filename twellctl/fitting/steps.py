@@ -99,7 +99,7 @@ def _gradients(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """({weight: float32 gradient}, share of the neurons that fire) on the `picked` tokens."""
     z = text.z[picked]
-    ffn = GatedFfn(**{name: w for name, w in weights.items() if name != "line"}).rounded(z.dtype)
+    ffn = GatedFfn(**{name: w for name, w in weights.items() if name != "line"})
     down, line = ffn.down.to(z.dtype), weights["line"].to(z.dtype)
     gate, up = ffn.gates(z), ffn.ups(z)
     active = gate.relu()
@@ -113,14 +113,14 @@ def _gradients(
     back = away @ down
     back_up, back_active = back * active, back * up
     soft = torch.sigmoid(gate / SLOPE)
-    back_gate = back_active * soft
-    back_gate += soft * (1 - soft) * ((back_active * gate + price.to(z.dtype)) / SLOPE)
+    slope = torch.addcmul(price.to(z.dtype), back_active, gate).div_(SLOPE)
+    back_gate = torch.ops.aten.sigmoid_backward(slope, soft).addcmul_(back_active, soft)
     found = {"gate": back_gate.T @ z, "up": back_up.T @ z, "down": away.T @ hidden}
     found["line"] = away.T @ mapped
     for name, of in (("gate_bias", back_gate), ("up_bias", back_up), ("down_bias", away)):
         if name in weights:
             found[name] = of.sum(0)
-    fired = (gate > 0).float().mean()
+    fired = (gate > 0).sum() / gate.numel()
     return {name: gradient.float() for name, gradient in found.items()}, fired
 
 

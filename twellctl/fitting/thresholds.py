@@ -18,17 +18,15 @@ HALVINGS = 50
 
 
 class Thresholds:
-    """Of a model's layers, one after the other; `density` None lets everything through."""
+    """Of a model's layers, one after the other."""
 
-    def __init__(self, density: float | None):
+    def __init__(self, density: float):
         self.density = density
         self._scores: list[Tensor] = []  # of each layer: sorted, least first
 
     @torch.no_grad()
     def look(self, layerwise: Layerwise, ids: Tensor) -> None:
         """Score the neurons of all layers on windows `[B, L]` that the model itself reads."""
-        if self.density is None:
-            return
         states = layerwise.first_states(ids)
         for index in range(len(layerwise.layers)):
             layer = layerwise.layer(index)
@@ -39,8 +37,6 @@ class Thresholds:
     def next(self, fired: list[float]) -> float:
         """That of the next layer, given which share of the neurons of those before it fires."""
         left = self._scores[len(fired) :]
-        if not left:
-            return 0.0
         goal = (self.density * len(self._scores) - sum(fired)) / len(left)
         low, high = 0.0, max(float(scores[-1]) for scores in left)
         if _mean_density(left, low) <= goal:
