@@ -22,7 +22,6 @@ from twellctl.models.loading import load_tokenizer
 from twellctl.screens.finetune import tried_out
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
-from twellctl.training.expected_loss import loss_outlook
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint
 from twellctl.training.trainer import SparseTrainer
@@ -37,13 +36,9 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
     assert re.match(r"about \d+ s at \d+ tokens/s", stdout[1])
     peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
     assert 0 < float(peak) <= float(total)
-    assert stdout[3] == (
-        "no loss over SiLU is predicted: 0.0064 million tokens are too few for this target, the "
-        "rule begins at 20 million"
-    )
-    assert stdout[4] == "speed over dense, not measured: that takes an NVIDIA GPU"
-    assert stdout[5].startswith("a checkpoint takes 0.000")
-    assert len(stdout) == 6
+    assert stdout[3] == "speed over dense, not measured: that takes an NVIDIA GPU"
+    assert stdout[4].startswith("a checkpoint takes 0.000")
+    assert len(stdout) == 5
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,29 +113,11 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
     assert said[0] == said[1]
 
 
-def test_the_loss_is_that_of_the_run(relu_llama, text_file):
-    recipe = small(text_file, target_sparsity=0.97)
-    tensors = weights(relu_llama).values()
-    found = module._loss(open_checkpoint(relu_llama), recipe, 80_000_000, 10_000_000)
-    parameters = sum(tensor.numel() for tensor in tensors)
-    assert found == loss_outlook(80_000_000, 1 - 0.97, parameters, 10_000_000)
-    assert found.expected.outside[-1] == "8 passes over the text (up to 4 were measured)"
-
-
-def test_settings_that_were_not_measured_have_no_loss(relu_llama, text_file, capsys):
-    found = dry_run(relu_llama, small(text_file))
-    assert (found.loss, found.without_loss) == (None, "no measured run had --learning-rate 0.003")
-    tried_out(found, "")
-    assert f"no loss over SiLU is predicted: {found.without_loss}\n" in capsys.readouterr().out
-
-
 def test_without_a_target_no_speed_is_measured(relu_llama, text_file, capsys):
     found = dry_run(relu_llama, small(text_file, l1_schedule="constant"))
     assert found.speed is None
     tried_out(found, "")
-    said = capsys.readouterr().out
-    assert "no loss over SiLU is predicted: --l1-schedule constant has no target\n" in said
-    assert "speed" not in said
+    assert "speed" not in capsys.readouterr().out
 
 
 def test_on_a_gpu_the_speed_is_measured_at_the_target(relu_llama, text_file, monkeypatch):
@@ -173,37 +150,18 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     assert dry_run(relu_llama, small(text_file, save_steps=0, max_steps=2)).checkpoint_bytes == 0
 
 
-def test_what_is_to_be_expected_is_said_in_three_lines(capsys):
+def test_the_speed_to_expect_is_said_in_two_lines(capsys):
     speedups = Speedup("1 row", 1.744), Speedup("16 rows", 1.0)
     found = DryRun(
         num_steps=3255, num_tokens=79_994_880, passes=1.0, num_trained=29_379_072,
         tokens_per_second=900_000.0, peak_bytes=2**30, total_bytes=2**36, memory="GPU memory",
-        changes={}, without_loss=None, checkpoint_bytes=0,
-        loss=loss_outlook(79_994_880, 0.05, 29_366_784), speed=ExpectedSpeed(speedups, ("why",)),
+        changes={}, checkpoint_bytes=0, speed=ExpectedSpeed(speedups, ("why",)),
     )  # fmt: skip
     tried_out(found, "")
     assert capsys.readouterr().out.splitlines()[3:] == [
-        "loss over SiLU to expect at 5.00%: +0.029 +- 0.013 nats a token, by two small models' "
-        "text; kinds of text differ by more",
-        "other runs: 3.00% with 80 million tokens +0.042, 1.00% with 80 million tokens +0.086, "
-        "5.00% with 20 million tokens +0.075, 5.00% with 300 million tokens ~+0.006 "
-        "(~: extrapolated)",
         "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
         "speed over dense, not measured: why",
     ]
-
-
-def test_a_loss_that_is_extrapolated_is_said_so(relu_llama, text_file, capsys):
-    found = dry_run(relu_llama, small(text_file, max_steps=2**17, learning_rate=None))
-    tried_out(found, "")
-    said = capsys.readouterr().out.splitlines()[3:]
-    assert said[0] == (
-        "loss over SiLU to expect at 5.00%: about +0.083 nats a token, extrapolated: 0.058 million "
-        "parameters (29 million to 135 million were measured), 17 million tokens (20 million to "
-        "300 million were measured), 278 passes over the text (up to 4 were measured); its error "
-        "is not known"
-    )
-    assert said[1].startswith("other runs: 3.00% with 16.8 million tokens ~+0.")
 
 
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):

@@ -12,12 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
 from twellctl.finetune import finetune
+from twellctl.firing.profiled import save_profile
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
 from twellctl.fitting.steps import LayerText, Steps, _gradients, take_steps
 from twellctl.models.loading import quiet_transformers
+from twellctl.profile import profile
 
 QUICK = {"tokens": 2048, "seq_len": 32, "eval_windows": 8, "steps": 0, "density": 1.0}
 N, K = 96, 32
@@ -353,3 +356,20 @@ def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     assert config["twell"]["map_neurons"] == 16
     tensors = load_file(tmp_path / "tuned/model.safetensors")
     assert tensors["model.layers.0.mlp.gate_proj.weight"].shape == (112, 32)
+
+
+def test_an_export_computes_what_the_folder_does_and_counts_no_map(
+    fitted, load_trusted, text_file, tmp_path
+):
+    _, out, done = fitted()
+    found = profile(out, str(text_file), windows=16, seq_len=32)
+    assert found.intermediate_size == 96
+    fires = [layer.fires for layer in done.fitted.layers]
+    assert [layer.density for layer in found.layers] == pytest.approx(fires, abs=0.05)
+    save_profile(found, tmp_path / "profile.json")
+    export(out, tmp_path / "exported", profile=tmp_path / "profile.json")
+    ids = torch.randint(0, 512, (2, 17))
+    with torch.no_grad(), quiet_transformers():
+        ours = load_trusted(tmp_path / "exported")(ids).logits
+        stock = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from twellctl.here.resources import bundle_files, kernel_files, resource_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["twellctl", "kernels", "recipes", "tests"]
-DATA = {"kernels": (".cu", ".cuh", ".md"), "recipes": (".yaml", ".md", ".csv")}
+DATA = {"kernels": (".cu", ".cuh", ".md"), "recipes": (".yaml", ".md")}
 STAYS = {"kernels/LAB.md", "kernels/MEASURED.md", "recipes/LAB.md"}  # in the checkout
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 pytestmark = pytest.mark.skipif(

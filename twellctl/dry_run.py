@@ -1,7 +1,6 @@
 """twellctl finetune --dry-run: what a run would take and bring, before it begins.
 
-Time and memory are measured on a few of its steps, the speed-up of the model on random weights. The
-loss to expect comes from a rule.
+Time and memory are measured on a few of its steps, the speed-up of the model on random weights.
 
 Of several processes all take them, and nothing is tried again: what is short of memory in one ends
 all. In one process it is computed what several GPUs would hold.
@@ -38,7 +37,6 @@ from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.arguments import micro_batch, steps_of
 from twellctl.training.build import build_trainer, for_model
-from twellctl.training.expected_loss import LossOutlook, loss_outlook, why_no_outlook
 from twellctl.training.launcher import as_launched
 from twellctl.training.memory import (
     least_bytes,
@@ -69,15 +67,14 @@ class OnSeveral:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would take, and of what `memory`; what it is to cost in quality and gain in speed.
+    """What a run would take, and of what `memory`; what it is to gain in speed.
 
     `passes` are those over the text, about, from the size of its files; so are `num_steps` of
     epochs. `peak_bytes` is the most that was allocated in a process, on a CPU by all of it;
     `total_bytes` is what the GPU has, or the system could give a process. `checkpoint_bytes` are
     those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what
     runs of one process would take in several. `changes` are the settings without which it does not
-    fit. `loss` is None where `without_loss` says why; `speed` is None without a target, and in all
-    processes but the first.
+    fit. `speed` is None without a target, and in all processes but the first.
     """
 
     num_steps: int
@@ -89,8 +86,6 @@ class DryRun:
     peak_bytes: int
     total_bytes: int
     memory: str
-    loss: LossOutlook | None
-    without_loss: str | None
     speed: ExpectedSpeed | None
     changes: dict[str, object]
     num_processes: int = 1
@@ -126,7 +121,7 @@ def dry_run(
     checkpoint = in_all(lambda: open_checkpoint(model))
     checkpoint.require_unquantised()
     checkpoint.require_relu()
-    asked, recipe = recipe, in_all(lambda: for_model(recipe, checkpoint))
+    recipe = in_all(lambda: for_model(recipe, checkpoint))
     check_alike(checkpoint, recipe)
     if not world.is_main_process:
         note = doing = _say_nothing
@@ -141,15 +136,12 @@ def dry_run(
     _free()
     num_steps = steps_of(recipe, text_tokens / recipe.seq_len)
     num_tokens = num_steps * recipe.step_tokens
-    without_loss = why_no_outlook(checkpoint, asked, num_tokens)
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_tokens,
         passes=num_tokens / text_tokens,
         total_bytes=total_bytes(),
         memory=_memory(),
-        loss=None if without_loss else _loss(checkpoint, recipe, num_tokens, text_tokens),
-        without_loss=without_loss,
         speed=_speed(checkpoint, recipe, doing) if world.is_main_process else None,
         changes=changes,
         num_processes=world.num_processes,
@@ -369,13 +361,6 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
-
-
-def _loss(
-    checkpoint: Checkpoint, recipe: Recipe, num_tokens: int, text_tokens: float
-) -> LossOutlook:
-    parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
-    return loss_outlook(num_tokens, 1 - recipe.target_sparsity, parameters, text_tokens)
 
 
 def _speed(

@@ -152,7 +152,7 @@ def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path, weight
             f"{label} is of another model ({found.model}): "
             f"write one with 'twellctl profile {name} --data FILE --json FILE'"
         )
-    if found.intermediate_size != checkpoint.ffn.intermediate_size or any(
+    if found.intermediate_size != checkpoint.own_neurons or any(
         not 0 <= layer.density <= 1 for layer in found.layers
     ):
         raise TwellError(f"{label} was changed: profile the model again")

@@ -69,7 +69,7 @@ def profile(
         why_not = "layers are timed in bf16 only"
     elif time_layers:
         timed, why_not = _timed(time_layers, loaded, text.ids, layers, progress)
-    size = checkpoint.ffn.intermediate_size
+    size = checkpoint.own_neurons
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),

@@ -1,7 +1,7 @@
 """twellctl quickstart: the whole job on a tiny model, on any machine, without a download.
 
 It trains a SiLU Llama on the standard library's own source, then does with it what a user does with
-a real model: convert, fine-tune, profile, export, load the export, generate.
+a real model: fit, fine-tune, profile, export, load the export, generate.
 """
 
 import contextlib
@@ -48,6 +48,7 @@ SEQ_LEN = 128
 BATCH = 8
 STEPS = 300
 LEARNING_RATE = 3e-3
+FIT = {"tokens": 65536, "seq_len": SEQ_LEN, "density": 0.15, "steps": 100, "step_tokens": 1024}
 PROMPT = "def __init__(self"
 
 
@@ -122,8 +123,8 @@ def _whole_job(
     _write_corpus(out)
     note("training a SiLU model of half a million parameters on Python's own source")
     _train_silu(out, seed, progress)
-    note("convert: SiLU becomes ReLU")
-    convert(out / "silu", out / "relu")
+    note("convert: a ReLU model is fitted, layer by layer, without training")
+    convert(out / "silu", out / "relu", data=[str(out / "train.jsonl")], **FIT)
     note("finetune: a price on what fires, the SiLU model as teacher")
     tuned = _sparsify(out, seed)
     note("profile: which neurons fire")
@@ -222,6 +223,7 @@ def _sparsify(out: Path, seed: int) -> FineTuned:
     flags: dict[str, Any] = {
         "data": [str(out / "train.jsonl")],
         "eval_data": [str(out / "val.jsonl")],
+        "teacher": str(out / "silu"),
         "seed": seed,
     }
     recipe = resolve_recipe("quickstart", flags)

@@ -169,9 +169,13 @@ def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
     """Let the gated FFNs of `model` run over TwELL, with the numbers of a "twell" block."""
     ffns = gated_ffns(model)
     densities = twell.get("densities") or [None] * len(ffns)
+    num_mapped = twell.get("map_neurons", 0)
     for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
         ffn.__class__ = _over_twell(type(ffn))
         ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
+        if density is not None and num_mapped:  # which fire, too
+            mapped = num_mapped / ffn.down_proj.weight.shape[1]
+            ffn.twell_density = mapped + (1 - mapped) * density
 
 
 @functools.cache

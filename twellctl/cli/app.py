@@ -199,8 +199,8 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would take, time, memory and disk, and what it is to bring: the "
-            "loss over SiLU and, measured on a GPU, the speed.",
+            help="Only say what it would take, time, memory and disk, and, measured on a GPU, the "
+            "speed that it is to bring.",
         ),
     ] = False,
     flags: dict[str, Any],

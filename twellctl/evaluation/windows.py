@@ -33,7 +33,7 @@ def count_windows(
     once. `progress(done, total)` receives windows, `fired` how many neurons of all layers fired for
     each of their tokens, int64 `[B * S]`. `TwellError` if a gate is not finite.
     """
-    tile, size, device = checkpoint.twell["tile"], checkpoint.ffn.intermediate_size, model.device
+    tile, size, device = checkpoint.twell["tile"], checkpoint.own_neurons, model.device
     layers = range(checkpoint.ffn.num_layers)
     counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
     batch_size, done = max(1, BATCH_TOKENS // text.ids.shape[1]), 0

@@ -53,7 +53,11 @@ class FiredMeter:
 
 
 class LayerCount:
-    """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile."""
+    """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile.
+
+    `intermediate_size` counts the model's own neurons, which come first. Those of a map behind them
+    fill tiles, and are not counted elsewhere.
+    """
 
     def __init__(
         self, intermediate_size: int, tile: int, device: torch.device, num_groups: int = 0
@@ -70,8 +74,9 @@ class LayerCount:
         Returns how many neurons fired in each row, int64 `[M]`.
         """
         fired = active != 0
-        nnz = fired.sum(-1)
-        self.by_neuron += fired.sum(0)
+        own = fired[:, : self.intermediate_size]
+        nnz = own.sum(-1)
+        self.by_neuron += own.sum(0)
         self.nnz += nnz.bincount(minlength=len(self.nnz))
         if groups is not None:
             self.by_group.index_add_(0, groups, nnz)
@@ -173,7 +178,9 @@ class UnionCount:
 def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
     """What fires in each layer while `body` reads `ids` `[B, S]`."""
     ffns = gated_ffns(body)
-    counts = [LayerCount(body.config.intermediate_size, tile, ids.device) for _ in ffns]
+    twell = getattr(body.config, "twell", None) or {}
+    size = body.config.intermediate_size - twell.get("map_neurons", 0)
+    counts = [LayerCount(size, tile, ids.device) for _ in ffns]
     unions = [UnionCount() for _ in ffns]
 
     def count(layer: int, gate: Tensor, active: Tensor) -> None:

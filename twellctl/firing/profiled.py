@@ -125,7 +125,8 @@ class Profile:
     `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
     several windows. `loss` is the mean cross-entropy of the next token in nats, `loss_error` its
     standard error over the windows. `tokens_by_share` counts tokens by the share of all layers'
-    neurons that fired. `speed` is None where it was not measured; `without_speed` says why.
+    neurons that fired. `intermediate_size` counts a model's own neurons, without those of a map,
+    which always fire. `speed` is None where it was not measured; `without_speed` says why.
     """
 
     model: str

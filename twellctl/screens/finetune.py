@@ -46,7 +46,6 @@ def tried_out(result: Any, changes: str) -> None:
     ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
     for plan in result.on_several:
         ui.say(_on_several(plan))
-    _loss_to_expect(result)
     _speed_to_expect(result.speed)
     if result.checkpoint_bytes:
         size = result.checkpoint_bytes / 1e9
@@ -55,30 +54,6 @@ def tried_out(result: Any, changes: str) -> None:
         )
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
-
-
-def _loss_to_expect(result: Any) -> None:
-    """Of a `DryRun`: its `LossOutlook`, or why there is none."""
-    if result.loss is None:
-        ui.say(f"no loss over SiLU is predicted: {result.without_loss}")
-        return
-    expected = result.loss.expected
-    told = f"loss over SiLU to expect at {expected.density:.2%}"
-    if expected.outside:
-        beyond = f"extrapolated: {', '.join(expected.outside)}; its error is not known"
-        ui.say(f"{told}: about {expected.nats:+.3f} nats a token, {beyond}")
-    else:
-        figures = f"{expected.nats:+.3f} +- {expected.error:.3f} nats a token"
-        ui.say(f"{told}: {figures}, by two small models' text; kinds of text differ by more")
-    if others := result.loss.others:
-        key = " (~: extrapolated)" if any(one.outside for one in others) else ""
-        ui.say(f"other runs: {', '.join(map(_in_short, others))}{key}")
-
-
-def _in_short(loss: Any) -> str:
-    """An `ExpectedLoss`, like "3.00% with 80 million tokens +0.040"."""
-    nats = f"{'~' if loss.outside else ''}{loss.nats:+.3f}"
-    return f"{loss.density:.2%} with {loss.tokens / 1e6:.3g} million tokens {nats}"
 
 
 def _speed_to_expect(speed: Any) -> None:
