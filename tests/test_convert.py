@@ -61,11 +61,18 @@ def test_it_says_what_comes_next(cli, silu_llama, tmp_path, chats):
     shutil.copytree(silu_llama, source)
     if not chats:
         (source / "chat_template.jinja").unlink()
-    code, said, _ = cli("convert", source, tmp_path / "relu")
-    to_train = f"twellctl finetune {tmp_path / 'relu'} OUT --recipe standard --data FILE"
-    first = f"twellctl write {source} own.jsonl, then {to_train} --data own.jsonl"
+    out = tmp_path / "relu"
+    code, said, (told,) = cli("convert", source, out)
+    write = f"twellctl write {source} own.jsonl --prompts FILE, then "
+    fit = f"twellctl convert {source} {out} --overwrite --data"
     assert code == 0
-    assert said.splitlines()[-1] == f"next: {first if chats else to_train}"
+    assert (
+        said.splitlines()[-1] == f"next: twellctl finetune {out} OUT --recipe standard --data FILE"
+    )
+    assert told == (
+        "such a model talks noise until it is fitted or fine-tuned; to fit it: "
+        f"{write if chats else ''}{fit} {'own.jsonl' if chats else 'FILE'}"
+    )
 
 
 def test_weights_of_a_sharded_model(make_model, tmp_path):

@@ -19,9 +19,11 @@ def converted(done: Any, model: str) -> None:
     out = ui.word(done.out)
     if done.fitted is None:
         ui.say(f"{done.out}: {size}, {done.source_act} -> relu")
+        write = f"twellctl write {ui.word(model)} own.jsonl --prompts FILE, then "
+        fit = f"twellctl convert {ui.word(model)} {out} --overwrite --data"
         ui.note(
-            "such a model talks noise until it is fitted or fine-tuned: to fit it, "
-            f"twellctl convert {ui.word(model)} {out} --overwrite --data FILE"
+            "such a model talks noise until it is fitted or fine-tuned; to fit it: "
+            + (f"{write}{fit} own.jsonl" if done.is_chat_model else f"{fit} FILE")
         )
         ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE")
         return
