@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import errno
+import os
 import re
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -19,6 +20,7 @@ from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
+from twellctl.serving.preparing import in_daemon_thread
 from twellctl.serving.traffic import Traffic
 from twellctl.text.tokens import encode_text
 
@@ -27,6 +29,8 @@ OnReady = Callable[[ServedModel, str], None]
 # Python's 5 ms at the latest, which is longer than a step: with 16 clients a tenth of that made
 # 842 steps/s of 638.
 _SWITCH_SECONDS = 0.0005
+_CLOSE_SECONDS = 5  # for the step that the engine is at
+_HURRY_SECONDS = 5  # from the second signal to the end, whatever still runs
 
 
 def serve_local(
@@ -62,12 +66,9 @@ def serve_local(
         served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
         checkpoint.beware_of_noise(note)
         checkpoint.say_if_dense(note)
-        try:
-            limits = Limits(answer_seconds=timeout)
-            how = {"access": access, "limits": limits, "drain": drain, "log": log}
-            asyncio.run(serve(served, listener, on_ready, **how))
-        finally:
-            served.engine.close()
+        limits = Limits(answer_seconds=timeout)
+        how = {"access": access, "limits": limits, "drain": drain, "log": log}
+        asyncio.run(serve(served, listener, on_ready, **how))
 
 
 def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
@@ -95,7 +96,10 @@ async def serve(
     drain: float = 0,
     log: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer requests until `stop` is set or a signal comes; what runs then has `drain` seconds."""
+    """Answer requests until `stop` is set or a signal comes; what runs then has `drain` seconds.
+
+    The engine is closed then; its worker is not waited for without end.
+    """
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     limits, traffic = limits or Limits(), Traffic()
     # handler_cancellation: a client that leaves stops its generation
@@ -108,9 +112,9 @@ async def serve(
         lingering_time=limits.farewell_seconds,
         shutdown_timeout=2,
     )
-    await runner.setup()
     with _signals_set(stop, hurry):
         try:
+            await runner.setup()
             await _start(runner, listener)
             if on_ready:
                 on_ready(served, _url(listener))
@@ -118,11 +122,12 @@ async def serve(
             traffic.refuse_more()
             await _first_of(drain, traffic.idle(), hurry.wait())
         finally:
-            await asyncio.to_thread(served.engine.close)
+            _, closed = in_daemon_thread(served.engine.close)
+            await _first_of(_CLOSE_SECONDS, closed, hurry.wait())
             await runner.cleanup()
 
 
-async def _first_of(seconds: float, *events: Coroutine) -> None:
+async def _first_of(seconds: float, *events: Awaitable) -> None:
     """Returns after one of `events`, or `seconds`."""
     tasks = [asyncio.ensure_future(event) for event in events]
     await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -223,17 +228,29 @@ def _short_turns() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_set(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop` inside, then `hurry`; what they did before comes back after."""
+    """SIGINT and SIGTERM set `stop` inside, then `hurry`; what they did before comes back after.
+
+    After the second one the process ends within `_HURRY_SECONDS`, though the event loop may hang.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    last = threading.Timer(_HURRY_SECONDS, os._exit, [1])
+    last.daemon = True
+    came = 0
+
+    def heed(number: int, frame: object) -> None:
+        nonlocal came
+        came += 1
+        if came == 2:
+            last.start()
+        loop.call_soon_threadsafe((stop if came == 1 else hurry).set)
+
+    before = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        last.cancel()
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
             signal.signal(number, handler)

@@ -428,6 +428,7 @@ def serve_local(
         note=ui.note,
     )
     interrupts.ignore()  # one that came late, before the process has ended
+    serving.end()
 
 
 @command(app, "quickstart --out demo", group=MAKE)

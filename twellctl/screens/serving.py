@@ -1,10 +1,13 @@
 """The screen of `twellctl serve-local`: what is served and where, and the access log. No torch."""
 
 import contextlib
+import os
 import sys
+import threading
 from typing import Any
 
 from twellctl.screens import ui
+from twellctl.serving.preparing import THREAD
 
 
 def serving(served: Any, url: str) -> None:
@@ -27,3 +30,15 @@ def log(line: str) -> None:
     """A line of the access log. That nobody reads it any more must not end a request."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def end() -> None:
+    """Say that the server has ended; at once, if a thread still runs code that cannot be stopped.
+
+    Python's own end could abort on such a thread, or wait for it.
+    """
+    ui.say("the server has ended")
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -10,8 +10,8 @@ of those origins may read the answers (CORS).
 
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -19,6 +19,9 @@ from aiohttp.typedefs import Handler
 from twellctl.serving.request_fields import ApiError
 
 OPEN_PATHS = {"/", "/health"}  # these need no key
+# Nothing but a name and a port: of more, others could read another name than we do
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{0,5})?", re.ASCII)
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://" + _HOST.pattern, re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,13 @@ class Access:
     def check_names(self, http: web.Request) -> None:
         """Raises `ApiError` for requests from another host or site, which no key lets in."""
         host, origin = http.headers.get("Host"), http.headers.get("Origin")
-        host_name = _host_name(f"//{host}")
+        host_name, origin_name = _host_name(host or ""), _host_name(origin or "", _ORIGIN)
         if host is not None and not self._is_own(host_name):
             message = f"the Host header names another machine than this server: {host[:100]!r}"
-            raise ApiError(403, message, code="forbidden_host")
-        if origin is not None and not self._is_friendly(_host_name(origin), host_name):
+            raise ApiError(403, message + _remedy(host_name), code="forbidden_host")
+        if origin is not None and not self._is_friendly(origin_name, host_name):
             message = f"the Origin header names another site than this server: {origin[:100]!r}"
-            raise ApiError(403, message, code="forbidden_origin")
+            raise ApiError(403, message + _remedy(origin_name), code="forbidden_origin")
 
     def check_key(self, http: web.Request) -> None:
         """Raises `ApiError` for requests without the key, where one is needed."""
@@ -118,8 +121,11 @@ def is_address(host: str) -> bool:
     return True
 
 
-def _host_name(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+def _host_name(given: str, form: re.Pattern[str] = _HOST) -> str:
+    """The name or address in a Host or Origin header, in lower case; "" in one of another form."""
+    match = form.fullmatch(given)
+    return (match["address"] or match["name"]).lower() if match else ""
+
+
+def _remedy(name: str) -> str:
+    return f"; if it is yours, start serve-local with --allow-host {name}" if name else ""

@@ -26,6 +26,7 @@ from twellctl.serving.openai_responses import (
 )
 from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
+from twellctl.serving.preparing import Preparing
 from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.together import together
 from twellctl.serving.traffic import Traffic
@@ -79,7 +80,7 @@ class Endpoints:
 
     def __init__(self, model: ServedModel, limits: Limits, traffic: Traffic, metrics: Metrics):
         self._model, self._limits, self._traffic = model, limits, traffic
-        self._metrics = metrics
+        self._metrics, self._preparing = metrics, Preparing(model.engine)
 
     async def page(self, http: web.Request) -> web.Response:
         return page_response()
@@ -93,7 +94,7 @@ class Endpoints:
     async def health(self, http: web.Request) -> web.Response:
         if self._traffic.draining:
             return json_response({"status": "draining"}, status=503)
-        if self._model.engine.stats().failed >= FAILING:
+        if self._model.engine.stats().failed >= FAILING or self._preparing.stuck:
             return json_response({"status": "failing"}, status=503)
         return json_response({"status": "ok"})
 
@@ -125,14 +126,19 @@ class Endpoints:
         make_plan: Callable[[ServedModel, Request], Plan],
         form: type[Answer],
     ) -> web.StreamResponse:
+        def plan_of(body: bytes) -> Plan:
+            return make_plan(self._model, parse(request_object(body)))
+
         with self._traffic.answering():
-            request = parse(request_object(await self._body(http)))
-            plan = await asyncio.to_thread(make_plan, self._model, request)
+            body = await self._body(http)
+            until = asyncio.get_running_loop().time() + self._limits.answer_seconds
+            async with self._time_limit(until, "the prompt was not ready", "shorten it"):
+                plan = await self._preparing(body, plan_of)
             current().prompt_tokens = plan.prompt_tokens
             answer = form(plan.options, self._model.spelling)
             if plan.options.stream:
-                return await self._stream(http, plan, answer)
-            async with self._time_limit():
+                return await self._stream(http, plan, answer, until)
+            async with self._time_limit(until):
                 return await self._whole(plan, answer)
 
     async def _body(self, http: web.Request) -> bytes:
@@ -153,11 +159,13 @@ class Endpoints:
         usage = Usage(plan.prompt_tokens, sum(choice.num_tokens for choice in choices))
         return json_response(answer.whole(choices, usage))
 
-    async def _stream(self, http: web.Request, plan: Plan, answer: Answer) -> web.StreamResponse:
+    async def _stream(
+        self, http: web.Request, plan: Plan, answer: Answer, until: float
+    ) -> web.StreamResponse:
         events = EventStream(http)
         with suppress(ConnectionError):  # the client has gone
             try:
-                async with self._time_limit():
+                async with self._time_limit(until):
                     await self._send_all(events, plan, answer)
             except Exception as error:
                 if isinstance(error, ConnectionError) or not events.begun:
@@ -205,13 +213,18 @@ class Endpoints:
         return self._metrics.timed(counted(pieces))
 
     @asynccontextmanager
-    async def _time_limit(self) -> AsyncGenerator[None, None]:
-        seconds = self._limits.answer_seconds
+    async def _time_limit(
+        self,
+        until: float,
+        what: str = "the answer was not complete",
+        cure: str = "lower max_tokens",
+    ) -> AsyncGenerator[None, None]:
+        """504 at `until`, a moment of the event loop's clock."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(until):
                 yield
         except TimeoutError:
-            message = f"the answer was not complete within {seconds:g} s: lower max_tokens"
+            message = f"{what} within {self._limits.answer_seconds:g} s: {cure}"
             raise ApiError(504, message, code="timeout") from None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,13 @@ from twellctl.decoding.engine import Engine, Sampling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid
 from twellctl.serving.token_spelling import TokenSpelling
-from twellctl.text.tokens import encode_chat, encode_text
+from twellctl.text.tokens import (
+    chat_text,
+    encode_text,
+    encode_written,
+    longest_token,
+    surely_more,
+)
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 
@@ -32,6 +39,11 @@ class ServedModel:
     def spelling(self) -> TokenSpelling:
         """How its tokens are written one by one."""
         return TokenSpelling(self.tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for, at most."""
+        return longest_token(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,10 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     check_name(model, request.options.model)
     _check_room(model.engine, 1, request.options.n)
     try:
-        prompt = encode_chat(model.tokenizer, request.messages)
+        text = chat_text(model.tokenizer, request.messages, opens_answer=True)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template") from error
+    prompt = _encoded(model, text, encode_written, "messages")
     budget = _budget(model.engine, prompt, request.options.max_tokens, None, "messages")
     return Plan(_tasks(0, prompt, [], request.options, budget), len(prompt), request.options)
 
@@ -79,7 +92,8 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     _check_room(model.engine, len(request.prompts), options.n)
     tasks, prompt_tokens = [], 0
     for given in request.prompts:
-        prompt = encode_text(model.tokenizer, given) if isinstance(given, str) else given
+        is_text = isinstance(given, str)
+        prompt = _encoded(model, given, encode_text, "prompt") if is_text else given
         budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
         tasks += _tasks(len(tasks), prompt, prompt, options, budget)
         prompt_tokens += len(prompt)
@@ -95,6 +109,19 @@ def _check_room(engine: Engine, num_prompts: int, n: int) -> None:
             f"{what}must be at most {engine.max_held} (--max-running and --max-waiting together)",
             num_prompts * n,
         )
+
+
+def _encoded(
+    model: ServedModel, text: str, encode: Callable[[Any, str], list[int]], param: str
+) -> list[int]:
+    """`text` as tokens; `ApiError` where it is so long that they need not be counted."""
+    context = model.engine.context
+    if surely_more(model.tokenizer, text, context, model.longest_token):
+        message = f"the model's context is {context} tokens, {param} has far more: no token is left"
+        raise ApiError(
+            400, f"{message} for an answer", param=param, code="context_length_exceeded"
+        )
+    return encode(model.tokenizer, text)
 
 
 def _tasks(
@@ -124,14 +151,14 @@ def _budget(
     """How many tokens may follow `prompt`; `ApiError` if it cannot be continued so."""
     if not prompt:
         raise invalid(param, "must hold at least one token", prompt)
-    for token in prompt:
-        if not 0 <= token < engine.vocab_size:
-            raise invalid(param, f"may only hold tokens 0 to {engine.vocab_size - 1}", token)
     left = engine.context - len(prompt)
     facts = f"the model's context is {engine.context} tokens, {param} has {len(prompt)}"
     code = "context_length_exceeded"
     if left <= 0:
         raise ApiError(400, f"{facts}: no token is left for an answer", param=param, code=code)
+    for token in prompt:
+        if not 0 <= token < engine.vocab_size:
+            raise invalid(param, f"may only hold tokens 0 to {engine.vocab_size - 1}", token)
     if max_tokens is not None and max_tokens > left:
         message = f"{facts}: max_tokens may be at most {left}, got {max_tokens}"
         raise ApiError(400, message, param="max_tokens", code=code)

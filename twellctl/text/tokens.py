@@ -11,33 +11,74 @@ if TYPE_CHECKING:
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
 _BYTES = 4  # of a character, at most, each of which may be a token
+_MOST_HELD = 64  # tokens without a whole character: they are no text, and none will come of them
+_USUAL = 8  # characters of a token, more than texts have on average
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of `text`, with what the tokenizer puts around a text."""
-    return tokenizer.encode(text, verbose=False)
+    """The tokens of `text`, with what the tokenizer puts around a text.
+
+    A text that begins with the token that is put before a text does not get it twice.
+    """
+    tokens, bos = tokenizer.encode(text, verbose=False), tokenizer.bos_token_id
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """UTF-8 bytes of text that one token stands for, at most."""
+    return max(len(name.encode(errors="replace")) for name in tokenizer.get_vocab())
+
+
+def surely_more(
+    tokenizer: "PreTrainedTokenizerBase", text: str, most: int, longest: int
+) -> bool:
+    """Whether `text` is more than `most` tokens, as far as that is known without reading it all.
+
+    `longest`: that of `longest_token`. Of a text far longer than `most` tokens usually are, the
+    beginning is encoded; beginnings of up to half the text that are not twice as long say nothing.
+    """
+    if len(text) * 4 > longest * most and len(text.encode()) > longest * most:
+        return True
+    size = _USUAL * most
+    while 2 * size <= len(text):
+        begun = tokenizer.encode(text[:size], add_special_tokens=False, verbose=False)
+        if len(begun) > 2 * most + _USUAL:
+            return True
+        size *= 2
+    return False
 
 
 def chat_text(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], *, opens_answer: bool
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    *,
+    opens_answer: bool,
+    **given: Any,
 ) -> str:
     """A conversation as the chat template writes it; `ValueError` says why it does not.
 
-    `opens_answer`: up to where the assistant begins the next turn.
+    `opens_answer`: up to where the assistant begins the next turn. `given`: what else the template
+    is to know, and `continue_final_message`, with which the last message is left open.
     """
+    if tokenizer.chat_template is None:
+        raise ValueError("this model has no chat template: send the text to /v1/completions")
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=opens_answer
+            messages, tokenize=False, add_generation_prompt=opens_answer, **given
         )
     except Exception as error:  # a template is a program
         raise ValueError(f"the chat template refuses these messages: {reason(error)}") from error
 
 
-def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]]) -> list[int]:
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **given: Any
+) -> list[int]:
     """The tokens of a conversation up to where the assistant begins; `ValueError` says why not."""
-    if tokenizer.chat_template is None:
-        raise ValueError("this model has no chat template: send the text to /v1/completions")
-    text = chat_text(tokenizer, messages, opens_answer=True)
+    return encode_written(tokenizer, chat_text(tokenizer, messages, opens_answer=True, **given))
+
+
+def encode_written(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The tokens of what a chat template wrote."""
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
@@ -80,6 +121,8 @@ class Detokenizer:
         self._window.append(token)
         text = self._text()
         certain = text.rstrip(_UNDECODED)
+        if len(self._window) - self._num_read > _MOST_HELD:
+            certain = text
         piece = certain[self._num_sent :]
         self._num_sent = max(self._num_sent, len(certain))
         if piece and certain == text:

@@ -1,0 +1,133 @@
+"""Requests made ready in threads of their own, few at a time: none holds up the server or its end.
+
+A chat template is a program, and a tokenizer may take seconds for a prompt of megabytes. No torch.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from twellctl.decoding.engine import Engine, QueueFull
+
+Made = TypeVar("Made")
+THREAD = "preparing"  # the name of all threads here
+SMALL_BYTES = 1 << 16  # of a body; larger ones wait for each other, and no smaller one for them
+MOST_BYTES = 128 << 20  # of all bodies here
+STUCK_SECONDS = 30.0  # a thread that takes longer: no prompt gets through
+
+
+class _Stopped(BaseException):
+    """What ends Python code that nobody waits for any more; no library takes it for a failure."""
+
+
+class Preparing:
+    """Two threads at most, one for small bodies, one for large ones. For one event loop."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._small, self._large = _Lane(), _Lane()
+        self._num_here = self._num_bytes = 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread is at one request for longer than any should take."""
+        return self._small.seconds > STUCK_SECONDS or self._large.seconds > STUCK_SECONDS
+
+    async def __call__(self, body: bytes, make: Callable[[bytes], Made]) -> Made:
+        """`make(body)`, as soon as there is a thread for it.
+
+        `QueueFull` if as many wait as the engine takes. Who is cancelled waits no longer; code that
+        runs for him is stopped where it is in Python, and keeps its thread until it has ended.
+        """
+        stats = self._engine.stats()
+        full = self._num_here + stats.running + stats.waiting >= self._engine.max_held
+        if full or self._num_bytes + len(body) > MOST_BYTES:
+            raise QueueFull(f"{self._num_here} prompts wait already: try again later")
+        self._num_here, self._num_bytes = self._num_here + 1, self._num_bytes + len(body)
+        try:
+            lane = self._small if len(body) <= SMALL_BYTES else self._large
+            return await lane.run(lambda: make(body))
+        finally:
+            self._num_here, self._num_bytes = self._num_here - 1, self._num_bytes - len(body)
+
+
+class _Lane:
+    """One daemon thread at a time, a new one for each job."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """For how long the job in it has run."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    async def run(self, job: Callable[[], Made]) -> Made:
+        await self._turn.acquire()
+        self._began = time.monotonic()
+        thread, done = in_daemon_thread(job, self._free)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            _stop(thread)
+            raise
+
+    def _free(self) -> None:
+        self._began = None
+        self._turn.release()
+
+
+def in_daemon_thread(
+    job: Callable[[], Made], then: Callable[[], None] = lambda: None
+) -> tuple[threading.Thread, "asyncio.Future[Made]"]:
+    """`job` in a thread that the end of the process does not wait for, and its result to await.
+
+    `then` is called in the event loop once the job has ended, awaited or not.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Made] = loop.create_future()
+    told = False
+
+    def tell(result: Made | None, error: BaseException | None) -> None:
+        nonlocal told
+        if told:
+            return
+        told = True
+        if not done.done():
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+        then()
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = job()
+        except Exception as failure:
+            error = failure
+        except _Stopped:
+            error = TimeoutError()  # nobody waits for it
+        for _ in range(2):  # `_Stopped` may come once, and so late
+            try:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(tell, result, error)
+                return
+            except _Stopped:
+                continue
+
+    thread = threading.Thread(target=work, name=THREAD, daemon=True)
+    thread.start()
+    return thread, done
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raise `_Stopped` in `thread` as soon as it runs Python code; nothing if it has ended."""
+    if thread.ident is not None:
+        number = ctypes.c_ulong(thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(_Stopped))
