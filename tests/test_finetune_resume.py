@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import REPORT_FILE
+from twellctl.training import runs
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete
@@ -177,6 +178,30 @@ def test_a_run_whose_result_could_not_be_written_is_not_lost(
     done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
     assert_same_weights(out, uninterrupted.out)
     assert (done.density, done.num_steps) == (uninterrupted.density, uninterrupted.num_steps)
+
+
+@pytest.mark.parametrize("fails", ["killed", "stays"])
+def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
+    relu_llama, text_file, tmp_path, monkeypatch, fails
+):
+    def removed(path):
+        if fails == "killed":
+            raise KeyboardInterrupt
+
+    out, recipe, said = tmp_path / "out", small(text_file), []
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "remove", removed)
+        progress = Progress(silent=True)
+        progress.note = said.append
+        if fails == "killed":
+            with pytest.raises(KeyboardInterrupt):
+                finetune(relu_llama, out, recipe, progress=progress)
+        else:
+            finetune(relu_llama, out, recipe, progress=progress)
+            assert "could not be removed" in said[-1]
+    assert out.is_dir()
+    finetune(relu_llama, out, recipe, overwrite=True, progress=Progress(silent=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_ctrl_c_under_torchrun_saves_a_checkpoint(relu_llama, text_file, tmp_path):

@@ -4,12 +4,14 @@ import errno
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from twellctl.cli.json_file import tell
 from twellctl.convert import convert
+from twellctl.errors import TwellError
 from twellctl.files import outputs, workspace
 from twellctl.files.strict_json import read_json
 
@@ -273,3 +275,15 @@ def test_a_link_to_itself_is_refused_before_any_work(cli, relu_llama, text_file,
     code, _, err = cli("profile", relu_llama, "--data", text_file, "--json", tmp_path / "made.json")
     assert (code, len(err)) == (1, 1)
     assert err[0].endswith("made.json cannot be written: Too many levels of symbolic links")
+
+
+def test_what_appears_at_a_file_meanwhile_is_not_lost(tmp_path):
+    path = tmp_path / "found.json"
+    check = partial(outputs.check_json_path, path, "ours", "evaluation")
+    check()
+    path.write_text("precious")
+    with pytest.raises(TwellError, match="is no evaluation"):
+        tell(path, lambda: "new", lambda: None, check)
+    path.write_text('{"ours": 1}')
+    tell(path, lambda: "new", lambda: None, check)
+    assert path.read_text() == "new"

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -267,15 +269,30 @@ def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path, monke
     assert said[0].startswith(f"{out} holds {len(chats(out))} texts, ")
 
 
-def test_a_full_disk_is_told_by_the_file(silu_llama, tmp_path, monkeypatch):
-    opened = Path.open
+def test_a_full_disk_is_told_by_the_file_which_holds_whole_lines(silu_llama, tmp_path):
+    out, before = tmp_path / "own.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
+    try:
+        with pytest.raises(TwellError, match=r"own\.jsonl could not be written: .*holds [1-9]"):
+            write(silu_llama, out, **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert out.read_bytes().endswith(b"\n")
+    assert all(json.loads(line) for line in out.read_text().splitlines())
 
-    def full(path, *how, **more):
-        return opened(Path("/dev/full") if path.name == "own.jsonl" else path, *how, **more)
 
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(TwellError, match=r"own\.jsonl could not be written: No space left"):
-        write(silu_llama, tmp_path / "own.jsonl", **SMALL)
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_appears_at_out_meanwhile_is_not_lost(silu_llama, tmp_path, kind):
+    out, precious = tmp_path / "own.jsonl", tmp_path / "precious"
+    precious.write_text("precious")
+
+    def another(doing):
+        if not os.path.lexists(out):
+            out.symlink_to(precious) if kind == "link" else out.write_text("precious")
+
+    with pytest.raises(TwellError, match="was made by another meanwhile"):
+        write(silu_llama, out, **SMALL, doing=another)
+    assert out.read_text() == precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize("documents", [0.0, 1.0])

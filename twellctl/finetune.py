@@ -63,6 +63,7 @@ from twellctl.training.runs import (
     check_alike,
     check_began_with,
     checkpoint_state,
+    discard,
     discard_unstarted,
     last_checkpoint,
     prepare_run,
@@ -145,7 +146,7 @@ def finetune(
         checkpoint = in_all(lambda: open_checkpoint(model))
         result = _finetune(checkpoint, out, claim, recipe, world, progress, **how)
         if world.is_main_process:
-            shutil.rmtree(run_folder(out), ignore_errors=True)
+            discard(run_folder(out), out, progress.note)
     return result
 
 
@@ -206,7 +207,7 @@ def _finetune(
             raise LostProcess(_lost(run)) from error
         finally:
             if world.is_main_process:
-                discard_unstarted(run)
+                discard_unstarted(run, out, progress.note)
     return result
 
 

@@ -6,7 +6,6 @@ writes chats and documents of its own (drawn.py), many at a time.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from twellctl.drawn import Answers, Chats, Documents, Kind, Messages
 from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import check_file
+from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.text.reading import read_prompts
-from twellctl.text.written import WRITTEN, is_written_file
+from twellctl.text.written import WrittenFile, is_written_file
 
 if TYPE_CHECKING:
     from twellctl.decoding.bulk import Bulk
@@ -95,6 +94,7 @@ def write(
     _check(tokens, documents, max_tokens, temperature, batch_size, seed)
     _check_prompts(prompts, documents, temperature)
     _check_out(out, overwrite)
+    was_there = out.exists()
     checkpoint = open_checkpoint(model, revision=revision)
     checkpoint.require_tokenizer()
     if checkpoint.is_only_converted:
@@ -113,7 +113,7 @@ def write(
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
             wanted = TOKENS if tokens is None and asked is None else tokens
             texts = _Texts(bulk, _by_turns(kinds, share), wanted, kinds[0].num_texts)
-            done = _write_lines(out, texts, progress, note)
+            done = _write_lines(out, was_there, texts, progress, note)
     if asked is not None and temperature == 0 and done.tokens < (tokens or 0):
         note("each prompt was answered once: greedily a second answer would be the same")
     return done
@@ -219,6 +219,7 @@ class _Texts:
 
 def _write_lines(
     out: Path,
+    was_there: bool,
     texts: _Texts,
     progress: Callable[[Going], None],
     note: Callable[[str], None],
@@ -229,10 +230,9 @@ def _write_lines(
     if first is None:
         raise TwellError("the model answers none of the prompts: it ends before the first word")
     try:
-        with out.open("w", encoding="utf-8") as file:
+        with WrittenFile(open_anew(out, was_there, is_written_file)) as file:
             for row in chain([first], rows):
-                file.write(json.dumps(row | WRITTEN, ensure_ascii=False) + "\n")
-                file.flush()
+                file.add(row)
                 num_texts += 1
                 seconds = time.monotonic() - began
                 if seconds >= shown:

@@ -77,10 +77,11 @@ def decode(
 def _run(
     bench: Callable[..., Any], settings: Any, json: Path | None, screen: Callable[[Any], None]
 ) -> None:
-    check_json_file(json, "command", "bench")
+    check = partial(check_json_file, json, "command", "bench")
+    check()
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
         found = bench(settings, note=ui.note, progress=progress)
-    tell(json, lambda: to_json(found.to_json(), indent=2) + "\n", partial(screen, found))
+    tell(json, lambda: to_json(found.to_json(), indent=2) + "\n", partial(screen, found), check)
     if found.wrong:
         raise TwellError("; ".join(found.wrong))

@@ -21,10 +21,15 @@ def check_json_file(path: Path | None, key: str, kind: str) -> None:
         check_json_path(path, key, kind)
 
 
-def tell(path: Path | None, text: Callable[[], str], screen: Callable[[], None]) -> None:
+def tell(
+    path: Path | None,
+    text: Callable[[], str],
+    screen: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """`text` on stdout in the place of the screen, or in the file `path` beside it.
 
-    Neither is lost where the other fails.
+    Neither is lost where the other fails. `check`: that of the file, made again.
     """
     if path == STDOUT:
         print(text(), end="")
@@ -33,4 +38,4 @@ def tell(path: Path | None, text: Callable[[], str], screen: Callable[[], None])
         screen()
     finally:
         if path is not None:
-            write_file(path, text())
+            write_file(path, text(), check)

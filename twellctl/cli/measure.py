@@ -55,7 +55,8 @@ def profile(
     from twellctl.firing.profiled import PROFILE_KEY, profile_json
     from twellctl.report.write import check_page_path, write_profile_page
 
-    check_json_file(json, PROFILE_KEY, "profile")
+    check = partial(check_json_file, json, PROFILE_KEY, "profile")
+    check()
     if html is not None:
         check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
@@ -72,7 +73,7 @@ def profile(
             time_layers=time_layers if (html is not None if speed is None else speed) else None,
             progress=progress,
         )
-    tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json))
+    tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json), check)
     if html is not None:
         write_profile_page(done, html)
         ui.note(f"the page: {html}")
@@ -132,7 +133,8 @@ def evaluate(
     """
     from twellctl.evaluation.results import VERSION_KEY, evaluation_json
 
-    check_json_file(json, VERSION_KEY, "evaluation")
+    check = partial(check_json_file, json, VERSION_KEY, "evaluation")
+    check()
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
@@ -152,7 +154,7 @@ def evaluate(
         progress=progress,
         note=ui.note,
     )
-    tell(json, partial(evaluation_json, done), partial(screen.evaluated, done))
+    tell(json, partial(evaluation_json, done), partial(screen.evaluated, done), check)
 
 
 def compare(

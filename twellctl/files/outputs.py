@@ -83,16 +83,50 @@ def staged(out: Path, **how) -> Iterator[Path]:
         yield stage
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write the file `path`, JSON or a page, whole or not at all, replacing an older one."""
+def write_file(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Write the file `path`, JSON or a page, whole or not at all, replacing an older one.
+
+    `check`, a `check_file` of it, is asked again: something else may lie there by now.
+    """
     text = encodable(text, r"\\")  # two: after one, JSON would have the surrogate again
     target = _real(path)
     try:
         with workspace_beside(target) as workspace:
-            (workspace / "new").write_text(text, encoding="utf-8")
-            (workspace / "new").replace(target)
+            new = workspace / "new"
+            new.write_text(text, encoding="utf-8")
+            check()
+            if os.path.lexists(target) or not _linked(new, target):
+                new.replace(target)
     except OSError as error:
         raise TwellError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def _linked(new: Path, target: Path) -> bool:
+    """Give `new` the name `target`, too; `FileExistsError` if something has it. False: no links."""
+    try:
+        os.link(new, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def open_anew(path: Path, was_there: bool, is_kind: Callable[[Path], bool]) -> int:
+    """A descriptor of the empty file `path`, opened for writing long after its `check_file`.
+
+    What was not there then is not replaced if it is by now; what was must still be of its kind.
+    """
+    target = _real(path)
+    if was_there and target.exists() and is_kind(target):
+        return os.open(target, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(target, how, 0o666)
+    except FileExistsError:
+        raise TwellError(
+            f"{path} was made by another meanwhile: choose another name"
+        ) from None
 
 
 def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:

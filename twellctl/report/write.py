@@ -34,7 +34,7 @@ def write_profile_page(profile: Profile, path: Path) -> None:
             f"{path} could not be drawn ({type(error).__name__}: {reason(error)}): all else that "
             "was asked for is written; please report it"
         ) from error
-    write_file(path, text)
+    write_file(path, text, lambda: check_page_path(path))
 
 
 def write_run_page(folder: Path, report: dict[str, Any], note: Callable[[str], None]) -> None:

@@ -1,5 +1,8 @@
-"""How a row that `twellctl write` wrote is known: it says so."""
+"""The jsonl file of `twellctl write`: how a row of it is known, and whole lines into it."""
 
+import contextlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +24,32 @@ def is_written_file(path: Path) -> bool:
             return not line or is_written(parse_json(line.decode("utf-8")))
     except (OSError, ValueError):
         return False
+
+
+class WrittenFile:
+    """A jsonl file open for rows, each of which is there whole or not at all.
+
+    A context manager. `OSError` for a row that could not be written; those before it stay.
+    """
+
+    def __init__(self, descriptor: int):
+        self._file, self._size = descriptor, 0
+
+    def __enter__(self) -> "WrittenFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write `row`, marked as this command's."""
+        line = (json.dumps(row | WRITTEN, ensure_ascii=False) + "\n").encode(errors="replace")
+        done = 0
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except BaseException:  # Ctrl-C, too
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import NONE_OF_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
+from twellctl.files.workspace import remove, workspace_of
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, hold_out, in_turn, read_blocks, token_stream, write_tokens
@@ -87,10 +88,30 @@ def check_began_with(run: Path, model: str) -> None:
         raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
 
 
-def discard_unstarted(run: Path) -> None:
-    """Remove a run folder that holds no checkpoint."""
+def discard_unstarted(run: Path, out: Path, note: Callable[[str], None]) -> None:
+    """Remove the run folder of `out` if it holds no checkpoint."""
     if last_checkpoint(run) is None:
-        shutil.rmtree(run, ignore_errors=True)
+        discard(run, out, note)
+
+
+def discard(run: Path, out: Path, note: Callable[[str], None]) -> None:
+    """Remove the run folder of `out`, which is claimed; `note` says what could not be removed.
+
+    It is moved into the workspace first: what is left there, if this process is killed, is in the
+    way of no other run and goes with the next one.
+    """
+    gone = workspace_of(out.resolve()) / "run"
+    try:
+        run.rename(gone)
+    except FileNotFoundError:
+        return
+    except OSError:  # of a file system that cannot: what makes it a run folder goes last
+        gone = run
+    for path in sorted(gone.iterdir(), key=lambda path: path.name == RECIPE_FILE):
+        remove(path)
+    remove(gone)
+    if gone.exists():
+        note(f"{gone} could not be removed: remove it, it may hold checkpoints of many GB")
 
 
 def _check_resumable(run: Path, recipe: Recipe) -> None:
