@@ -57,6 +57,13 @@ def test_a_folder_for_it_that_cannot_be_written_is_no_place(library, monkeypatch
     assert sys.pycache_prefix
 
 
+def test_not_into_a_folder_that_others_may_write(library, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    keep_bytecode()
+    assert sys.pycache_prefix is None
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("pycache_prefix", "/their/own"), ("dont_write_bytecode", True)]
 )

@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib.metadata
+import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,35 @@ def test_a_damaged_file_is_made_again(compiler, tmp_path, damage):
     assert len(compiler.compiled) == 2
     load_cubin("one.cu", SOURCES, "sm_80")
     assert len(compiler.compiled) == (3 if damage == "folder" else 2)
+
+
+@pytest.mark.parametrize(
+    "whose", ["another's folder", "open folder", "another's file", "open file", "link"]
+)
+def test_what_another_may_have_written_is_not_run(compiler, tmp_path, monkeypatch, whose, caplog):
+    load_cubin("one.cu", SOURCES, "sm_80")
+    folder = tmp_path / "cache"
+    (file,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if whose == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    elif whose.startswith("open"):
+        (folder if whose == "open folder" else file).chmod(0o777)
+    else:
+        changed = folder if whose == "another's folder" else file
+        real = os.fstat if changed is file else Path.stat
+
+        def by_another(path, **how):
+            found = real(path, **how)
+            mine = os.path.samestat(found, os.stat(changed))
+            return os.stat_result([*found[:4], 4711 if mine else found.st_uid, *found[5:]])
+
+        owner = twell_cache.os if changed is file else twell_cache.Path
+        monkeypatch.setattr(owner, "fstat" if changed is file else "stat", by_another)
+    load_cubin("one.cu", SOURCES, "sm_80")
+    assert len(compiler.compiled) == 2
+    assert ("nothing of it is used" in caplog.text) == ("folder" in whose)
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(compiler, tmp_path):

@@ -1,6 +1,7 @@
 """Which route is taken: measured once, kept, and a rule for what is not measured."""
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,7 @@ def test_what_was_chosen_among_others_is_no_choice(timed):
     assert len(timed) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"'])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"', "[" * 200_000])
 def test_a_spoilt_file_of_choices_is_written_anew(timed, tmp_path, content):
     (tmp_path / "routes.json").write_text(content)
     assert chosen() == "dense"
@@ -67,6 +68,24 @@ def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path, ke
     (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": {kept}}}}}')
     assert chosen() == "dense"
     assert len(timed) == 1
+
+
+def test_choices_of_several_processes_are_all_kept(timed, tmp_path):
+    """Each reads what is kept, measures and writes: none writes over what another one did."""
+
+    def choose_some(first: int) -> None:
+        for tokens in range(first, first + 20):
+            name = f"tokens {tokens}"
+            twell_route.kept_or_measured(name, ["a", "b"], ("eager",), lambda: times)
+
+    times = {"eager a": 1.0, "eager b": 2.0}
+
+    threads = [threading.Thread(target=choose_some, args=[20 * i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(twell_route._read_kept()) == 80
 
 
 def test_what_does_not_fit_into_memory_is_not_chosen(monkeypatch, tmp_path):

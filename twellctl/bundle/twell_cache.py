@@ -1,11 +1,19 @@
 """The folder of what is made once on a machine and kept: compiled kernels, measured choices.
 
-Standard library only.
+What lies there is run. So the folder is made for its owner alone, and nothing is read from one, or
+from a file, that another user than this one or root has, or may write. Standard library only.
 """
 
+import contextlib
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from .twell_log import logger
+
+_told: set[Path] = set()
 
 
 def cache_dir() -> Path:
@@ -16,15 +24,84 @@ def cache_dir() -> Path:
         return Path(os.devnull)
 
 
-def keep(path: Path, content: bytes) -> None:
-    """Write a file of the cache, whole or not at all; without a folder to write to, not at all."""
-    aside = None
+def not_private() -> str | None:
+    """Why nothing is read from the folder or written there; None if it is private, or not there."""
+    folder = cache_dir()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".aside-")
+        found = folder.stat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(found.st_mode) or _is_private(found):
+        return None
+    if not os.environ.get("TWELL_CACHE_DIR") and found.st_uid == os.geteuid():
+        with contextlib.suppress(OSError):  # made by an older version, under a generous umask
+            folder.chmod(0o700)
+            return None
+    return f"{folder} is another user's, or others may write there: nothing of it is used"
+
+
+def kept(name: str) -> bytes | None:
+    """The content of a file of the cache; None if there is none, or it may be another user's."""
+    if _is_refused():
+        return None
+    try:
+        # a pipe does not answer, and a link may lead anywhere
+        file = os.open(cache_dir() / name, os.O_RDONLY | _flag("NOFOLLOW") | _flag("NONBLOCK"))
+        with open(file, "rb") as opened:
+            found = os.fstat(file)
+            sound = stat.S_ISREG(found.st_mode) and _is_private(found)
+            return opened.read() if sound else None
+    except OSError:
+        return None
+
+
+def keep(name: str, content: bytes) -> None:
+    """Write a file of the cache, whole or not at all; without a folder to write to, not at all."""
+    folder, aside = cache_dir(), None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_refused():
+            return
+        handle, aside = tempfile.mkstemp(dir=folder, prefix=".aside-")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(aside, path)
+        os.replace(aside, folder / name)
     except OSError:
         if aside is not None and os.path.exists(aside):
             os.unlink(aside)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside no other process changes what is kept, where the file system has locks."""
+    try:
+        import fcntl
+
+        folder = os.open(cache_dir(), os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _is_refused() -> bool:
+    why = not_private()
+    if why is not None and cache_dir() not in _told:
+        _told.add(cache_dir())
+        logger.warning("%s", why)
+    return why is not None
+
+
+def _is_private(found: os.stat_result) -> bool:
+    if not hasattr(os, "geteuid"):  # Windows, which has no such modes
+        return True
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _flag(name: str) -> int:
+    return getattr(os, f"O_{name}", 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from .twell_cache import cache_dir, keep
+from .twell_cache import keep, kept
 from .twell_spec import SPEC, spec
 
 PACKAGES = {  # what to install beside torch, by its CUDA
@@ -184,13 +184,13 @@ def load_cubin(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
         raise KernelError(
             what_is_missing() or "NVRTC, which compiles the kernels, is not installed"
         )
-    path = cache_dir() / f"{_key(name, sources, arch, nvrtc.version)}.cubin"
-    cubin = _read_kept(path)
+    file = f"{_key(name, sources, arch, nvrtc.version)}.cubin"
+    cubin = _read(kept(file))
     if cubin is None:
         cubin = nvrtc.compile(name, sources, arch)
         log = cubin.log.encode()
         content = len(log).to_bytes(8, "little") + log + cubin.code
-        keep(path, hashlib.sha256(content).digest() + content)
+        keep(file, hashlib.sha256(content).digest() + content)
     return cubin
 
 
@@ -204,13 +204,10 @@ def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int,
     return digest.hexdigest()
 
 
-def _read_kept(path: Path) -> Cubin | None:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+def _read(content: bytes | None) -> Cubin | None:
+    """What a file of the cache holds; None if it is not there or damaged."""
+    digest, content = (content or b"")[:_DIGEST_BYTES], (content or b"")[_DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:
         return None
     log_end = 8 + int.from_bytes(content[:8], "little")
-    return Cubin(content[log_end:], content[8:log_end].decode())
+    return Cubin(content[log_end:], content[8:log_end].decode(errors="replace"))

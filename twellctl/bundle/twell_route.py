@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .twell_cache import cache_dir, keep
+from .twell_cache import alone, keep, kept
 from .twell_config import ROUTES
 
+_FILE = "routes.json"
 _TIE = 1.005  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
@@ -136,15 +137,16 @@ def kept_or_measured(
 
     `measure` returns milliseconds by "mode name"; infinite is what does not fit into memory.
     """
-    kept = _read_kept().get(key)
-    found = {mode: kept.get(mode) for mode in modes} if isinstance(kept, dict) else {}
+    entry = _read_kept().get(key)
+    found = {mode: entry.get(mode) for mode in modes} if isinstance(entry, dict) else {}
     if found and all(name in names for name in found.values()):  # what is kept may be anything
         return found
     times = measure()
     best = {mode: fastest({name: times[f"{mode} {name}"] for name in names}) for mode in modes}
     if math.inf not in times.values():  # there may be more memory another time
-        content = json.dumps(_read_kept() | {key: best | {"ms": times}}, indent=1) + "\n"
-        keep(cache_dir() / "routes.json", content.encode())
+        with alone():
+            content = json.dumps(_read_kept() | {key: best | {"ms": times}}, indent=1) + "\n"
+            keep(_FILE, content.encode())
     return best
 
 
@@ -195,7 +197,7 @@ def timed_ms(run: Callable[[], object], *, ahead: bool) -> float:
 
 def _read_kept() -> dict:
     try:
-        kept = json.loads((cache_dir() / "routes.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(kept(_FILE) or b"{}")
+    except (ValueError, RecursionError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return found if isinstance(found, dict) else {}

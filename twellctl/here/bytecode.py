@@ -4,12 +4,13 @@ Some installers (uv) leave it to the first import, which may have no right to wr
 start compiles some 2500 modules, 10 s on an H200 machine. It goes into our cache folder instead.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
-from twellctl.bundle.twell_cache import cache_dir
+from twellctl.bundle.twell_cache import cache_dir, not_private
 
 
 def keep_bytecode() -> None:
@@ -17,7 +18,11 @@ def keep_bytecode() -> None:
     if sys.dont_write_bytecode or sys.pycache_prefix:
         return
     spec = importlib.util.find_spec("torch")
-    if spec and spec.origin and not _has_place(Path(spec.origin)):
+    if not spec or not spec.origin or _has_place(Path(spec.origin)):
+        return
+    with contextlib.suppress(OSError):
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not_private() is None:  # what lies there is run
         sys.pycache_prefix = str(cache_dir() / "bytecode")
 
 

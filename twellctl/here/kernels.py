@@ -99,7 +99,7 @@ def find_ways(kernels: Finding) -> Finding:
 def find_cache() -> Finding:
     """The folder that keeps compiled kernels and measured choices, and what is in it."""
     try:
-        from twellctl.bundle.twell_cache import cache_dir
+        from twellctl.bundle.twell_cache import cache_dir, not_private
     except Exception as error:
         return Finding("cache", "none", f"not looked for: {first_line(error)}")
     folder = cache_dir()
@@ -107,6 +107,8 @@ def find_cache() -> Finding:
         what = f"{folder} cannot be written: kernels are compiled at every start"
         advice = "set TWELL_CACHE_DIR to a folder that can be written"
         return Finding("cache", "bad", what, advice)
+    if (why := not_private()) is not None:
+        return Finding("cache", "bad", why, f"chmod 700 {folder}, or another TWELL_CACHE_DIR")
     try:
         choices = len(json.loads((folder / "routes.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
