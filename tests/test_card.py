@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import profiles
 import pytest
@@ -97,6 +98,18 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     wanted = {"cross-entropy": found.loss, "density": found.density}
     wanted |= {"acc_norm": 0.625, "acc": 0.5}
     assert values == pytest.approx(wanted, abs=1e-6)
+
+
+def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
+    folder = shutil.copytree(sparse, tmp_path / "model")
+    path = folder / "twell_finetune.json"
+    report = json.loads(path.read_text()) | {"cross_entropy": 1e308}
+    path.write_text(json.dumps(report))
+    export(folder, tmp_path / "one")
+    assert "0000000" not in (tmp_path / "one" / "README.md").read_text()
+    path.write_text(json.dumps(report | {"density": float("nan")}))
+    export(folder, tmp_path / "two")
+    assert "nan" not in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_metrics_name_the_text_that_they_were_measured_on(sparse, measured, tmp_path):

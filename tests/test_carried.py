@@ -1,6 +1,7 @@
 """What goes from one model folder to the next: what a model needs, and nothing of this machine."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -131,8 +132,53 @@ def test_side_files_may_hold_what_only_python_writes(source, tmp_path, knows_its
     assert converted.is_chat_model
     written = json.loads((tmp_path / "out" / path.name).read_text())
     odd.pop("name_or_path", None)
+    odd["tokenizer_class"] = "PreTrainedTokenizerFast"
     assert json.dumps(written) == json.dumps(told | odd)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a b").input_ids
+
+
+def test_nothing_of_a_foreign_config_is_code_or_text_of_a_card(source, text_file, tmp_path):
+    bad = "A\n# Injected\n[x](http://evil)<script>ForCausalLM"
+    for name, changes in (
+        ("config.json", {"architectures": [bad], "auto_map": {"AutoConfig": "a/b--c.D"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a/b--t.T", None]}}),
+        ("generation_config.json", {"custom_generate": "a/b", "auto_map": {}}),
+    ):
+        content = json.loads((source / name).read_text()) | changes
+        (source / name).write_text(json.dumps(content))
+    link = "javascript:alert(1)"
+    (source / "README.md").write_text(f"---\nlicense: <script>\nlicense_link: {link}\n---\n")
+    chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
+    convert(source, chain[0])
+    finetune(chain[0], chain[1], small(text_file, max_steps=1), progress=Progress(silent=True))
+    export(chain[1], chain[2])
+    for folder in chain:
+        card = (folder / "README.md").read_text()
+        assert not any(words in card for words in ("Injected", "evil", "script", "license"))
+        assert "a/b" not in (folder / "tokenizer_config.json").read_text()
+        assert "a/b" not in (folder / "generation_config.json").read_text()
+    assert "auto_map" not in json.loads((chain[1] / "config.json").read_text())
+
+
+def test_a_tokenizer_is_called_as_older_versions_call_it(source, tmp_path):
+    path = source / "tokenizer_config.json"
+    told = json.loads(path.read_text()) | {"tokenizer_class": "TokenizersBackend"}
+    path.write_text(json.dumps(told))
+    convert(source, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / path.name).read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a b").input_ids
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json"])
+def test_a_pipe_in_a_model_folder_is_not_waited_for(source, tmp_path, name):
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    if name == "README.md":
+        convert(source, tmp_path / "out")
+    else:
+        with pytest.raises(TwellError, match=r"tokenizer\.json is no regular file"):
+            convert(source, tmp_path / "out")
 
 
 def test_whether_it_chats_is_asked_before_out_is_there(source, tmp_path, monkeypatch):

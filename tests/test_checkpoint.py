@@ -144,9 +144,8 @@ def test_broken_config(model, refused, content, words):
     ("file", "format"),
     [
         ("pytorch_model.bin", "(.bin)"),
-        ("consolidated.00.pth", "(.pth)"),
+        ("model.pth", "(.pth)"),
         ("model.pt", "(.pt)"),
-        ("model-q4_0.gguf", "GGUF"),
         ("tf_model.h5", "TensorFlow"),
     ],
 )

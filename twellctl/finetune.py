@@ -6,6 +6,7 @@ OUT appears when the run is complete.
 
 import contextlib
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,12 @@ from twellctl.evaluation.results import AnswerScore
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
-from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
+from twellctl.models.carried import (
+    METRICS_FILE,
+    clean_side_file,
+    copy_side_files,
+    write_config,
+)
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.loading import (
     as_stored,
@@ -77,6 +83,7 @@ from twellctl.training.termination import answered
 from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
+WORSE = 0.1  # nats that a run which ends worse than guessing may have lost
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 
 
@@ -254,19 +261,32 @@ def _train(
             f"checkpoint is in {run}: go on with the same command and --resume"
         )
     num_steps, logged = trainer.state.global_step, trainer.state.log_history
+    first = next((e["eval_loss"] for e in logged if "eval_loss" in e), None)
+    _refuse_diverged(first, last.get("eval_loss"), trainer.model.config.vocab_size, run)
     return FineTuned(
         out=out,
         num_steps=num_steps,
         num_tokens=num_steps * recipe.step_tokens,
         l1=trainer.schedule.l1,
         teacher_cross_entropy=teacher_loss,
-        first_cross_entropy=next((e["eval_loss"] for e in logged if "eval_loss" in e), None),
+        first_cross_entropy=first,
         cross_entropy=last.get("eval_loss"),
         teacher_kl=last.get("eval_teacher_kl"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
         target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
     )
+
+
+def _refuse_diverged(first: float | None, last: float | None, vocabulary: int, run: Path) -> None:
+    """`TwellError` where the last held-out loss is worse than the first, and than guessing."""
+    guessing = math.log(vocabulary)
+    if first is not None and last is not None and last > max(first + WORSE, guessing):
+        raise TwellError(
+            f"the run diverged: the held-out cross-entropy went from {first:.2f} to {last:.2f}, "
+            f"guessing has {guessing:.2f}: start again with --overwrite and a lower "
+            f"--learning-rate (the checkpoints are in {run})"
+        )
 
 
 def _lost(run: Path) -> str:
@@ -322,6 +342,7 @@ def _save(
                 copy_side_files(checkpoint, stage)
             else:
                 load_tokenizer(checkpoint).save_pretrained(stage)
+                clean_side_file(stage / "tokenizer_config.json")
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
             shutil.copy(run / METRICS_FILE, stage)

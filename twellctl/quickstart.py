@@ -31,6 +31,7 @@ from twellctl.export import export
 from twellctl.files.outputs import NONE_OF_OURS, is_model_of_ours, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.firing.profiled import save_profile
+from twellctl.models.carried import clean_side_file
 from twellctl.models.loading import default_device, quiet_transformers
 from twellctl.profile import profile
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
@@ -183,6 +184,7 @@ def _train_silu(out: Path, seed: int, progress: Bar) -> None:
     with quiet_transformers():
         model.save_pretrained(out / "silu")
         tokenizer.save_pretrained(out / "silu")
+        clean_side_file(out / "silu" / "tokenizer_config.json")
     (out / "tokens.bin").unlink()
 
 

@@ -7,6 +7,16 @@ another was changed such that it does not even import, the error names it.
 import traceback
 from pathlib import Path
 
+import transformers
+
+_OLDEST = (5, 17)  # of transformers
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(
+        f"this model's own code needs transformers 5.17 or newer, this is "
+        f"{transformers.__version__}: pip install -U transformers, or load it without "
+        "trust_remote_code"
+    )
+
 
 def _culprit(error: Exception) -> str:
     here = Path(__file__).parent

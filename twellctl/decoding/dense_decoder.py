@@ -22,6 +22,7 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.paged_cache import cache_argument, cached_shapes
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.defaults import context_of
 
 _ATTENTION = "twell_rows"  # how `_attend` is registered with transformers
 _HEAD_DIM = 256  # of flash attention, at most; a multiple of 8
@@ -45,7 +46,7 @@ class DenseDecoder:
     def __init__(self, model: PreTrainedModel):
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.context = model.config.get_text_config().max_position_embeddings
+        self.context = context_of(model.config.get_text_config().to_dict())
         self.kernels = _kernels_that_choose(self.device, self.vocab_size)
         self._model, self._cache_argument = model, cache_argument(model)
         self._shapes = cached_shapes(model)

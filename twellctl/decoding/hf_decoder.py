@@ -18,6 +18,7 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
 from twellctl.decoding.pages import pages_for
+from twellctl.models.defaults import context_of
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
@@ -41,7 +42,7 @@ class HFDecoder:
         config = model.config.get_text_config()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.context = config.max_position_embeddings
+        self.context = context_of(config.to_dict())
         self._model, self._config = model, config
         self._shapes = cached_shapes(model)
         self._cache_argument = cache_argument(model)

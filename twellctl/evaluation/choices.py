@@ -17,7 +17,7 @@ from twellctl.evaluation.questions import Question, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import BATCH_TOKENS
 from twellctl.models.head_loss import HeadLoss
-from twellctl.text.tokens import check_ids, encode_text, end_of_text
+from twellctl.text.tokens import check_ids, end_of_text, opening_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def continuation(
     """
     stem = question.query.rstrip()
     gap = question.query[len(stem) :] or ("" if choice[0].isspace() else " ")
-    opening = _opening(tokenizer)
+    opening = opening_of(tokenizer)  # what it puts behind a text would hide the choice
     before = opening + _encoded(tokenizer, stem)
     if not before:  # nothing is in front of the choice, as at the beginning of a text
         before = opening = [end_of_text(tokenizer)]
@@ -117,12 +117,6 @@ def continuation(
     scored = max(1, len(whole) - len(before))
     cut = context is not None and len(whole) > context
     return Continuation(whole[-context:] if cut else whole, scored, cut)
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts in front of a text; what it puts behind would hide the choice."""
-    around = encode_text(tokenizer, "")
-    return around[:1] if around[:1] == [tokenizer.bos_token_id] else []
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

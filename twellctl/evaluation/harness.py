@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.errors import TwellError, bounded, reason, shown
 from twellctl.evaluation.questions import HARNESS_SUFFIXES
 from twellctl.evaluation.results import Marks
+from twellctl.here.machine import pip_install
 
 # by what the tasks of the paper are called there
 PAPER = (
@@ -49,7 +50,7 @@ def load_tasks(
     except ImportError as error:
         raise TwellError(
             f"{', '.join(wanted)}: tasks by name come from lm-eval, which cannot be imported "
-            f"({reason(error)}): pip install 'twellctl[eval]', or give a file of questions"
+            f"({reason(error)}): {pip_install('eval')}, or give a file of questions"
         ) from error
     for name in wanted:
         if name not in manager.all_tasks and not _is_yaml(name):

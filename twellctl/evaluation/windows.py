@@ -56,7 +56,7 @@ def count_windows(
 
 def window_length(checkpoint: Checkpoint, windows: int, seq_len: int | None, least: int = 1) -> int:
     """`seq_len`, or without one 1024 or the model's context if that is shorter; `UsageError`."""
-    context = checkpoint.config.get("max_position_embeddings") or 1024
+    context = checkpoint.context or 1024
     if windows < 1:
         raise UsageError(f"windows must be >= 1, got {windows}")
     if seq_len is None:

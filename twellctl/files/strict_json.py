@@ -16,6 +16,7 @@ from twellctl.errors import TwellError, reason, shown
 
 MAX_BYTES = 100_000_000
 MAX_DEPTH = 64
+_MAX_BITS = 1023  # of a whole number: more is no float
 
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
@@ -43,14 +44,14 @@ def read_json(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
     return value
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     """All of a file that is read as a whole; `TwellError` if it is a pipe, huge or unreadable."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise TwellError(f"{path} is no regular file: give one")
-        if status.st_size > MAX_BYTES:
-            raise TwellError(f"{path} has {status.st_size} bytes, more than {MAX_BYTES}: give less")
+        if status.st_size > most:
+            raise TwellError(f"{path} has {status.st_size} bytes, more than {most}: give less")
         return path.read_bytes()
     except OSError as error:
         raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -86,6 +87,8 @@ def _check(value: Any, finite: bool) -> None:
                 _check_text(item)
             elif finite and isinstance(item, float) and not math.isfinite(item):
                 raise ValueError("it holds a number that is not finite")
+            elif finite and type(item) is int and item.bit_length() > _MAX_BITS:
+                raise ValueError("it holds a number of too many digits")
         level, depth = inner, depth + 1
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+_DOOR = "modeling_twell.py"
+
 
 def resource_dir(name: str) -> Path:
     """The folder `name` ("kernels" or "recipes") that came with this installation."""
@@ -32,6 +34,10 @@ def bundle_files() -> dict[str, bytes]:
     code = Path(__file__).resolve().parent.parent / "bundle"
     files = {path.name: path.read_bytes() for path in sorted(code.glob("*.py"))}
     del files["__init__.py"]
+    # Transformers before 5 copies only what the door itself names, and then looks for the rest.
+    names = (Path(name).stem for name in files if name != _DOOR)
+    named = "".join(f"    from .{name} import __name__ as _\n" for name in names)
+    files[_DOOR] += f"\nif False:\n{named}".encode()
     sources = kernel_files()
     kernels = {"README.md": (resource_dir("kernels") / "README.md").read_bytes()}
     for source in {ENTRY_FILES[entry] for entry in ALL_KERNELS}:

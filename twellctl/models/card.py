@@ -26,6 +26,7 @@ from twellctl.models.verdict import verdict_of
 EVALUATION_VERSION = 1
 LONGEST_SETTING = 80
 WRITTEN = {"tests": "its tests", "answer": "its answer"}  # tasks in the model's own words
+LARGEST = 1e6  # no loss and no share is beyond
 
 _CARD = """---
 {front}
@@ -59,15 +60,17 @@ twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.
 
 Some tools do not read `hidden_act` in config.json:
 
-- llama.cpp and mlx-lm run SiLU in every Llama. They load this model, and its text is wrong.
+- llama.cpp, mlx-lm and TensorRT-LLM run SiLU in every Llama. They load this model, and its text is
+  wrong.
 - SGLang and vLLM's own Llama classes refuse ReLU. vLLM computes all neurons with
   `{densely}`.{in_vllm}
 """
 _IN_VLLM = """ Where twellctl is installed, too,
   `{command}` skips those that do not fire."""
 _OVER_TWELL = """ With
-`trust_remote_code=True` it loads {ours} from this folder instead, which skips the neurons
-that do not fire and gives the same logits up to rounding. twellctl need not be installed."""
+`trust_remote_code=True` transformers 5.17 or newer loads {ours} from this folder
+instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
+need not be installed."""
 _FP8 = """
 Its linear layers, but the LM head, are FP8: weights in e4m3 with a scale for each row, inputs
 rounded to e4m3 with a scale for each token. Figures below were measured before that rounding."""
@@ -106,7 +109,8 @@ def write_card(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     figures = Figures(_report(folder), profile, evaluation, bench)
     base = config["twell"].get("source")
-    stock = (config.get("architectures") or ["class"])[0]
+    stock = next(map(str, config.get("architectures") or ()), "")
+    stock = stock if stock.isidentifier() and stock.isascii() else "class"
     served = is_served_over_twell(config)
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
     in_fp8 = is_fp8(config)
@@ -275,7 +279,11 @@ def _metrics(figures: Figures) -> list[Metric]:
     for task in (figures.evaluation or {}).get("tasks") or []:
         by = _judged_by(task)
         found.append((cell(task["task"]), by, by, task["accuracy"][by]["mean"]))
-    return [Metric(*fields, value) for *fields, value in found if isinstance(value, float)]
+    return [
+        Metric(*fields, value)
+        for *fields, value in found
+        if isinstance(value, float) and abs(value) < LARGEST
+    ]
 
 
 def _judged_text(figures: Figures) -> dict[str, Any]:
@@ -293,7 +301,9 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def _is_number(report: dict[str, Any], key: str) -> bool:
-    return isinstance(report.get(key), float)
+    """Whether a figure is one that a card can show."""
+    value = report.get(key)
+    return isinstance(value, float) and abs(value) < LARGEST  # NaN is not
 
 
 def _report(folder: Path) -> dict[str, Any]:
@@ -302,4 +312,4 @@ def _report(folder: Path) -> dict[str, Any]:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return report if isinstance(report, dict) and isinstance(report.get("density"), float) else {}
+    return report if isinstance(report, dict) and _is_number(report, "density") else {}

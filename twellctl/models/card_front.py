@@ -8,11 +8,13 @@ from typing import Any
 import yaml
 
 from twellctl.errors import TwellError
+from twellctl.models.card_table import is_plain
 from twellctl.models.carried import CARD, own_file
 
 TAGS = ["twell", "sparse", "relu"]
 _LICENCE = ("license", "license_name", "license_link")
 _NOTHING = ("", "~", "null")
+_WEB = ("http://", "https://")
 _LONGEST = 500  # of what is taken from another's card
 
 
@@ -51,14 +53,16 @@ def _licence(source: Path) -> dict[str, Any]:
     Nothing else of it is read, so it may be no YAML elsewhere.
     """
     try:
-        with own_file(source / CARD).open(encoding="utf-8", errors="replace") as file:
+        if not (card := own_file(source / CARD)).is_file():
+            return {}
+        with card.open(encoding="utf-8", errors="replace") as file:
             opening, *lines = map(str.rstrip, file.read(1 << 16).splitlines() or [""])
         ours = _of_licence(lines[: lines.index("---")]) if opening == "---" else []
         found = yaml.load("\n".join(ours), Loader=yaml.BaseLoader)  # all that is plain is text
     except (OSError, TwellError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     found = found if isinstance(found, dict) else {}
-    return {key: found[key] for key in _LICENCE if key in found and _is_text(found[key])}
+    return {key: found[key] for key in _LICENCE if key in found and _is_sound(key, found[key])}
 
 
 def _of_licence(lines: list[str]) -> list[str]:
@@ -72,8 +76,13 @@ def _of_licence(lines: list[str]) -> list[str]:
     return kept
 
 
-def _is_text(value: Any) -> bool:
+def _is_sound(key: str, value: Any) -> bool:
+    """Whether it is text that means nothing elsewhere; a link leads to the web or a file here."""
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) and text not in _NOTHING for text in texts):
+        return False
+    if not all(is_plain(text) for text in texts):
+        return False
+    if key == "license_link" and any(":" in t and not t.startswith(_WEB) for t in texts):
         return False
     return 0 < sum(map(len, texts)) <= _LONGEST

@@ -38,6 +38,7 @@ SIDE_FILES = (
 TEMPLATES = "additional_chat_templates"
 CARD = "README.md"
 _LICENCE = re.compile(r"(licen[sc]e|notice|copying|use_policy)(-\w+)?(\.(txt|md))?", re.IGNORECASE)
+_CODE = ("auto_map", "custom_generate")
 _OF_A_MACHINE = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 
 
@@ -87,13 +88,26 @@ def own_file(path: Path, folder: Path | None = None) -> Path:
 def _copy_side_file(source: Path, target: Path) -> None:
     real = own_file(source)
     if not real.is_file():
+        if source.name in SIDE_FILES:
+            raise TwellError(f"{source} is no regular file: put the file itself there")
         return
-    content = _json_object(real) if source.name.endswith("_config.json") else None
-    if content is not None and content.keys() & set(_OF_A_MACHINE):
-        kept = {k: v for k, v in content.items() if k not in _OF_A_MACHINE}
-        target.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    else:
-        shutil.copyfile(real, target)
+    shutil.copyfile(real, target)
+    clean_side_file(target)
+
+
+def clean_side_file(path: Path) -> None:
+    """Take out of a settings file what is of a machine or leads to code, and a name that only
+    newer versions of transformers know."""
+    content = _json_object(path) if path.name.endswith("_config.json") else None
+    if content is None:
+        return
+    kept = {k: v for k, v in content.items() if k not in (*_OF_A_MACHINE, *_CODE)}
+    if (name := kept.get("tokenizer_class")) == "TokenizersBackend":  # of transformers 5
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    elif name is not None and not str(name).isidentifier():
+        del kept["tokenizer_class"]
+    if kept != content:
+        path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def _json_object(path: Path) -> dict | None:

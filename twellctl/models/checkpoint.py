@@ -7,14 +7,15 @@ loaded or written. Nothing here reads a weight, except `fingerprint`.
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, UsageError, reason, shown
 from twellctl.files.strict_json import read_json
+from twellctl.models.defaults import completed, context_of, refuse_wrapped, with_own_head
 from twellctl.models.shards import (
     FLOATS,
     TensorInfo,
@@ -64,6 +65,7 @@ class Checkpoint:
     """A checked model folder. `name` is what the user called it, `path` where it lies.
 
     Without `shards` the model is a random one, of a config alone (`training.from_scratch`).
+    `corrections` are the entries of `config` that the folder's config.json lacks or has otherwise.
     """
 
     name: str
@@ -72,6 +74,12 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     shards: tuple[str, ...]
     ffn: FfnShape
+    corrections: dict = field(default_factory=dict)
+
+    @property
+    def context(self) -> int | None:
+        """How many tokens the model reads; None: config.json does not say."""
+        return context_of(self.config)
 
     @property
     def activation(self) -> str:
@@ -205,26 +213,30 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     if isinstance(model, Checkpoint):
         return model
     name, path = str(model) or ".", Path(model)
+    if name.startswith("~"):
+        path = path.expanduser()
     if not path.exists():
         path = _download(name, revision)
     elif revision is not None:
         raise UsageError(f"{name} is a local folder, which has no --revision {revision}")
+    _refuse_adapter(name, path)
     if not (path / "config.json").is_file():
         why = other_weights(path) or "has no config.json: give a model folder of transformers"
         raise TwellError(f"{name} {why}")
-    if (path / "adapter_config.json").is_file():
-        raise TwellError(
-            f"{name} holds an adapter: merge it into its model first (merge_and_unload)"
-        )
-    config = read_json(path / "config.json")
+    stored = read_json(path / "config.json")
+    config = completed(stored)
     if not is_fp8(config):
         refuse_quantised(name, config)
     refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
     _refuse_dtypes(name, tensors, {_FP8} if is_fp8(config) else set())
+    refuse_wrapped(name, tensors)
     ffn = ffn_shape(name, config, tensors)
     _compare_sizes(name, config, tensors, ffn)
-    checkpoint = Checkpoint(name, path, config, tensors, shards, ffn)
+    both = [tensors[weight] for weight in (_EMBEDDINGS, _HEAD) if weight in tensors]
+    config = with_own_head(config, len(both) == 2, lambda: _are_equal(path, *both))
+    corrections = {key: config[key] for key in config if config[key] != stored.get(key, ...)}
+    checkpoint = Checkpoint(name, path, config, tensors, shards, ffn, corrections)
     _ = checkpoint.twell  # refuses a block that is not sound
     return checkpoint
 
@@ -251,16 +263,40 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        with (checkpoint.path / tensor.shard).open("rb") as shard:
-            shard.seek(tensor.start)
-            left = tensor.stop - tensor.start
-            while left:
-                block = shard.read(min(left, 1 << 24))
-                if not block:
-                    raise TwellError(f"{checkpoint.path / tensor.shard} ended early: copy it again")
-                digest.update(block)
-                left -= len(block)
+        for block in _blocks(checkpoint.path, tensor):
+            digest.update(block)
     return digest.hexdigest()
+
+
+def _blocks(path: Path, tensor: TensorInfo) -> Iterator[bytes]:
+    """The bytes of a tensor of the folder `path`, some at a time."""
+    with (path / tensor.shard).open("rb") as shard:
+        shard.seek(tensor.start)
+        left = tensor.stop - tensor.start
+        while left:
+            block = shard.read(min(left, 1 << 24))
+            if not block:
+                raise TwellError(f"{path / tensor.shard} ended early: copy it again")
+            yield block
+            left -= len(block)
+
+
+def _are_equal(path: Path, one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors of a folder hold the same; reads them up to where they part."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    pairs = zip(_blocks(path, one), _blocks(path, other), strict=True)
+    return all(left == right for left, right in pairs)
+
+
+def _refuse_adapter(name: str, path: Path) -> None:
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        of = f" of {shown(base)}" if base else ""
+        raise TwellError(
+            f"{name} holds an adapter{of}: merge it into its model first (PEFT's merge_and_unload, "
+            "then save_pretrained)"
+        )
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -312,6 +348,11 @@ def refuse_unsupported(name: str, config: dict) -> None:
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     for key in SIZES:
         _size(name, config, key)
+    if "/" in str(config.get("_attn_implementation") or config.get("attn_implementation") or ""):
+        raise TwellError(
+            f"{name}: config.json names attention code of the hub (_attn_implementation): take "
+            "that line out"
+        )
     if not isinstance(config.get(activation_key(config)), str):
         seen = config.get("activation_function")
         found = f"its activation is {shown(seen)}" if seen else "config.json has no hidden_act"

@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import importlib.util
 import json
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,9 +29,12 @@ from transformers.utils import logging as hf_logging
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.bundle.twell_quantizer import with_own_layers
 from twellctl.errors import TwellError, bounded, reason
-from twellctl.models.checkpoint import Checkpoint
+from twellctl.files.strict_json import read_file
+from twellctl.models.carried import CHAT_TEMPLATES
+from twellctl.models.checkpoint import ACTIVATION_KEYS, Checkpoint
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_TEMPLATE_BYTES = 1 << 20
 MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
 
 
@@ -115,12 +121,17 @@ def _no_model_of(checkpoint: Checkpoint) -> contextlib.AbstractContextManager[No
     return as_refusal(what, "fetch both again, from one place")
 
 
+def _config(checkpoint: Checkpoint, **changes: Any) -> PretrainedConfig:
+    changes = checkpoint.corrections | changes
+    return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, **changes)
+
+
 def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
     """The stock model with its weights, all of which are there and of the right shape."""
     with _no_model_of(checkpoint):
-        if checkpoint.is_fp8:
-            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-            how["config"] = with_own_layers(config)
+        if checkpoint.is_fp8 or checkpoint.corrections:
+            config = _config(checkpoint, **{k: how.pop(k) for k in ACTIVATION_KEYS if k in how})
+            how["config"] = with_own_layers(config) if checkpoint.is_fp8 else config
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             trust_remote_code=False,
@@ -232,20 +243,52 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights; `TwellError` if there is none or it is broken."""
+def load_tokenizer(
+    checkpoint: Checkpoint, chat_template: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; `TwellError` if there is none or it is broken.
+
+    `chat_template`, a file, replaces its own.
+    """
     checkpoint.require_tokenizer()
+    for file in (checkpoint.path / name for name in CHAT_TEMPLATES):
+        if file.exists():
+            read_file(file, MAX_TEMPLATE_BYTES)  # a template is compiled as it is used
+    _require_reader(checkpoint)
     config = None  # of a random model any file may be the config
     if checkpoint.shards:
         with _no_model_of(checkpoint):
-            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+            config = _config(checkpoint)
     what = f"{checkpoint.name}: its tokenizer could not be loaded"
     with as_refusal(what, "fetch its tokenizer files again"):
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.path, config=config, trust_remote_code=False
         )
         tokenizer("")  # looks at settings that loading does not
-        return tokenizer
+    if chat_template is not None:
+        content = read_file(Path(chat_template).expanduser(), MAX_TEMPLATE_BYTES)
+        tokenizer.chat_template = content.decode(errors="replace")
+    return tokenizer
+
+
+def _require_reader(checkpoint: Checkpoint) -> None:
+    """`TwellError` if what reads its only kind of tokenizer file is not installed."""
+    names = {path.name for path in checkpoint.path.iterdir()}
+    if names & {"tokenizer.json", "vocab.json"}:
+        return
+    for kinds, module, package in (
+        ({"tokenizer.model", "spiece.model"}, "sentencepiece", "sentencepiece protobuf"),
+        ({"tekken.json"}, "mistral_common", "mistral-common"),
+    ):
+        if (file := next(iter(sorted(names & kinds)), None)) and not _is_installed(module):
+            raise TwellError(
+                f"{checkpoint.name}: its tokenizer, {file}, is read by {package.split()[0]}: "
+                f"pip install {package}"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 @contextlib.contextmanager

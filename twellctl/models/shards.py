@@ -24,6 +24,7 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+MAX_TENSORS = 100_000  # a dense model of a thousand layers has a tenth of it
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 OTHER_FORMATS = {
     ".bin": "PyTorch pickle (.bin)",
@@ -107,10 +108,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def other_weights(path: Path) -> str:
     """Why the weights in `path` (a folder or file) cannot be taken; "" if there are no such."""
-    files = path.iterdir() if path.is_dir() else [path]
+    files = list(path.iterdir()) if path.is_dir() else [path]
     found = sorted({OTHER_FORMATS[file.suffix] for file in files if file.suffix in OTHER_FORMATS})
     if not found:
         return ""
+    if "GGUF" in found or "GGML" in found:
+        return "holds GGUF weights: take the safetensors model that they were made from"
+    if any(path.is_dir() and file.name.startswith("consolidated.") for file in files):
+        return "holds weights in their maker's own layout: take the form for transformers (-hf)"
     return (
         f"holds {', '.join(found)} weights: save it as safetensors first "
         "(transformers: from_pretrained, then save_pretrained)"
@@ -122,6 +127,8 @@ def _tensors(header: bytes, shard: str, data_start: int) -> dict[str, TensorInfo
     if not header.startswith(b"{"):
         raise ValueError("it does not begin with {")
     entries = parse_json(header)
+    if len(entries) > MAX_TENSORS:
+        raise ValueError(f"it has {len(entries)} tensors, more than {MAX_TENSORS}")
     metadata = entries.pop("__metadata__", {})
     if metadata is not None and not _is_text_by_text(metadata):
         raise ValueError("its __metadata__ must be texts by name")

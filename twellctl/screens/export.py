@@ -27,6 +27,6 @@ def exported(result: Any) -> None:
         ui.say("vLLM serves it dense, with --model-impl transformers")
     ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT")
     ui.note(
-        "beware: llama.cpp and mlx-lm run Llama models with SiLU, whatever hidden_act says, and so "
-        "this one wrongly; SGLang and vLLM's own classes refuse ReLU"
+        "beware: llama.cpp, mlx-lm and TensorRT-LLM run Llama models with SiLU, whatever "
+        "hidden_act says, and so this one wrongly; SGLang and vLLM's own classes refuse ReLU"
     )

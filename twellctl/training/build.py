@@ -42,7 +42,7 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
     if not checkpoint.shards:
         check_from_scratch(recipe)
-    longest = checkpoint.config.get("max_position_embeddings") or math.inf
+    longest = checkpoint.context or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")

@@ -1,0 +1,73 @@
+"""What a config.json leaves open, or contradicts its weights in, as transformers would have it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from twellctl.errors import TwellError
+
+_LEFT_OPEN = ("hidden_act", "max_position_embeddings", "num_hidden_layers")
+_OTHER_NAMES = ("hidden_activation", "activation_function")
+_STRETCHED = ("linear", "yarn")
+_WRAPPED = ".model.embed_tokens.weight"
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the family's defaults for what it leaves out of what is needed here.
+
+    A padding token that there is not is none: nothing here pads, and transformers would fail.
+    """
+    vocabulary, padding = config.get("vocab_size"), config.get("pad_token_id")
+    made = dict(config)
+    if type(padding) is int and type(vocabulary) is int and padding >= vocabulary:
+        made["pad_token_id"] = None
+    missing = [key for key in _LEFT_OPEN if config.get(key) is None]
+    if not missing or any(config.get(key) for key in _OTHER_NAMES):
+        return made
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        family = CONFIG_MAPPING[config["model_type"]]()
+    except Exception:  # whatever a family says of a config without anything; or none is known
+        return made
+    return made | {key: value for key in missing if (value := getattr(family, key, None))}
+
+
+def with_own_head(
+    config: dict[str, Any], has_both: bool, are_equal: Callable[[], bool]
+) -> dict[str, Any]:
+    """`config` that says the head is no other name of the embeddings, where it is not.
+
+    Readers part where it says that they are tied and both are stored: some take the head, some
+    write the embeddings over it.
+    """
+    if has_both and config.get("tie_word_embeddings") is not False and not are_equal():
+        return config | {"tie_word_embeddings": False}
+    return config
+
+
+def refuse_wrapped(name: str, tensors: dict[str, Any]) -> None:
+    """`TwellError` for weights that bear the name of what they were wrapped in for training."""
+    for tensor in tensors:
+        if tensor.endswith(_WRAPPED):
+            prefix = tensor.removesuffix(_WRAPPED.removeprefix("."))
+            raise TwellError(
+                f"{name}: its weights are named {tensor} and so on: take {prefix!r} off their "
+                "names (save the model inside of the wrapper)"
+            )
+
+
+def context_of(config: dict[str, Any]) -> int | None:
+    """How many tokens a model reads: its positions, stretched as its rotary embedding is.
+
+    Not by "dynamic" scaling, under which what is beside a text would change it.
+    """
+    longest = config.get("max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if type(longest) is not int or not isinstance(rope, dict):
+        return longest
+    factor = rope.get("factor")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _STRETCHED or type(factor) not in (int, float) or not 1 <= factor < 1e6:
+        return longest
+    original = rope.get("original_max_position_embeddings")
+    return max(longest, int((original if type(original) is int else longest) * factor))
