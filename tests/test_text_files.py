@@ -2,15 +2,19 @@
 
 import codecs
 import json
+import lzma
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import is_local, read_tasks
-from twellctl.text.blocks import spread_windows
+from twellctl.firing.grouping import grouped_windows
+from twellctl.text import files, reading
+from twellctl.text.blocks import spread_windows, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
 
 
@@ -44,11 +48,157 @@ def test_lines_of_a_txt_file_end_as_in_unix(tmp_path):
     assert list(read_texts([str(tmp_path)], "text")) == ["one\n\ntwo\n", "a\r\nb"]
 
 
-@pytest.mark.parametrize("content", ['[\n{"text": "one"}\n]\n', '[{"text": "one"}]\n'])
-def test_an_array_is_no_line(tmp_path, content):
+@pytest.mark.parametrize(
+    "content", ['[\n{"text": "one"},\n {"text": "two"}\n]\n', '[{"text": "one"},{"text": "two"}]']
+)
+def test_a_file_that_is_one_array(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(TwellError, match=r"a\.json:1 is .*: each line must hold one object"):
-        list(read_texts([str(tmp_path)], "text"))
+    assert list(read_texts([str(tmp_path / "a.json")], "text")) == ["one", "two"]
+    (tmp_path / "a.json").write_text(content.replace("}", "", 1))
+    with pytest.raises(TwellError, match=r"a\.json, entry 0 is not valid JSON"):
+        list(read_texts([str(tmp_path / "a.json")], "text"))
+    (tmp_path / "a.json").write_text(content[: content.rindex("]")])
+    with pytest.raises(TwellError, match=r"a\.json ends in the middle of its array"):
+        list(read_texts([str(tmp_path / "a.json")], "text"))
+
+
+def test_an_array_larger_than_what_is_read_at_a_time(tmp_path):
+    texts = ["é" * size for size in (1, 70_000, 3, 200_000, 5)] * 3
+    content = json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False)
+    (tmp_path / "a.json").write_text(content)
+    assert list(read_texts([str(tmp_path / "a.json")], "text")) == texts
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": CHAT}, WRITTEN),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+            WRITTEN,
+        ),
+        ({"conversations": CHAT, "system": "S"}, "<|system|>S\n" + WRITTEN),
+        ({"messages": PARTS},
+         WRITTEN),
+        ({"prompt": "hi", "completion": "ho"}, WRITTEN),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, WRITTEN),
+        ({"instruction": "hi", "input": "", "output": "ho"}, WRITTEN),
+        ({"instruction": "hi", "input": "x", "output": "ho"},
+         "<|user|>hi\n\nx\n<|assistant|>ho\n"),
+        ({"instruction": "hi", "context": None, "response": "ho", "category": 3}, WRITTEN),
+        ({"question": "hi", "answer": "ho"}, WRITTEN),
+        ({"text": "as it is", "messages": CHAT}, "as it is"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json", "arrow"])
+def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
+    path, table = tmp_path / f"a.{kind}", pyarrow.Table.from_pylist([row, row])
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif kind == "arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+    else:
+        path.write_text(json.dumps([row, row]) if kind == "json" else json.dumps(row) + "\n" * 2)
+    assert set(read_texts([str(path)], "text", tokenizer)) == {text}
+
+
+def test_pairs_without_a_template_are_plain_text(tmp_path):
+    pairs = [{"prompt": "1 + 1 =", "completion": " 2"}, {"instruction": "Add.", "output": "2"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    assert list(read_texts([str(tmp_path)], "text")) == ["1 + 1 = 2", "Add.\n\n2"]
+
+
+def test_rows_without_text_are_left_out_and_counted(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(rows("one", None, "", "two") + b'{"other": 3}\n')
+    assert list(read_texts([str(path)], "text")) == ["one", "two"]
+    assert f"{path}: 3 of 5 rows hold no text" in caplog.text
+    path.write_text('{"other": 3, "body": "x"}\n{"text": null}')
+    with pytest.raises(TwellError, match=r"a\.jsonl:1 has no text in 'text', only other, body: "):
+        list(read_texts([str(path)], "text"))
+
+
+@pytest.mark.parametrize("packed", ["gz", "bz2", "zst", "xz"])
+def test_packed_files(tmp_path, packed):
+    content = rows(*(f"text {number}" for number in range(20_000)))
+    path = tmp_path / f"a.jsonl.{packed}"
+    if packed == "xz":
+        path.write_bytes(lzma.compress(content))
+    else:
+        kind = {"gz": "gzip", "bz2": "bz2", "zst": "zstd"}[packed]
+        with pyarrow.output_stream(str(path), compression=kind) as file:
+            file.write(content)
+    found = list(read_texts([str(tmp_path)], "text"))
+    assert (len(found), found[-1]) == (20_000, "text 19999")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(TwellError, match=rf"a\.jsonl\.{packed}"):
+        list(read_texts([str(path)], "text"))
+
+
+def test_a_folder_of_a_data_set_is_read_without_what_describes_it(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_bytes(rows("one"))
+    for name in (".cache/x.jsonl", "dataset_infos.json", ".gitattributes", "README.md", "a.py"):
+        (tmp_path / name).write_text('{\n "config": 1\n}')
+    assert list(read_texts([str(tmp_path)], "text")) == ["one"]
+
+
+def test_a_long_text_comes_in_pieces_that_are_one_text(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 1000)
+    monkeypatch.setattr(reading, "PIECE", 1000)
+    text = "".join(f"line {number} of it\n" for number in range(500)) + "x" * 3000
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_bytes(rows(text))
+    for name in ("a.txt", "b.jsonl"):
+        pieces = list(read_texts([str(tmp_path / name)], "text"))
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) <= 1000
+        assert [isinstance(piece, files.More) for piece in pieces] == [False] + [True] * (
+            len(pieces) - 1
+        )
+        ids = [int(i) for tokens in token_stream(iter(pieces), tokenizer) for i in tokens]
+        assert ids[0] == tokenizer.eos_token_id
+        assert tokenizer.eos_token_id not in ids[1:]
+        assert tokenizer.decode(ids[1:]) == text
+
+
+def test_text_is_tokenised_only_as_far_as_it_is_wanted(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 200_000)
+    read = []
+
+    def texts():
+        for text in read_texts([str(tmp_path)], "text"):
+            read.append(len(text))
+            yield text
+
+    write_tokens(token_stream(texts(), tokenizer), tmp_path / "tokens.bin", 300)
+    assert len(read) <= 2
+
+
+def test_a_small_file_of_large_rows_is_read_a_little_at_a_time(tmp_path, tokenizer):
+    large = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000), ["x " * 500_000])
+    table = pyarrow.table({"text": large})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    windows = grouped_windows([str(tmp_path / "a.parquet")], "text", tokenizer, 2, 64)
+    assert windows.ids.shape == (2, 64)
+
+
+def test_a_line_without_an_end_is_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LONGEST_ROW", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "')
+    with path.open("r+b") as file:
+        file.truncate(1 << 31)
+    with pytest.raises(TwellError, match="a line of more than 1 MiB"):
+        list(read_texts([str(path)], "text"))
 
 
 def test_lines_longer_than_what_is_read_at_a_time(tmp_path):
@@ -59,10 +209,8 @@ def test_lines_longer_than_what_is_read_at_a_time(tmp_path):
 
 def test_what_is_no_text_is_named_with_its_place(tmp_path):
     path = tmp_path / "a.parquet"
-    texts = [f"text {number}" for number in range(3000)]
-    texts[2500] = None
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
-    with pytest.raises(TwellError, match="row 2500: 'text' must be a text, got None: correct"):
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(range(3000))}), path)
+    with pytest.raises(TwellError, match="row 0: 'text' must be a text, got 0: correct"):
         list(read_texts([str(path)], "text"))
     (tmp_path / "a.jsonl").write_bytes(rows("so", 3))
     with pytest.raises(TwellError, match=r"a.jsonl:2: 'text' must be a text, got 3: correct"):

@@ -121,3 +121,14 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert cut.add("Hello\nU") == ("Hello", False)
     assert cut.add("nit") == ("\nUnit", False)
     assert cut.rest() == ""
+
+
+def test_bytes_that_never_become_text_are_not_held_without_end(tokenizer):
+    broken = tokenizer.encode("é")[1:]
+    detokenizer = Detokenizer(tokenizer)
+    longest, text = 0, ""
+    for token in broken * 1000:
+        text += detokenizer.add(token)
+        longest = max(longest, len(detokenizer._window))
+    assert longest < 200
+    assert text + detokenizer.rest() == UNDECODED * 1000

@@ -18,6 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.defaults import context_of
 from twellctl.text.reading import read_prompts
 from twellctl.text.written import WrittenFile, is_written_file
 
@@ -146,7 +147,7 @@ def _opened(checkpoint: Checkpoint, kinds: list[Kind], batch_size: int) -> "Bulk
 
     model = load_model(checkpoint)
     for kind in kinds:
-        kind.fit_into(model.config.get_text_config().max_position_embeddings)
+        kind.fit_into(context_of(model.config.get_text_config().to_dict()))
     # nothing behind special tokens is read
     special = frozenset().union(*(kind.special for kind in kinds))
     ends = eos_tokens(model, [kinds[0].tokenizer.eos_token_id]) | special

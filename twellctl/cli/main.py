@@ -45,6 +45,9 @@ def _told(error: BaseException) -> int:
     if isinstance(error, ReaderLeft | BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, what is left in the old one is dropped
         return 128 + signal.SIGPIPE
+    if isinstance(error, MemoryError):
+        ui.fail("out of memory: give less text at a time, or a machine with more")
+        return 1
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         ui.fail(f"{where}{error.strerror or error}")

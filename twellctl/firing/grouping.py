@@ -20,6 +20,9 @@ from twellctl.firing.losses import Losses
 from twellctl.firing.profiled import KindDensity, PositionDensity
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts, text_files
+from twellctl.text.tokens import opening_of
+
+_MOST_READ = 1000
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,9 @@ def grouped_windows(
 ) -> GroupedWindows:
     """The windows of `spread_windows` over all of `data`, in the order given.
 
-    Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. A window
-    that spans two kinds has tokens of both. Raises `TwellError` for text that cannot be read, and
+    Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. Of each
+    `_MOST_READ` times as many tokens are read as all windows hold, at most. A window that spans two
+    kinds has tokens of both. Raises `TwellError` for text that cannot be read, and
     for ids that a model of `vocabulary` tokens does not have.
     """
     named = [kind_and_path(entry) for entry in data]
@@ -113,14 +117,19 @@ def grouped_windows(
     kinds = list(dict.fromkeys(kind for kind, _ in named))
     ids, numbers = [], []
     for kind, path in named:
-        texts = read_texts([path], text_column, tokenizer)
+        texts, left = read_texts([path], text_column, tokenizer), _MOST_READ * windows * seq_len
         for tokens in token_stream(texts, tokenizer, vocabulary):
             ids.append(tokens)
             numbers.append(np.full_like(tokens, kinds.index(kind)))
+            if (left := left - len(tokens)) <= 0:
+                break
     buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
     first_groups = spread_windows(numbers, windows, seq_len) * (_bucket(seq_len - 1) + 1)
+    spread = spread_windows(ids, windows, seq_len)
+    if opening := opening_of(tokenizer):  # no text without it is ever served
+        spread[:, 0] = opening[0]
     return GroupedWindows(
-        spread_windows(ids, windows, seq_len),
+        spread,
         first_groups + buckets,
         tuple(kinds),
         sum(map(len, ids)),

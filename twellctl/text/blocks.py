@@ -5,7 +5,6 @@ blocks: no padding, every token counts.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,44 @@ import torch
 from torch.utils.data import Dataset
 
 from twellctl.errors import TwellError
-from twellctl.text.tokens import check_ids, end_of_text
+from twellctl.text.files import PIECE, More
+from twellctl.text.tokens import check_ids, end_of_text, opening_of
 
 
 def token_stream(
     texts: Iterable[str], tokenizer: Any, vocabulary: int | None = None
 ) -> Iterator[np.ndarray]:
-    """The int32 tokens of each text, an end-of-text id before them.
+    """The int32 tokens of each text, an end-of-text id before them, and what opens a text.
 
+    Neither is before `More`, which goes on from the text before it.
     Ids that a model of `vocabulary` tokens does not have are refused.
     """
     first, texts = end_of_text(tokenizer), iter(texts)
-    while some := list(islice(texts, 256)):
-        for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
-            tokens = np.array([first, *ids], dtype=np.int32)
+    opening = [token for token in opening_of(tokenizer) if token != first]
+    while some := _some(texts):
+        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+        for text, ids in zip(some, encoded, strict=True):
+            before = [first, *opening]
+            if isinstance(text, More):
+                before = []
+            elif opening and ids[: len(opening)] == opening:  # a chat template wrote it
+                before = [first]
+            tokens = np.array([*before, *ids], dtype=np.int32)
+            if not len(tokens):
+                continue
             check_ids(int(tokens.max()), vocabulary)
             yield tokens
+
+
+def _some(texts: Iterator[str]) -> list[str]:
+    """The next texts: so many that encoding them together is fast, and takes little memory."""
+    some, size = [], 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if len(some) == 256 or size >= PIECE:
+            break
+    return some
 
 
 def in_turn(streams: Iterable[Iterator[np.ndarray]], longest: int) -> Iterator[np.ndarray]:

@@ -24,14 +24,18 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
 
 
+def opening_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """What the tokenizer puts in front of a text: its BOS token, or nothing."""
+    around = encode_text(tokenizer, "")
+    return around[:1] if around[:1] == [tokenizer.bos_token_id] else []
+
+
 def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """UTF-8 bytes of text that one token stands for, at most."""
     return max(len(name.encode(errors="replace")) for name in tokenizer.get_vocab())
 
 
-def surely_more(
-    tokenizer: "PreTrainedTokenizerBase", text: str, most: int, longest: int
-) -> bool:
+def surely_more(tokenizer: "PreTrainedTokenizerBase", text: str, most: int, longest: int) -> bool:
     """Whether `text` is more than `most` tokens, as far as that is known without reading it all.
 
     `longest`: that of `longest_token`. Of a text far longer than `most` tokens usually are, the
@@ -155,7 +159,7 @@ class StopStrings:
         if found:  # the one that is complete first
             self._held = ""
             return text[: min(found)[1]], True
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -164,7 +168,7 @@ class StopStrings:
         return self._held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of `text` may begin `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

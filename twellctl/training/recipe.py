@@ -17,6 +17,7 @@ from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
+_MOST_BYTES = 1 << 20  # of a recipe's file
 UNNAMED_TEACHER = "a local model"  # in the place of its path
 
 
@@ -26,11 +27,15 @@ class Recipe:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, txt or parquet file, or a folder of them. Repeatable: of each equally many "
-        "tokens are taken, as long as it lasts.",
+        "Text: a jsonl, JSON, txt, parquet or arrow file, packed or not, or a folder of them. "
+        "Repeatable: of each equally many tokens are taken, as long as it lasts.",
         group="Text",
     )
-    text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
+    text_column: str = setting(
+        "text",
+        "The column that holds the text; without it chats (messages, conversations) and pairs "
+        "(prompt and completion, instruction and output) are taken.",
+    )
     seq_len: int | None = setting(
         None,
         "Tokens of a block; texts are packed into blocks. [default: 1024, or the context if "
@@ -266,7 +271,7 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
         known = ", ".join(recipe_names())
         raise UsageError(f"no recipe {recipe}: give a YAML file, or one of {known}")
     try:
-        content, twice = parse_settings(read_file(path).decode("utf-8"))
+        content, twice = parse_settings(read_file(path, _MOST_BYTES).decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise TwellError(f"recipe {recipe} is not valid YAML: {reason(error)}") from error
     if not isinstance(content, dict):
