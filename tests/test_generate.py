@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,8 +187,8 @@ def test_models_that_do_not_fit_are_refused(cli, relu_llama, tmp_path):
 
 
 def test_no_template_is_told_if_chat_is_asked_for(relu_llama, monkeypatch):
-    def bare(checkpoint):
-        tokenizer = load_tokenizer(checkpoint)
+    def bare(checkpoint, *more):
+        tokenizer = load_tokenizer(checkpoint, *more)
         tokenizer.chat_template = None
         return tokenizer
 
@@ -260,6 +261,8 @@ def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
     scheduler = SimpleNamespace(
         run=lambda prompts, sampling: iter([[(None, Token(token))] for token in tokens]),
         eos_tokens={0},
+        fired=np.zeros(1),
+        generated_tokens=0,
     )
     found = Generation(scheduler, tokenizer, [1], Sampling(len(tokens), 0), continued=False)
     assert "".join(found) == written

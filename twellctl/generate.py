@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
@@ -25,7 +25,8 @@ class Figures:
 
     `tokens_per_second` is over the steps behind the first one, which sets up what the others use;
     `first_seconds` from the prompt to its first token, the model loaded; `density` the mean share
-    of neurons that fired. None: not known (yet). `cut`: the most tokens came, and no end.
+    of neurons that fired. None: not known (yet). `cut`: the most tokens came, and no end;
+    `is_empty`: the end came before any text.
     """
 
     prompt_tokens: int
@@ -34,6 +35,7 @@ class Figures:
     tokens_per_second: float | None
     density: float | None
     cut: bool
+    is_empty: bool = False
 
 
 class Generation:
@@ -52,6 +54,7 @@ class Generation:
         self._prompt, self._sampling, self._continued = prompt, sampling, continued
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
+        self._before = scheduler.fired.copy(), scheduler.generated_tokens
 
     def __iter__(self) -> Iterator[str]:
         """Raises `TwellError`, when memory runs out for example."""
@@ -62,10 +65,15 @@ class Generation:
         if self._ended and (rest := text.rest()):  # a limit may cut a character, which is left out
             yield rest
 
+    def text(self) -> str:
+        """All of it, at once."""
+        return "".join(self)
+
     @property
     def figures(self) -> Figures:
-        times, fired = self._times, self._scheduler.fired
-        tokens, generated = max(0, len(times) - 1), self._scheduler.generated_tokens
+        times, fired = self._times, self._scheduler.fired - self._before[0]
+        tokens = max(0, len(times) - 1)
+        generated = self._scheduler.generated_tokens - self._before[1]
         steady = times[2:]
         return Figures(
             prompt_tokens=len(self._prompt),
@@ -76,6 +84,7 @@ class Generation:
             ),
             density=float(fired.mean()) / generated if len(fired) and generated else None,
             cut=not self._ended and tokens == self._sampling.max_tokens,
+            is_empty=self._ended and tokens == 1,
         )
 
     def _tokens(self) -> Iterator[int]:
@@ -106,31 +115,84 @@ def generate(
     top_k: int = 0,
     seed: int | None = None,
     chat: bool | None = None,
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Load `model` (a folder, an export or a hub id); the text after `prompt`, to iterate.
 
     `chat` sends the prompt through the chat template as a user's message; None does where there is
-    a template. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
+    a template. `chat_template`, a file, replaces the model's, and knows `chat_template_kwargs`,
+    too. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
     the likeliest token each time. Raises `TwellError`.
     """
     _check_numbers(max_tokens, temperature, top_p, top_k, seed)
     _check_text(prompt)
+    loaded = load(model, chat_template=chat_template, note=note)
+    return loaded.generate(
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is loaded, for one prompt after the other; made by `load`."""
+
+    checkpoint: Checkpoint
+    tokenizer: "PreTrainedTokenizerBase"
+    scheduler: "Scheduler"
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        chat: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Generation:
+        """The text after `prompt`, to iterate, or at once by `text()`; all else as in `generate`.
+
+        One at a time: the one before must have been read to its end.
+        """
+        _check_numbers(max_tokens, temperature, top_p, top_k, seed)
+        _check_text(prompt)
+        chat = _is_chat(self.checkpoint, self.tokenizer, chat)
+        template = chat_template_kwargs or {}
+        tokens = _encoded(self.checkpoint, self.tokenizer, prompt, chat, template)
+        budget = max_tokens or min(MAX_TOKENS, _room(self.scheduler, tokens))
+        sampling = Sampling(budget, temperature, top_p, top_k, seed)
+        return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
+
+
+def load(
+    model: str | Path,
+    *,
+    chat_template: str | Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Loaded:
+    """Load `model` (a folder, an export or a hub id). Raises `TwellError`."""
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
     # torch takes seconds to import: a wrong model is told before
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint)
-    chat = _is_chat(checkpoint, tokenizer, chat)
-    tokens = _encoded(checkpoint, tokenizer, prompt, chat)
+    tokenizer = load_tokenizer(checkpoint, chat_template)
     scheduler = open_scheduler(load_model(checkpoint), [tokenizer.eos_token_id], max_running=1)
-    budget = max_tokens or min(MAX_TOKENS, _room(scheduler, tokens))
-    sampling = Sampling(budget, temperature, top_p, top_k, seed)
     checkpoint.beware_of_noise(note)
     checkpoint.say_if_dense(note)
-    return Generation(scheduler, tokenizer, tokens, sampling, continued=not chat)
+    return Loaded(checkpoint, tokenizer, scheduler)
 
 
 def _check_numbers(
@@ -165,13 +227,17 @@ def _is_chat(
 
 
 def _encoded(
-    checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool
+    checkpoint: Checkpoint,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str,
+    chat: bool,
+    template: dict[str, Any],
 ) -> list[int]:
     if not chat:
         tokens = encode_text(tokenizer, prompt)
     else:
         try:
-            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}], **template)
         except ValueError as error:
             raise TwellError(f"{checkpoint.name}: {error}; try --no-chat") from error
     if not tokens:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -18,6 +19,7 @@ from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
+from twellctl.serving.openai_requests import DEFAULTS
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.preparing import in_daemon_thread
@@ -44,6 +46,10 @@ def serve_local(
     max_waiting: int = 256,
     timeout: float = 600,
     drain: float = 30,
+    names: Sequence[str] = (),
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    own_sampling: bool = True,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -54,16 +60,30 @@ def serve_local(
     `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). Up to
     `max_running` choices are written side by side, `max_waiting` more wait, others are refused. An
     answer may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second
-    one ends it at once. `on_ready` is called with what is served and the server's URL, which ends
+    one ends it at once. `names` are what clients may call it, in the place of the folder's name.
+    `chat_template`, a file, replaces the model's, and all requests pass it `chat_template_kwargs`.
+    With `own_sampling` generation_config.json decides of temperature and the like where a request
+    does not. `on_ready` is called with what is served and the server's URL, which ends
     in its port, once requests are taken; `log` with a line for each request that was answered.
     Port 0 takes a free one. Signals are only heeded in the main thread.
     """
     access = access_of(host, api_key, allow_hosts)
+    for name in names:
+        if not name or not name.isprintable():
+            raise UsageError(f"a name to serve under must be printable text, got {name!r}")
     _check_numbers(port, max_running, max_waiting, timeout, drain)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
     with _short_turns(), _listener(host, port) as listener:
-        served = load_served_model(checkpoint, max_running=max_running, max_waiting=max_waiting)
+        served = load_served_model(
+            checkpoint,
+            names=names,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            own_sampling=own_sampling,
+            max_running=max_running,
+            max_waiting=max_waiting,
+        )
         checkpoint.beware_of_noise(note)
         checkpoint.say_if_dense(note)
         limits = Limits(answer_seconds=timeout)
@@ -71,18 +91,45 @@ def serve_local(
         asyncio.run(serve(served, listener, on_ready, **how))
 
 
-def load_served_model(checkpoint: Checkpoint, **limits: int) -> ServedModel:
+def load_served_model(
+    checkpoint: Checkpoint,
+    *,
+    names: Sequence[str] = (),
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    own_sampling: bool = True,
+    **limits: int,
+) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
     # torch takes seconds to import: a wrong model, or a port that a server has, is told before
     from twellctl.decoding.opening import open_engine, told_of_decoder
     from twellctl.models.loading import load_model, load_tokenizer, told_of_place
 
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, chat_template)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
     model = load_model(checkpoint)
     about = {"device": told_of_place(model), "engine": told_of_decoder(model)}
     engine = open_engine(model, [tokenizer.eos_token_id], **limits)
-    return ServedModel(_served_name(checkpoint), tokenizer, engine, about)
+    defaults = sampling_of(model.generation_config) if own_sampling else {}
+    if defaults:
+        about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    name, *others = names or [_served_name(checkpoint)]
+    template = chat_template_kwargs or {}
+    return ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
+
+
+def sampling_of(config: Any) -> dict[str, float]:
+    """What a generation_config.json says of how tokens are drawn, as far as it can be done.
+
+    One that says that none are drawn does not decide how.
+    """
+    found = {}
+    for name, plain in DEFAULTS.items():
+        value = getattr(config, name, None)
+        drawn = name == "repetition_penalty" or getattr(config, "do_sample", None) is not False
+        if drawn and type(value) in (int, float) and 0 <= value < 1e6 and value != plain:
+            found[name] = value
+    return found
 
 
 async def serve(
@@ -247,10 +294,15 @@ def _signals_set(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
             last.start()
         loop.call_soon_threadsafe((stop if came == 1 else hurry).set)
 
-    before = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        # wakes the loop, also where another thread gets the signal; `heed` needs no loop
+        loop.add_signal_handler(number, lambda: None)
+        signal.signal(number, heed)
     try:
         yield
     finally:
         last.cancel()
         for number, handler in before.items():
+            loop.remove_signal_handler(number)
             signal.signal(number, handler)

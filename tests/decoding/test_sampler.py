@@ -18,6 +18,7 @@ from twellctl.decoding.sampler import (
     log_probabilities,
     variant_of,
 )
+from twellctl.decoding.weighing import Told, Weights
 
 VOCAB = 12
 
@@ -142,3 +143,31 @@ def test_any_seed_of_64_bits(logits, seed):
 def test_a_top_k_that_cuts_nothing(logits, top_k):
     sampling = Sampling(1, 1.0, 0.999999, top_k)
     assert torch.equal(drawn(logits, sampling, 7, 300), drawn(logits, Sampling(1), 7, 300))
+
+
+def test_min_p_cuts_as_transformers_does(logits):
+    from transformers.generation.logits_process import MinPLogitsWarper
+
+    for min_p in (0.05, 0.2, 0.7, 1.0):
+        warped = MinPLogitsWarper(min_p)(None, logits[None] / 0.9)
+        tokens = drawn(logits, Sampling(1, 0.9, min_p=min_p), 5, 20_000)
+        assert chi_square(tokens, warped[0].softmax(-1)) < 35, min_p
+
+
+def test_penalties_weigh_as_transformers_and_openai_say(logits):
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    tokens, num_prompt, bias = [3, 3, 5, 7, 7, 7], 3, ((1, 2.0), (7, -1.0))
+    how = Sampling(1, 0.0, repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=0.5)
+    assert variant_of(how).weighed
+    weights = Weights.of(2, VOCAB, logits.device)
+    weights.load([Told(tokens[:-1], num_prompt, bias), None])
+    fields = rows_of([how, Sampling(1)], [0, 0], [0, 0])
+    fields[Field.TOKEN] = tokens[-1]
+    weights.count(fields)
+    got = weights.weighed(logits.expand(2, -1), fields)
+    wanted = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([tokens]), logits[None].clone())[0]
+    wanted[7] -= 3 * 0.25 + 0.5 + 1
+    wanted[1] += 2
+    assert torch.allclose(got[0], wanted)
+    assert torch.equal(got[1], logits)

@@ -59,6 +59,14 @@ def test_what_needs_the_key(serve_with):
         (Access(), "[::1", None, 403),
         (Access(), "localhost", "http://evil.example", 403),
         (Access(), "localhost", "null", 403),
+        (Access(), "127.0.0.1/evil", None, 403),
+        (Access(), "localhost#evil.com", None, 403),
+        (Access(), "evil.com@localhost", None, 403),
+        (Access(), "evil.com\\@localhost", None, 403),
+        (Access(), "localhost:8000:1", None, 403),
+        (Access(), "localhost", "http://evil.com@127.0.0.1", 403),
+        (Access(), "localhost", "http://localhost/x", 403),
+        (Access(), "localhost", "tauri://localhost", 200),
         (Access(hosts=frozenset({"box.lan"})), "box.lan:8000", "https://box.lan", 200),
         (Access(hosts=frozenset({"box.lan"})), "evil.box.lan", None, 403),
         (Access(None, frozenset(), True), "192.168.1.5:8000", "http://192.168.1.5:8000", 200),
@@ -74,6 +82,17 @@ def test_hosts_and_origins(serve_with, access, host, origin, status):
     headers = {"Host": host} | ({"Origin": origin} if origin else {})
     with serve_with(access) as client:
         assert post(client, ASK, **headers)[0] == status
+
+
+def test_a_refusal_names_the_remedy(serve_with):
+    with serve_with(Access(KEY)) as client:
+        for header in ({"Host": "host.docker.internal:8913"}, {"Origin": "http://box.lan:80"}):
+            (name,) = header.values()
+            _, answer = post(client, ASK, **header)
+            host = name.removeprefix("http://").split(":")[0]
+            assert answer["error"]["message"].endswith(
+                f"start serve-local with --allow-host {host}"
+            )
 
 
 def test_a_key_does_not_excuse_a_foreign_origin(serve_with):

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -325,6 +326,36 @@ def test_a_late_ctrl_c_changes_nothing_of_an_end(relu_llama):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # it has ended its work, and takes longer to end itself
         process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+
+
+ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "x"
+ENDLESS += "{% endfor %}" * 4
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_template_without_an_end_does_not_keep_a_server_from_ending(
+    relu_llama, tmp_path, signals
+):
+    folder = shutil.copytree(relu_llama, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    process = command_of(folder)
+    try:
+        url = told_at_start(process)["API"]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=1) as client:
+            for _ in range(8):  # more than there were threads; each leaves
+                with pytest.raises(openai.APITimeoutError):
+                    chat(client)
+            assert complete(client.with_options(timeout=20)).choices[0].text
+            with pytest.raises(openai.APITimeoutError):
+                chat(client)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
         process.communicate(timeout=20)
     finally:
         process.kill()

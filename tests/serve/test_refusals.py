@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from serving_client import MESSAGES, chat, complete, post
+from serving_client import chat, complete, post
 
 CHAT_ERRORS = [
     ({"max_tokens": -1}, "max_tokens"),
@@ -22,9 +22,25 @@ CHAT_ERRORS = [
     ({"seed": "x"}, "seed"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-    ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+    ({"extra_body": {"min_p": 1.1}}, "min_p"),
+    ({"extra_body": {"stop_token_ids": [3]}}, "stop_token_ids"),
+    ({"extra_body": {"options": {"num_ctx": 5}}}, "options"),
+    ({"extra_body": {"chat_template_kwargs": 5}}, "chat_template_kwargs"),
+    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+    ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
     ({"extra_body": {"stream": "yes"}}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
@@ -37,12 +53,7 @@ CHAT_ERRORS = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -0.5}, "frequency_penalty"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
-    ({"extra_body": {"min_p": 0.1}}, "min_p"),
     ({"extra_body": {"min_p": False}}, "min_p"),
     ({"extra_body": {"prompt": "x"}}, "prompt"),
     ({"extra_body": {"temprature": 1}}, "temprature"),
@@ -51,10 +62,8 @@ CHAT_ERRORS = [
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
 ]
 COMPLETION_ERRORS = [
     ({"prompt": ""}, "prompt"),
@@ -111,7 +120,7 @@ def test_unknown_model_is_not_found(client, ask):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-@pytest.mark.parametrize("missing", ["model", "prompt"])
+@pytest.mark.parametrize("missing", ["prompt"])
 def test_missing_parameter_is_named(client, missing):
     body = {"model": "model", "prompt": "x"} | {missing: None}
     status, answer = post(client, json.dumps(body).encode())

@@ -19,6 +19,7 @@ from torch import Tensor
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
+from twellctl.decoding.weighing import Told, Weights
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
@@ -68,14 +69,25 @@ class Batch:
         )
         self._told = self._on_host(in_flight, *self._records.shape)
         self._slot = 0  # of those, the next step's; Field.SLOT says the same
+        self._weights: Weights | None = None  # made for the first rows that need them
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
 
-    def load(self, fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]) -> None:
+    def load(
+        self,
+        fields: Sequence[np.ndarray],
+        pages: Sequence[Sequence[int]],
+        told: Sequence[Told | None] = (),
+    ) -> None:
         """Set the rows anew; no step may be under way. Fields as `fields_of` makes them."""
+        if any(told):
+            if self._weights is None:
+                size = len(self._records), self.decoder.vocab_size
+                self._weights = Weights.of(*size, self.decoder.device)
+            self._weights.load(told)
         self._num_rows = len(fields)
         of_rows, tables = self._host_fields.numpy(), self._host_tables.numpy()
         of_rows[:], tables[:] = 0, 0
@@ -131,12 +143,21 @@ class Batch:
         return self._followed(B, variant)
 
     def first(
-        self, logits: Tensor, fired: Tensor, fields: Sequence[np.ndarray], variant: Variant
+        self,
+        logits: Tensor,
+        fired: Tensor,
+        fields: Sequence[np.ndarray],
+        variant: Variant,
+        told: Sequence[Told | None] = (),
     ) -> np.ndarray:
         """Choose the tokens after prompts from logits `[B, V]`; records `[B, width]`. Waits."""
         of_rows = torch.from_numpy(np.stack(fields, 1)).to(self.decoder.device)
         records = torch.zeros_like(self._records[: len(logits)])
-        self._end(logits, fired, of_rows, records, variant)
+        weights = None
+        if variant.weighed:
+            weights = Weights.of(len(logits), logits.shape[-1], logits.device)
+            weights.load(told)
+        self._end(logits, fired, of_rows, records, variant, weights)
         return records.cpu().numpy()
 
     def _tells_host(self, variant: Variant) -> bool:
@@ -172,7 +193,8 @@ class Batch:
         inputs = fields[Field.TOKEN], fields[Field.POSITION], self._tables[:B, :W]
         logits, fired = self.decoder.step(*inputs)
         records = self._told if self._tells_host(variant) else self._records
-        self._end(logits, fired, fields, records[..., :B, :], variant)
+        weights = self._weights.first(B) if variant.weighed else None
+        self._end(logits, fired, fields, records[..., :B, :], variant, weights)
 
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
         """The step as a CUDA graph, or as it is where there are none."""
@@ -199,6 +221,9 @@ class Batch:
 
     def _rehearse(self, run: Callable[[], None]) -> None:
         """A step after which the rows stand where they stood; it caches what the next one will."""
-        kept = self._fields.clone()
+        written = [] if self._weights is None else [self._weights.written]
+        stand = [self._fields, *written]
+        kept = [part.clone() for part in stand]
         run()
-        self._fields.copy_(kept)
+        for part, before in zip(stand, kept, strict=True):
+            part.copy_(before)

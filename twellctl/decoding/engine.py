@@ -19,6 +19,11 @@ class Sampling:
     top_logprobs: int | None = None  # None: no log-probabilities; 0 to 20: how many others beside
     densities: bool = False  # tell which share of each layer's neurons fired
     ignore_eos: bool = False  # go on behind a token that ends a text
+    min_p: float = 0.0  # tokens of less than so much of the likeliest one's share are not drawn
+    repetition_penalty: float = 1.0  # divides logits of tokens that were there, the prompt's too
+    frequency_penalty: float = 0.0  # taken off a token's logit as often as it was written
+    presence_penalty: float = 0.0  # taken off the logit of a token that was written
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to logits, by token
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,20 @@ class Field(IntEnum):
     SEED_LOW = 6
     SEED_HIGH = 7
     SLOT = 8  # of the host's two records, the one that the next step writes
+    # floats; kernels/decode/choose.cu does not know these
+    MIN_P = 9
+    REPETITION = 10
+    FREQUENCY = 11
+    PRESENCE = 12
 
 
 class Variant(NamedTuple):
     """What must be computed for some row: each variant is a CUDA graph of its own."""
 
     drawn: bool = False  # False: all are greedy, the one argmax is enough
-    cut: bool = False  # some row has top_k or top_p: logits are sorted
+    cut: bool = False  # some row has top_k, top_p or min_p: logits are sorted
     logprobs: bool = False
+    weighed: bool = False  # some row has penalties or biases (weighing.py)
 
     def __or__(self, other: "Variant") -> "Variant":
         return Variant(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
@@ -45,15 +51,28 @@ class Variant(NamedTuple):
 def variant_of(sampling: Sampling) -> Variant:
     """What one request needs."""
     drawn = _temperature(sampling) > 0
-    cut = drawn and (sampling.top_k > 0 or sampling.top_p < 1)
-    return Variant(drawn, cut, sampling.top_logprobs is not None)
+    cut = drawn and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    return Variant(drawn, cut, sampling.top_logprobs is not None, is_weighed(sampling))
+
+
+def is_weighed(sampling: Sampling) -> bool:
+    """Whether logits change by what was written, or by token."""
+    penalties = sampling.repetition_penalty != 1, sampling.frequency_penalty
+    return any((*penalties, sampling.presence_penalty, sampling.logit_bias))
 
 
 def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
     """What a request says of its row, int32 `[len(Field)]`; where the row stands is 0 yet."""
     fields = np.zeros(len(Field), np.int32)
-    floats = np.array([_temperature(sampling), sampling.top_p], np.float32)
-    fields[[Field.TEMPERATURE, Field.TOP_P]] = floats.view(np.int32)
+    floats = {
+        Field.TEMPERATURE: _temperature(sampling),
+        Field.TOP_P: sampling.top_p,
+        Field.MIN_P: sampling.min_p,
+        Field.REPETITION: sampling.repetition_penalty,
+        Field.FREQUENCY: sampling.frequency_penalty,
+        Field.PRESENCE: sampling.presence_penalty,
+    }
+    fields[list(floats)] = np.array([*floats.values()], np.float32).view(np.int32)
     fields[Field.TOP_K] = min(max(sampling.top_k, 0), np.iinfo(np.int32).max)
     seeds = np.array([seed & (1 << 64) - 1], np.uint64)
     fields[[Field.SEED_LOW, Field.SEED_HIGH]] = seeds.view(np.int32)
@@ -73,7 +92,8 @@ def choose(logits: Tensor, fields: Tensor, drawn: bool) -> Tensor:
 
 
 def cut(logits: Tensor, fields: Tensor) -> Tensor:
-    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`.
+    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`; of those,
+    but what has `min_p` times the likeliest one's share.
 
     Tokens as likely as the last one kept are kept too.
     """
@@ -86,6 +106,8 @@ def cut(logits: Tensor, fields: Tensor) -> Tensor:
     shares = (ordered.softmax(-1).double() * 2**40).long()
     before = shares.cumsum(-1) - shares
     kept = (before < (top_p.double() * 2**40).long()[:, None]) | (top_p >= 1)[:, None]
+    min_p = fields[Field.MIN_P].view(torch.float32)[:, None]  # of 0 the logarithm is -inf
+    kept &= ordered >= ordered[:, :1] + min_p.log()
     last = (kept & (ordered > -torch.inf)).sum(-1, keepdim=True).clamp(min=1) - 1
     return logits.masked_fill(scaled < ordered.gather(-1, last), -torch.inf)
 

@@ -234,7 +234,8 @@ class Scheduler:
         begun = len(self.running) > before
         self._give_pages()
         self._variant = variant_of_all(self.running)
-        self._batch.load([s.fields() for s in self.running], [s.pages for s in self.running])
+        rows = ([s.fields() for s in self.running], [s.pages for s in self.running])
+        self._batch.load(*rows, [s.told() for s in self.running])
         self._changed = False
         return begun
 
@@ -316,7 +317,9 @@ class Scheduler:
             sequences[0].cached = ends[0]
             return
         variant = variant_of_all(sequences)
-        records = self._batch.first(logits, fired, [s.fields() for s in sequences], variant)
+        told = [s.told() for s in sequences]
+        fields = [s.fields() for s in sequences]
+        records = self._batch.first(logits, fired, fields, variant, told)
         self._entering = [s for s in self._entering if s not in sequences]
         self.running += sequences
         self._count_fired(records, sequences)

@@ -10,6 +10,7 @@ import numpy as np
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.sampler import Field, fields_of, variant_of
+from twellctl.decoding.weighing import Told
 
 _numbers = itertools.count()
 
@@ -51,6 +52,12 @@ class Sequence:
     def all_launched(self) -> bool:
         """Whether no further step is wanted, whatever those under way give."""
         return len(self.tokens) + self.launched >= self.most_tokens
+
+    def told(self) -> Told | None:
+        """What its penalties and biases go by; None without any."""
+        if not self.variant.weighed:
+            return None
+        return Told(self.tokens, self.num_prompt, self.sampling.logit_bias)
 
     def fields(self) -> np.ndarray:
         """What a batch knows of it, int32 `[len(Field)]`; nothing may be under way."""

@@ -14,6 +14,7 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_spec import CHOOSE_BLOCK
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.sampler import Field, Variant, choose, cut, log_probabilities
+from twellctl.decoding.weighing import Weights
 
 NO_TOKEN = -1  # told for a token whose logit is NaN; kernels/decode/choose.cu does the same
 _LOGITS = 4 * CHOOSE_BLOCK  # that a block takes at a time
@@ -80,18 +81,28 @@ class StepEnd:
         return variant if self._kernels is None else variant._replace(drawn=False)
 
     def __call__(
-        self, logits: Tensor, fired: Tensor, fields: Tensor, records: Tensor, variant: Variant
+        self,
+        logits: Tensor,
+        fired: Tensor,
+        fields: Tensor,
+        records: Tensor,
+        variant: Variant,
+        weights: Weights | None = None,
     ) -> None:
         """From logits `[B, V]` and `fired` int32 `[L, B]` to `records` int32 `[B, width]`.
 
         The next token and position go into `fields`, int32 `[len(Field), B]`. Where `tells_host`,
-        `records` may be pinned, `[2, B, width]`, and are written by turns.
+        `records` may be pinned, `[2, B, width]`, and are written by turns. `weights` are those of
+        the rows, where the variant is weighed.
         """
-        kept = cut(logits, fields) if variant.cut else logits
+        kept = logits if weights is None else weights.weighed(logits, fields)
+        kept = cut(kept, fields) if variant.cut else kept
         if self._kernels is None:
             self._by_torch(kept, fired, fields, records, variant.drawn)
         else:
             self._by_kernel(kept.float().contiguous(), fired, fields, records)
+        if weights is not None:
+            weights.count(fields)
         if variant.logprobs:
             self._tell_logprobs(logits, records)
 

@@ -20,6 +20,14 @@ class PlacedToken:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool; `arguments` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True)
 class Piece:
     """Text that is certain now (may be empty), the tokens read so far, why it ended if it did.
@@ -30,8 +38,9 @@ class Piece:
 
     text: str
     num_tokens: int
-    finish_reason: str | None = None  # "stop", "length"
+    finish_reason: str | None = None  # "stop", "length", "tool_calls"
     tokens: tuple[PlacedToken, ...] = ()
+    calls: tuple[Call, ...] = ()
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -40,7 +49,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         return pieces[0]
     text = "".join(piece.text for piece in pieces)
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return Piece(text, pieces[-1].num_tokens, pieces[-1].finish_reason, tokens)
+    last = pieces[-1]  # the only one that may have calls
+    return Piece(text, last.num_tokens, last.finish_reason, tokens, last.calls)
 
 
 async def complete(

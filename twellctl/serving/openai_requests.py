@@ -4,6 +4,8 @@ What this server does not do is refused with 400 and the parameter's name, unles
 nothing. No HTTP, no torch.
 """
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +23,21 @@ from twellctl.serving.request_fields import (
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
-MAX_STOPS = 4
+MAX_STOPS = 64
+MAX_BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES |= {"tool": "tool", "function": "tool"}
 
 _COMMON = {
+    "frequency_penalty",
+    "logit_bias",
     "max_completion_tokens",
     "max_tokens",
+    "min_p",
     "model",
     "n",
+    "presence_penalty",
+    "repetition_penalty",
     "seed",
     "stop",
     "stream",
@@ -38,24 +47,27 @@ _COMMON = {
     "top_p",
     "twell_densities",
 }
-# Parameters that change no text, by OpenAI's own word: labels, and hints to caches.
+# Parameters that change no text: labels, and hints to caches, by OpenAI's and others' word.
 _LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+_LABELS |= {"cache_prompt", "id_slot", "keep_alive", "request_id", "service_tier", "store"}
 # Known ones that this server lacks, with the values that ask for nothing. Null always does.
 _LACKING: dict[str, tuple] = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     # spelled so by other servers
     "ignore_eos": (False,),
-    "min_p": (0,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "min_tokens": (0,),
-    "repetition_penalty": (1,),
+    "options": ({},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
 }
 _LACKING_IN_CHAT: dict[str, tuple] = {
+    "add_generation_prompt": (True,),
     "audio": (),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -64,26 +76,37 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
 _LACKING_IN_COMPLETIONS: dict[str, tuple] = {
     "best_of": (1,),
     "echo": (False,),
-    "suffix": (),
+    "suffix": ("",),
 }
+# of a message, beside role and content; what is not passed on to the template changes no text
+_PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
+_LABELS_OF_MESSAGES = {"annotations", "cache_control", "id"}
+TEXTS = ("text", "input_text", "output_text")  # kinds of parts
+_OURS = {"messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message"}
+# what generation_config.json may say, and OpenAI's values
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What chat and completion requests share; the defaults are OpenAI's."""
+    """What chat and completion requests share; the defaults are the server's."""
 
-    model: str
+    model: str | None  # None: the one that is served
     max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
     seed: int | None
     stops: tuple[str, ...]
     n: int
@@ -95,8 +118,16 @@ class Options:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    messages: list[dict[str, str]]
+    """`template`: what else the chat template is to know; `goes_on`: the last message is open.
+
+    `tools` are functions that the model may call.
+    """
+
+    messages: list[dict[str, Any]]
     options: Options
+    template: dict[str, Any]
+    goes_on: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,19 +136,47 @@ class CompletionRequest:
     options: Options
 
 
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
-    """A /v1/chat/completions request; raises `ApiError`."""
-    own = {"messages", "logprobs", "top_logprobs"}
+def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> ChatRequest:
+    """A /v1/chat/completions request; raises `ApiError`.
+
+    `defaults`: for what of `DEFAULTS` it does not name.
+    """
+    own = {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", "continue_final_message"}
+    own |= {"tools"}
     _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_CHAT)
     messages = required(body, "messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "must be a list of at least one message", messages)
     checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return ChatRequest(checked, _options(body, _chat_logprobs(body)))
+    template = body.get("chat_template_kwargs", {})
+    if not isinstance(template, dict) or template.keys() & _OURS:
+        must = f"must be an object without {', '.join(sorted(_OURS))}"
+        raise invalid("chat_template_kwargs", must, template)
+    goes_on = flag(body, "continue_final_message")
+    if goes_on and (checked[-1]["role"] != "assistant" or not checked[-1]["content"]):
+        must = "needs a last message of the assistant with text"
+        raise invalid("continue_final_message", must, goes_on)
+    options = _options(body, _chat_logprobs(body), defaults)
+    return ChatRequest(checked, options, template, goes_on, _tools(body))
 
 
-def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    """A /v1/completions request; raises `ApiError`."""
+def _tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """None where the request says that none shall be called."""
+    tools = body.get("tools", [])
+    must = 'must be a list of {"type": "function", "function": {"name": ...}}'
+    if not isinstance(tools, list):
+        raise invalid("tools", must, tools)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid("tools", must, tool)
+    return () if body.get("tool_choice") == "none" else tuple(tools)
+
+
+def parse_completion(
+    body: dict[str, Any], defaults: dict[str, float] = DEFAULTS
+) -> CompletionRequest:
+    """A /v1/completions request; raises `ApiError`. `defaults` as in `parse_chat`."""
     _refuse_others(body, {"prompt", "logprobs"}, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
     prompt = required(body, "prompt")
     prompts = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
@@ -131,7 +190,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
         if isinstance(text, str):
             check_text("prompt", text)
     top_logprobs = whole(body, "logprobs", None, at_least=0, at_most=MAX_COMPLETION_LOGPROBS)
-    options = _options(body, top_logprobs)
+    options = _options(body, top_logprobs, defaults)
     if len(prompts) * options.n > MAX_CHOICES:
         must = f"times n must be at most {MAX_CHOICES} choices"
         raise invalid("prompt", must, len(prompts) * options.n)
@@ -153,13 +212,21 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _options(body: dict[str, Any], top_logprobs: int | None) -> Options:
+def _options(body: dict[str, Any], top_logprobs: int | None, defaults: dict) -> Options:
+    defaults = DEFAULTS | defaults
     return Options(
-        model=check_text("model", required(body, "model")),
+        model=check_text("model", body["model"]) if body.get("model") else None,
         max_tokens=_max_tokens(body),
-        temperature=number(body, "temperature", 1.0, at_most=2),
-        top_p=number(body, "top_p", 1.0, at_most=1),
-        top_k=max(whole(body, "top_k", 0, at_least=-1), 0),
+        temperature=number(body, "temperature", defaults["temperature"], at_most=2),
+        top_p=number(body, "top_p", defaults["top_p"], at_most=1),
+        top_k=max(whole(body, "top_k", int(defaults["top_k"]), at_least=-1), 0),
+        min_p=number(body, "min_p", defaults["min_p"], at_most=1),
+        repetition_penalty=number(
+            body, "repetition_penalty", defaults["repetition_penalty"], at_least=0.01, at_most=100
+        ),
+        frequency_penalty=number(body, "frequency_penalty", 0.0, at_least=-2, at_most=2),
+        presence_penalty=number(body, "presence_penalty", 0.0, at_least=-2, at_most=2),
+        logit_bias=_logit_bias(body.get("logit_bias", {})),
         seed=whole(body, "seed", None, at_least=-(2**63), at_most=2**63 - 1),
         stops=_stops(body.get("stop", [])),
         n=whole(body, "n", 1, at_least=1, at_most=MAX_CHOICES),
@@ -170,10 +237,22 @@ def _options(body: dict[str, Any], top_logprobs: int | None) -> Options:
     )
 
 
+def _logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    must = f"must be an object of at most {MAX_BIASES} numbers from -100 to 100, by token"
+    if not isinstance(given, dict) or len(given) > MAX_BIASES:
+        raise invalid("logit_bias", must, given)
+    if not all(token.isascii() and token.isdecimal() and len(token) < 10 for token in given):
+        raise invalid("logit_bias", must, given)
+    return tuple(
+        (int(token), number(given, token, 0.0, at_least=-100, at_most=100, shown="logit_bias"))
+        for token in given
+    )
+
+
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     wanted = flag(body, "logprobs")
     top = whole(body, "top_logprobs", None, at_least=0, at_most=MAX_TOP_LOGPROBS)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise invalid("top_logprobs", "is only for logprobs: true", top)
     return (top or 0) if wanted else None
 
@@ -195,9 +274,9 @@ def _max_tokens(body: dict[str, Any]) -> int | None:
 
 def _stops(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or "" in stops:
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise invalid("stop", f"must be text or a list of up to {MAX_STOPS} texts", stop)
-    return tuple(check_text("stop", text) for text in stops)
+    return tuple(text for text in stops if check_text("stop", text))
 
 
 def _include_usage(body: dict[str, Any]) -> bool:
@@ -214,26 +293,47 @@ def _include_usage(body: dict[str, Any]) -> bool:
     return flag(options, "include_usage")
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise invalid(where, "must be an object", message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
+    made = {"role": ROLES[role], "content": _content(message, f"{where}.content")}
     for name, value in message.items():
         # clients send back the messages they got, empty fields included
-        if name not in ("role", "content") and value not in (None, []):
+        if name in ("role", "content", *_LABELS_OF_MESSAGES) or value in (None, [], ""):
+            continue
+        if name not in _PASSED_ON:
             raise unsupported(f"{where}.{name}")
-    return {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+        made[name] = _tool_calls(value, f"{where}.{name}") if name == "tool_calls" else value
+    return made
 
 
-def _content(content: Any, where: str) -> str:
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """With arguments as objects, which templates write, and not as the text of one."""
+    made = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise invalid(where, "must be a list of calls of functions", calls)
+        arguments = function.get("arguments")
+        with suppress(ValueError, TypeError, RecursionError):
+            arguments = json.loads(arguments)
+        made.append(call | {"function": function | {"arguments": arguments}})
+    return made
+
+
+def _content(message: dict[str, Any], where: str) -> str:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return ""  # of one that called tools, for example
     if not isinstance(content, list):
         return check_text(where, content)
     for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+        if not isinstance(part, dict) or part.get("type") not in TEXTS:
             raise invalid(where, 'may only hold parts like {"type": "text", "text": "..."}', part)
-    return "".join(check_text(where, part["text"]) for part in content)
+    return "".join(check_text(where, part.get("text")) for part in content)
 
 
 def _is_tokens(prompt: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twellctl.serving.completion import Piece, PlacedToken
+from twellctl.serving.completion import Call, Piece, PlacedToken
 from twellctl.serving.logprobs import chat_logprobs, densities, text_logprobs
 from twellctl.serving.openai_requests import Options
 from twellctl.serving.token_spelling import TokenSpelling
@@ -22,9 +22,11 @@ class Choice:
     tokens: list[PlacedToken] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
+    calls: tuple[Call, ...] = ()
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
+        self.calls = piece.calls
         self.tokens += piece.tokens
         self.num_tokens, self.finish_reason = piece.num_tokens, piece.finish_reason
 
@@ -60,13 +62,18 @@ class Answer(ABC):
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
         spelled = [
-            self._choice(c.index, self._text(c.text), c.finish_reason, c.tokens) for c in choices
+            self._choice(c.index, self._text(c.text, c.calls), c.finish_reason, c.tokens)
+            for c in choices
         ]
         return self._body(self.whole_object, spelled) | {"usage": usage.body()}
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for the usage."""
         return self._body(self.chunk_object, []) | {"usage": usage.body()}
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        """The chunks that end a stream."""
+        return [self.usage_chunk(usage)] if self.options.include_usage else []
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The chunks that begin choice `index`."""
@@ -77,7 +84,7 @@ class Answer(ABC):
         """The chunks for a piece of choice `index`."""
 
     @abstractmethod
-    def _text(self, text: str) -> dict[str, Any]: ...
+    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]: ...
@@ -130,12 +137,17 @@ class ChatAnswer(Answer):
         made = []
         if piece.text or piece.tokens:
             made.append(self._chunk(index, {"delta": {"content": piece.text}}, None, piece.tokens))
+        if piece.calls:
+            made.append(self._chunk(index, {"delta": {"tool_calls": _spelled(piece.calls)}}))
         if piece.finish_reason:
             made.append(self._chunk(index, {"delta": {}}, piece.finish_reason))
         return made
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": _spelled(calls)}
+        return {"message": message}
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         return chat_logprobs(tokens, self.spelling)
@@ -153,11 +165,23 @@ class TextAnswer(Answer):
             return []
         return [self._chunk(index, self._text(piece.text), piece.finish_reason, piece.tokens)]
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         return text_logprobs(tokens, self.spelling)
+
+
+def _spelled(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": number,
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
 
 
 def model_entry(name: str, created: int, context: int, chats: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -28,7 +28,9 @@ from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
 from twellctl.serving.preparing import Preparing
 from twellctl.serving.request_fields import ApiError, request_object
+from twellctl.serving.responses_api import ResponseAnswer, parse_response
 from twellctl.serving.together import together
+from twellctl.serving.tools import with_calls
 from twellctl.serving.traffic import Traffic
 from twellctl.text.tokens import Detokenizer, StopStrings
 
@@ -72,6 +74,7 @@ def make_app(
     app.router.add_get("/v1/models/{name:.+}", endpoints.model)
     app.router.add_post("/v1/chat/completions", endpoints.chat)
     app.router.add_post("/v1/completions", endpoints.completions)
+    app.router.add_post("/v1/responses", endpoints.responses)
     return app
 
 
@@ -102,11 +105,12 @@ class Endpoints:
         return self._metrics.response()
 
     async def models(self, http: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._entry()]})
+        names = self._model.name, *self._model.names
+        return json_response({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def model(self, http: web.Request) -> web.Response:
         check_name(self._model, http.match_info["name"])
-        return json_response(self._entry())
+        return json_response(self._entry(http.match_info["name"]))
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         return await self._handle(http, parse_chat, plan_chat, ChatAnswer)
@@ -114,20 +118,23 @@ class Endpoints:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._handle(http, parse_completion, plan_completion, TextAnswer)
 
-    def _entry(self) -> dict[str, Any]:
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        return await self._handle(http, parse_response, plan_chat, ResponseAnswer)
+
+    def _entry(self, name: str) -> dict[str, Any]:
         model = self._model
         chats = model.tokenizer.chat_template is not None
-        return model_entry(model.name, model.created, model.engine.context, chats)
+        return model_entry(name, model.created, model.engine.context, chats)
 
     async def _handle(
         self,
         http: web.Request,
-        parse: Callable[[dict[str, Any]], Request],
+        parse: Callable[[dict[str, Any], dict[str, float]], Request],
         make_plan: Callable[[ServedModel, Request], Plan],
         form: type[Answer],
     ) -> web.StreamResponse:
         def plan_of(body: bytes) -> Plan:
-            return make_plan(self._model, parse(request_object(body)))
+            return make_plan(self._model, parse(request_object(body), self._model.defaults))
 
         with self._traffic.answering():
             body = await self._body(http)
@@ -135,7 +142,8 @@ class Endpoints:
             async with self._time_limit(until, "the prompt was not ready", "shorten it"):
                 plan = await self._preparing(body, plan_of)
             current().prompt_tokens = plan.prompt_tokens
-            answer = form(plan.options, self._model.spelling)
+            name = plan.options.model or self._model.name
+            answer = form(replace(plan.options, model=name), self._model.spelling)
             if plan.options.stream:
                 return await self._stream(http, plan, answer, until)
             async with self._time_limit(until):
@@ -183,8 +191,8 @@ class Endpoints:
                     await events.send(chunk)
                 if piece.finish_reason:
                     usage.completion_tokens += piece.num_tokens
-        if plan.options.include_usage:
-            await events.send(answer.usage_chunk(usage))
+        for chunk in answer.closing(usage):
+            await events.send(chunk)
         await events.end()
 
     async def _send_failure(self, events: "EventStream", failure: dict[str, Any]) -> None:
@@ -210,7 +218,8 @@ class Endpoints:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
         stops = StopStrings(plan.options.stops)
         pieces = complete(self._model.engine, detokenizer, stops, task.prompt, task.sampling)
-        return self._metrics.timed(counted(pieces))
+        pieces = self._metrics.timed(counted(pieces))
+        return with_calls(pieces) if plan.calls else pieces
 
     @asynccontextmanager
     async def _time_limit(
@@ -241,13 +250,14 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, event: dict[str, Any]) -> None:
-        await self._write(to_json(event))
+        named = f"event: {event['type']}\n" if "type" in event else ""  # as /v1/responses does
+        await self._write(to_json(event), named)
 
     async def end(self) -> None:
         """OpenAI's mark after the last event."""
         await self._write("[DONE]")
 
-    async def _write(self, data: str) -> None:
+    async def _write(self, data: str, named: str = "") -> None:
         if not self.response.prepared:
             await self.response.prepare(self.http)
-        await self.response.write(f"data: {data}\n\n".encode())
+        await self.response.write(f"{named}data: {data}\n\n".encode())

@@ -230,11 +230,12 @@ function clear() {
 function summary(answer) {
   const [first, last] = [answer.times[0], answer.times.at(-1)];
   const count = answer.usage?.completion_tokens ?? answer.tokens.length;
-  const told = [`${count} tokens`];
+  const told = [`${count} ${count === 1 ? "token" : "tokens"}`];
   if (last > first) told.push(`${(1000 * (count - 1) / (last - first)).toFixed(1)} tokens/s`);
   if (answer.tokens.length) told.push(`${percent(meanOf(answer))} of the neurons fired`);
   const ends = { length: "cut at max tokens", stopped: "stopped", failed: "broken off" };
   if (ends[answer.reason]) told.push(ends[answer.reason]);
+  else if (!answer.text) told.push("the model ended its answer at once");
   return told.join(" · ");
 }
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from twellctl.decoding.engine import Engine, Sampling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
-from twellctl.serving.request_fields import ApiError, invalid
+from twellctl.serving.request_fields import ApiError, invalid, unsupported
 from twellctl.serving.token_spelling import TokenSpelling
+from twellctl.serving.tools import knows_tools
 from twellctl.text.tokens import (
     chat_text,
     encode_text,
@@ -33,6 +34,9 @@ class ServedModel:
     tokenizer: Any
     engine: Engine
     about: dict[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # others that it goes by
+    defaults: dict[str, float] = field(default_factory=dict)  # of `openai_requests.DEFAULTS`
+    template: dict[str, Any] = field(default_factory=dict)  # what the chat template always knows
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -63,11 +67,12 @@ class Plan:
     tasks: list[Task]
     prompt_tokens: int
     options: Options
+    calls: bool = False  # tools may be called
 
 
-def check_name(model: ServedModel, name: str) -> None:
-    """404 for any other model than the served one."""
-    if name != model.name:
+def check_name(model: ServedModel, name: str | None) -> None:
+    """404 for any other model than the served one; None is that."""
+    if name not in (None, model.name, *model.names):
         message = f"no model {json.dumps(name)} here, only {json.dumps(model.name)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -75,20 +80,42 @@ def check_name(model: ServedModel, name: str) -> None:
 def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     """The work of a chat request; raises `ApiError`."""
     check_name(model, request.options.model)
+    _check_biases(model.engine, request.options)
     _check_room(model.engine, 1, request.options.n)
+    given = model.template | request.template
+    if request.tools:
+        if not knows_tools(_template(model.tokenizer)):
+            raise unsupported("tools", "this model's chat template does not call them")
+        given |= {"tools": list(request.tools)}
     try:
-        text = chat_text(model.tokenizer, request.messages, opens_answer=True)
+        text = chat_text(
+            model.tokenizer,
+            request.messages,
+            opens_answer=not request.goes_on,
+            continue_final_message=request.goes_on,
+            **given,
+        )
     except ValueError as error:
         raise ApiError(400, str(error), param="messages", code="chat_template") from error
     prompt = _encoded(model, text, encode_written, "messages")
     budget = _budget(model.engine, prompt, request.options.max_tokens, None, "messages")
-    return Plan(_tasks(0, prompt, [], request.options, budget), len(prompt), request.options)
+    tasks = _tasks(0, prompt, [], request.options, budget)
+    return Plan(tasks, len(prompt), request.options, bool(request.tools))
+
+
+def _template(tokenizer: Any) -> str | None:
+    """The chat template for tools, where there are several."""
+    try:
+        return tokenizer.get_chat_template(tools=[{}])
+    except Exception:  # none, or none for all
+        return None
 
 
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
     options = request.options
     check_name(model, options.model)
+    _check_biases(model.engine, options)
     _check_room(model.engine, len(request.prompts), options.n)
     tasks, prompt_tokens = [], 0
     for given in request.prompts:
@@ -98,6 +125,12 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
         tasks += _tasks(len(tasks), prompt, prompt, options, budget)
         prompt_tokens += len(prompt)
     return Plan(tasks, prompt_tokens, options)
+
+
+def _check_biases(engine: Engine, options: Options) -> None:
+    for token, _ in options.logit_bias:
+        if token >= engine.vocab_size:
+            raise invalid("logit_bias", f"may only name tokens 0 to {engine.vocab_size - 1}", token)
 
 
 def _check_room(engine: Engine, num_prompts: int, n: int) -> None:
@@ -118,9 +151,7 @@ def _encoded(
     context = model.engine.context
     if surely_more(model.tokenizer, text, context, model.longest_token):
         message = f"the model's context is {context} tokens, {param} has far more: no token is left"
-        raise ApiError(
-            400, f"{message} for an answer", param=param, code="context_length_exceeded"
-        )
+        raise ApiError(400, f"{message} for an answer", param=param, code="context_length_exceeded")
     return encode(model.tokenizer, text)
 
 
@@ -137,6 +168,11 @@ def _tasks(
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            logit_bias=options.logit_bias,
             seed=seed,
             top_logprobs=options.top_logprobs,
             densities=options.densities,

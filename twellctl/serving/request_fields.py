@@ -69,13 +69,21 @@ def whole(
     return value
 
 
-def number(body: dict[str, Any], name: str, default: float, *, at_most: float) -> float:
-    """A number field from 0 to `at_most`."""
+def number(
+    body: dict[str, Any],
+    name: str,
+    default: float,
+    *,
+    at_least: float = 0,
+    at_most: float,
+    shown: str | None = None,
+) -> float:
+    """A number field within its bounds; `shown`: what errors call it."""
     value = body.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise invalid(name, "must be a number", value)
-    if not 0 <= value <= at_most:  # NaN is not either
-        raise invalid(name, f"must be 0 to {at_most}", value)
+        raise invalid(shown or name, "must be a number", value)
+    if not at_least <= value <= at_most:  # NaN is not either
+        raise invalid(shown or name, f"must be {at_least} to {at_most}", value)
     return float(value)
 
 
@@ -101,9 +109,9 @@ def unknown(param: str) -> ApiError:
     return ApiError(400, message, param=param, code="unknown_parameter")
 
 
-def unsupported(param: str) -> ApiError:
+def unsupported(param: str, why: str = "") -> ApiError:
     """The error for a parameter that OpenAI knows and this server does not do."""
-    message = f"{param} is not supported by this server: leave it out"
+    message = f"{param} is not supported by this server{why and f', {why}'}: leave it out"
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
