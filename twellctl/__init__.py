@@ -1,8 +1,8 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
 Its pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
-evaluate, compare`. Each does what the command of its name does (`evaluate`: eval), and is imported
-when it is first used.
+evaluate, compare, generate`. Each does what the command of its name does (`evaluate`: eval), and is
+imported when it is first used. `load` keeps a model for several prompts.
 """
 
 import importlib
@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from twellctl.version import __version__ as __version__
 
-__all__ = ["compare", "convert", "evaluate", "export", "finetune", "profile", "write"]
+__all__ = [
+    "compare", "convert", "evaluate", "export", "finetune", "generate", "load", "profile", "write",
+]  # fmt: skip
+_IN = {"load": "generate"}  # the module of a function, where it has another name
 
 if TYPE_CHECKING:
     from twellctl.compare import compare
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from twellctl.evaluate import evaluate
     from twellctl.export import export
     from twellctl.finetune import finetune
+    from twellctl.generate import generate, load
     from twellctl.profile import profile
     from twellctl.write import write
 
@@ -35,7 +39,8 @@ class _Function:
         self.name = name
 
     def __get__(self, package: types.ModuleType | None, kind: type) -> Any:
-        return getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+        module = importlib.import_module(f"{__name__}.{_IN.get(self.name, self.name)}")
+        return getattr(module, self.name)
 
     def __set__(self, package: types.ModuleType, module: types.ModuleType) -> None:
         pass

@@ -10,7 +10,8 @@ import typer
 from twellctl.cli import bench, interrupts, measure
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.cli.flags import made, takes
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, reason
+from twellctl.files.strict_json import parse_json
 from twellctl.fitting.settings import Fit
 from twellctl.screens import serving, ui
 from twellctl.screens.convert import converted, fitting, planned
@@ -34,6 +35,27 @@ LocalModel = Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model f
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A chat template (Jinja) in the place of the model's."),
+]
+TemplateArguments = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="What the chat template is to know: '{\"enable_thinking\": false}'."
+    ),
+]
+
+
+def template_arguments(given: str | None) -> dict[str, Any]:
+    """The object in --chat-template-kwargs; `UsageError` for what is none."""
+    try:
+        found = parse_json(given) if given else {}
+    except ValueError as error:
+        raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"chat-template-kwargs must be a JSON object, got {given}")
+    return found
 
 
 def _version(wanted: bool) -> None:
@@ -163,7 +185,17 @@ def write(
     ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")
 
 
-@command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE)
+_OFTEN = ("recipe", "data", "eval_data", "target_sparsity", "max_tokens", "batch_size")
+_OFTEN += ("micro_batch_size", "learning_rate", "lora_rank", "gradient_checkpointing")
+_OFTEN += ("resume", "overwrite", "dry_run")
+
+
+@command(
+    app,
+    "finetune relu sparse --recipe standard --data train.jsonl",
+    group=MAKE,
+    shown=_OFTEN,
+)
 @takes(Recipe)
 def finetune(
     *,
@@ -341,6 +373,8 @@ def generate(
             "[default: chat, if the tokenizer has a template]",
         ),
     ] = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
 ) -> None:
     """Continue or answer a prompt.
 
@@ -360,6 +394,8 @@ def generate(
         top_k=top_k,
         seed=seed,
         chat=chat,
+        chat_template=chat_template,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
         note=ui.note,
     )
     try:
@@ -400,6 +436,23 @@ def serve_local(
         float,
         typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
     ] = 30,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model, for those that have a fixed name; can be repeated. "
+            "[default: the folder's name]",
+        ),
+    ] = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
+    own_sampling: Annotated[
+        bool,
+        typer.Option(
+            help="Where a request names no temperature, top_p, top_k, min_p or repetition_penalty, "
+            "take those of generation_config.json, else 1, 1, all, 0 and 1."
+        ),
+    ] = True,
     access_log: Annotated[
         bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
     ] = True,
@@ -423,6 +476,10 @@ def serve_local(
         max_waiting=max_waiting,
         timeout=timeout,
         drain=drain,
+        names=served_model_name or (),
+        chat_template=chat_template,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        own_sampling=own_sampling,
         on_ready=serving.serving,
         log=serving.log if access_log else None,
         note=ui.note,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from twellctl.screens import ui
 
@@ -17,43 +17,89 @@ Quiet = Annotated[
 ]
 
 
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for each in context.command.params:
+            each.hidden = False
+        if text := context.get_help():  # rich prints by itself
+            ui.say(text)
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", is_eager=True, callback=_show_all, help="Show all settings and exit."
+    ),
+]
+_ALWAYS = ("quiet", "help_all")
+
+
 class ReaderLeft(Exception):
     """Whoever read stdout has had enough, as `head` has."""
 
 
 class _Command(TyperCommand):
-    """A command whose texts are plain: brackets are no markup, lines as long as there is room."""
+    """A command whose texts are plain: brackets are no markup, lines as long as there is room.
+
+    Of one with many options its help shows those that are `shown`, and --help-all the others, too.
+    """
+
+    shown: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if self.shown:
+            for parameter in self.params:
+                is_option = isinstance(parameter, TyperOption)
+                parameter.hidden = is_option and parameter.name not in (*self.shown, *_ALWAYS)
         paragraphs = (self.help or "").split("\n\n")
         self.help = escape("\n\n".join(" ".join(part.split()) for part in paragraphs))
         self.epilog = escape(self.epilog or "")
         for parameter in self.params:
             parameter.help = escape(getattr(parameter, "help", None) or "")
 
+    def format_help(self, context: Any, formatter: Any) -> None:
+        """In a column of their own names like --no-compile would be cut at 80 characters."""
+        for parameter in self.params:
+            if getattr(parameter, "secondary_opts", None):
+                parameter.help = f"{parameter.help} Off: {parameter.secondary_opts[0]}."
+                parameter.secondary_opts = []
+        super().format_help(context, formatter)
+
 
 def command(
-    app: typer.Typer, example: str, *, group: str | None = None, name: str | None = None
+    app: typer.Typer,
+    example: str,
+    *,
+    group: str | None = None,
+    name: str | None = None,
+    shown: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command of `app`; `example` is shown below its help."""
+    """Make a function a command of `app`; `example` is shown below its help.
+
+    `shown`: the options, by their parameters, that its short help has; without any it has all.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(
-            name, cls=_Command, epilog=f"Example: twellctl {example}", rich_help_panel=group
-        )(_with_quiet(function))
+        kind = type("_Command", (_Command,), {"shown": shown})
+        app.command(name, cls=kind, epilog=f"Example: twellctl {example}", rich_help_panel=group)(
+            _with_quiet(function, bool(shown))
+        )
         return function
 
     return register
 
 
-def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
+def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
     own = list(inspect.signature(function).parameters.values())
-    option = inspect.Parameter(
-        "quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet
-    )
+    kinds = {"quiet": Quiet} | ({"help_all": HelpAll} if is_long else {})
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in kinds.items()
+    ]
 
-    def run(*, quiet: bool, **given: Any) -> None:
+    def run(*, quiet: bool, help_all: bool = False, **given: Any) -> None:
         if quiet:
             ui.be_quiet()
         try:
@@ -62,8 +108,8 @@ def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
             raise ReaderLeft from error
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = inspect.Signature([*own, option])
-    run.__annotations__ = {p.name: p.annotation for p in (*own, option)}
+    run.__signature__ = inspect.Signature([*own, *options])
+    run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
     return run
 
 

@@ -124,9 +124,7 @@ def open_anew(path: Path, was_there: bool, is_kind: Callable[[Path], bool]) -> i
         how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(target, how, 0o666)
     except FileExistsError:
-        raise TwellError(
-            f"{path} was made by another meanwhile: choose another name"
-        ) from None
+        raise TwellError(f"{path} was made by another meanwhile: choose another name") from None
 
 
 def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:

@@ -3,6 +3,7 @@
 Nothing here may fail for want of what it looks for.
 """
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -107,7 +108,24 @@ def find_cupy(cuda: str | None) -> Finding:
 
 def install_advice(cuda: str | None) -> str:
     """How to install what the kernels need, beside the torch that is there."""
-    return f"pip install 'twellctl[{extra(cuda)}]'"
+    return pip_install(extra(cuda))
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs what an extra of twellctl is, by the packages' own names.
+
+    twellctl itself comes from no index, so `twellctl[EXTRA]` would be another's package.
+    """
+    from packaging.requirements import Requirement
+
+    found = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in map(Requirement, importlib.metadata.requires("twellctl") or ()):
+            marker = requirement.marker
+            if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+                requirement.marker = None
+                found.append(f"'{requirement}'")
+    return f"pip install {' '.join(found)}" if found else f"install the extra {extra} of twellctl"
 
 
 def extra(cuda: str | None) -> str:

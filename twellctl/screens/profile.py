@@ -4,7 +4,10 @@ from typing import Any
 
 from rich.markup import escape
 
+from twellctl.report.advice import of_profile
 from twellctl.screens import ui
+
+MOST_ADVICE = 2  # sentences; the page has all
 
 
 def profiled(result: Any, saved_as: Any = None) -> None:
@@ -32,6 +35,8 @@ def profiled(result: Any, saved_as: Any = None) -> None:
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     _speed(result)
+    for said in of_profile(result)[:MOST_ADVICE]:
+        ui.note(said)
     if saved_as is not None:
         model, profile = map(ui.word, (result.model, saved_as))
         ui.say(f"next: twellctl export {model} OUT --profile {profile}")

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 from twellctl.screens import ui
-from twellctl.serving.preparing import THREAD
 
 
 def serving(served: Any, url: str) -> None:
@@ -33,11 +32,12 @@ def log(line: str) -> None:
 
 
 def end() -> None:
-    """Say that the server has ended; at once, if a thread still runs code that cannot be stopped.
+    """End the process, if a thread still runs code that cannot be stopped.
 
     Python's own end could abort on such a thread, or wait for it.
     """
-    ui.say("the server has ended")
+    from twellctl.serving.preparing import THREAD
+
     if any(thread.name == THREAD for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

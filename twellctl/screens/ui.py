@@ -4,6 +4,7 @@ import contextlib
 import io
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rich import box
@@ -28,6 +29,7 @@ stdout = _Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 activity = Activity(stderr)
 _ANY_WIDTH = 100_000
+LONGEST_SILENCE = 30  # seconds from line to line off a terminal
 
 
 def be_quiet() -> None:
@@ -127,29 +129,61 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def stages() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
     """(`begin(text)`, `show(done, total)`): what comes next, and how far it has come."""
-    begun = [""]
+    pace = [_Pace("")]
 
     def begin(text: str) -> None:
-        begun[0] = text
+        pace[0] = _Pace(text)
         doing(text)
 
     def show(done: int, total: int) -> None:
+        text = pace[0].told(done, total)
         if stderr.is_terminal:  # elsewhere each text is a line of its own
-            doing(f"{begun[0]}: {done} of {total}")
+            doing(text)
+        elif pace[0].is_due():
+            note(text)
 
     return begin, show
 
 
+class _Pace:
+    """How far something has come and how long it will still take, in words."""
+
+    def __init__(self, what: str):
+        self._what = what
+        self._said = time.monotonic()
+        self._first: tuple[float, int] | None = None
+
+    def told(self, done: int, total: int) -> str:
+        """The time to go is reckoned from the first call on: what is set up before is no pace."""
+        now = time.monotonic()
+        self._first = self._first or (now, done)
+        seconds, some = now - self._first[0], done - self._first[1]
+        left = f", {duration(seconds / some * (total - done))} left" if some and seconds > 1 else ""
+        return f"{self._what}: {done} of {total}{left}"
+
+    def is_due(self) -> bool:
+        """Whether nothing was said for long; then something is said now."""
+        now = time.monotonic()
+        if now - self._said < LONGEST_SILENCE:
+            return False
+        self._said = now
+        return True
+
+
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Yield `show(done, total, what)`: a bar on stderr, nothing off a terminal."""
+    """Yield `show(done, total, what)`: a bar on stderr; off a terminal a line now and then."""
     from rich.progress import Progress
 
     activity.over()
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(what)
 
+        pace = _Pace(what)
+
         def show(done: int, total: int, what: str = what) -> None:
+            if not stderr.is_terminal and pace.told(done, total) and pace.is_due():
+                note(pace.told(done, total))
             bar.update(task, description=what, completed=done, total=total)
 
         yield show

@@ -13,8 +13,6 @@ from transformers import TrainerCallback
 from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
 
-LONGEST_SILENCE = 30  # seconds from line to line, where steps are slow
-
 
 class Progress:
     """The display of one run, on stderr; `silent` shows nothing (the other processes of a run)."""
@@ -42,8 +40,8 @@ class Progress:
             price = f"price held constant at {recipe.l1:g}"
         else:
             price = (
-                f"price from {recipe.l1:g} on, steered until {recipe.target_sparsity:.2%} of the "
-                "neurons are zero"
+                f"price from {recipe.l1:g} on, steered until {1 - recipe.target_sparsity:.2%} of "
+                "the neurons fire"
             )
         teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"
         rate = f"learning rate {recipe.learning_rate:.3g}"
@@ -114,7 +112,7 @@ class _Show(TrainerCallback):
         rate = (step - first) / max(now - started, 1e-9)
         self.left = f"{ui.duration((state.max_steps - step) / rate)} left"
         self.figures = self._figures(rate)
-        line = step % args.logging_steps == 0 or now - self.last_line > LONGEST_SILENCE
+        line = step % args.logging_steps == 0 or now - self.last_line > ui.LONGEST_SILENCE
         line = line or step == state.max_steps
         self.last_line = now if line else self.last_line
         self._show(state, self.figures, line)
