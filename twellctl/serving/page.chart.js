@@ -1,3 +1,13 @@
+"use strict";
+const at = (id) => document.getElementById(id);
+
+function element(tag, className, text = "") {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
 // ---- what fired: the bars of one token, and a strip of the last ones ----
 
 const DECADES = 3;          // of the axis: 0.1 % to 100 %, the same for all tokens and models

@@ -12,7 +12,7 @@ function draw() {  // once a frame at most
 
 function drawNow() {
   drawn = true;
-  if (controller && turns.length) follow(() => show(turns.at(-1).answer, true));
+  if (controller && turns.length) follow(() => show(turns.at(-1).answer));
   drawChart();
 }
 
@@ -177,23 +177,52 @@ function add(answer, text, densities) {
   draw();
 }
 
-function show(answer, open) {
-  const leaf = (parent, text, where) => appendTokens(answer, parent, text, where);
-  if (model.twell.chat) return showMarkdown(answer.body, answer.text, open, leaf);
-  const from = answer.body.textContent.length;
-  leaf(answer.body, answer.text.slice(from), Array.from(answer.text.slice(from), (_, i) => from + i));
+// Text as it is, blocks of code apart. What is shown already stays: nothing flickers, scrolls back or
+// loses its selection.
+function show(answer) {
+  const { body, text } = answer;
+  const blocks = blocksOf(text, model.twell.chat);
+  blocks.forEach(([from, to, isCode], i) => {
+    let block = body.children[i];
+    if (block?.isCode !== isCode || block.from !== from || block.to > to) {
+      const made = element(isCode ? "pre" : "p", "");
+      Object.assign(made, { isCode, from, to: from });
+      made.append(element(isCode ? "code" : "span", ""));
+      if (block) block.replaceWith(made);
+      else body.append(made);
+      block = made;
+    }
+    appendTokens(answer, block.firstChild, block.to, to);
+    block.to = to;
+  });
+  while (body.children.length > blocks.length) body.lastChild.remove();
 }
 
-function appendTokens({ pieces }, parent, text, where) {  // a span for what is of one piece
-  for (let i = 0; i < text.length;) {
-    const piece = pieces[pieceAt(pieces, where[i])];
-    const end = piece.start + piece.text.length;
-    let next = i + 1;
-    while (next < text.length && where[next] < end) next++;
-    const span = element("span", "token", text.slice(i, next));
+function blocksOf(text, chat) {  // [from, to, whether it is code], without the lines that fence code
+  const blocks = [];
+  let start = 0, isCode = false;
+  const put = (end) => {
+    let from = start;
+    while (chat && from < end && text[from] === "\n") from++;
+    while (chat && end > from && text[end - 1] === "\n") end--;
+    if (end > from || isCode) blocks.push([from, end, isCode]);
+  };
+  for (const fence of chat ? text.matchAll(/^ {0,3}```[^`\n]*$/gm) : []) {
+    put(fence.index);
+    [start, isCode] = [Math.min(fence.index + fence[0].length + 1, text.length), !isCode];
+  }
+  if (start < text.length || isCode) put(text.length);
+  return blocks;
+}
+
+function appendTokens({ pieces, text }, parent, from, to) {  // a span for what is of one piece
+  while (from < to) {
+    const piece = pieces[pieceAt(pieces, from)];
+    const end = Math.min(to, piece.start + piece.text.length);
+    const span = element("span", "token", text.slice(from, end));
     span.first = piece.first;
     parent.append(span);
-    i = next;
+    from = end;
   }
 }
 
@@ -209,7 +238,7 @@ function pieceAt(pieces, place) {  // the last that begins at `place` or before
 
 function end(answer, told) {
   follow(() => {
-    show(answer, false);
+    show(answer);
     answer.box.classList.remove("writing");
     answer.told = told;
     answer.box.append(element("p", "told", told));

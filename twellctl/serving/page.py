@@ -20,7 +20,7 @@ def page_response() -> web.Response:
 @cache
 def _page() -> tuple[str, dict[str, str]]:
     text, style = _part("html"), colours() + _part("css")
-    script = "".join(_part(kind) for kind in ("markdown.js", "chart.js", "js"))
+    script = "".join(_part(kind) for kind in ("chart.js", "js"))
     text = text.replace("<style></style>", f"<style>\n{style}</style>")
     text = text.replace("<script></script>", f"<script>\n{script}</script>")
     policy = {
