@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import threading
 from typing import Any
 
 from twellctl.screens import ui
@@ -32,13 +31,11 @@ def log(line: str) -> None:
 
 
 def end() -> None:
-    """End the process, if a thread still runs code that cannot be stopped.
+    """End the process at once, and well.
 
-    Python's own end could abort on such a thread, or wait for it.
+    Python's own end takes seconds, could abort on a thread whose code cannot be stopped, or wait
+    for it, and a late SIGTERM would make a failure of it.
     """
-    from twellctl.serving.preparing import THREAD
-
-    if any(thread.name == THREAD for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
