@@ -127,6 +127,7 @@ def test_an_unknown_url_names_the_list(logged):
 def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
     seen = {}
     monkeypatch.setattr(serve_local, "serve_local", lambda model, **given: seen.update(given))
+    monkeypatch.setattr(screen, "end", lambda: None)
     assert cli("serve-local", "model", *flags)[0] == 0
     assert seen["log"] is log
 
