@@ -88,7 +88,13 @@ def play(monkeypatch):
     ("version", "plugins", "state", "what", "advice"),
     [
         (None, (), "none", "not installed", ""),
-        ("0.32.0", ("twellctl",), "ok", "0.32.0 serves exports over TwELL: LlamaForCausalLM", ""),
+        (
+            "0.32.0",
+            ("twellctl",),
+            "ok",
+            "0.32.0 takes exports, over TwELL where the kernels load: LlamaForCausalLM",
+            "",
+        ),
         (
             "0.40.0",
             ("twellctl",),

@@ -27,7 +27,7 @@ def find_vllm() -> Finding:
     if allowed is not None and "twellctl" not in allowed.split(","):
         what = f"{version} leaves the plugin out: VLLM_PLUGINS={allowed}"
         return Finding("vLLM", "bad", what, "add twellctl to VLLM_PLUGINS")
-    what = f"{version} serves exports over TwELL: {', '.join(ARCHITECTURES)}"
+    what = f"{version} takes exports, over TwELL where the kernels load: {', '.join(ARCHITECTURES)}"
     return Finding("vLLM", "ok", what)
 
 
