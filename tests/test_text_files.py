@@ -6,7 +6,6 @@ import lzma
 
 import numpy as np
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -96,14 +95,11 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
 def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
     path, table = tmp_path / f"a.{kind}", pyarrow.Table.from_pylist([row, row])
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path)
-    elif kind == "arrow":
-        with pyarrow.ipc.new_stream(path, table.schema) as file:
-            file.write_table(table)
     else:
         path.write_text(json.dumps([row, row]) if kind == "json" else json.dumps(row) + "\n" * 2)
     assert set(read_texts([str(path)], "text", tokenizer)) == {text}

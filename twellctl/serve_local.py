@@ -222,16 +222,15 @@ def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
 def _check_numbers(
     port: int, max_running: int, max_waiting: int, timeout: float, drain: float
 ) -> None:
-    if not 0 <= port <= 65535:
-        raise UsageError(f"port must be 0 to 65535, got {port}")
-    if max_running < 1:
-        raise UsageError(f"max-running must be 1 or more, got {max_running}")
-    if max_waiting < 1:
-        raise UsageError(f"max-waiting must be 1 or more, got {max_waiting}")
-    if not timeout > 0:
-        raise UsageError(f"timeout must be above 0 seconds, got {timeout:g}")
-    if not drain >= 0:
-        raise UsageError(f"drain must be 0 seconds or more, got {drain:g}")
+    for sound, said in (
+        (0 <= port <= 65535, f"port must be 0 to 65535, got {port}"),
+        (max_running >= 1, f"max-running must be 1 or more, got {max_running}"),
+        (max_waiting >= 1, f"max-waiting must be 1 or more, got {max_waiting}"),
+        (timeout > 0, f"timeout must be above 0 seconds, got {timeout:g}"),
+        (drain >= 0, f"drain must be 0 seconds or more, got {drain:g}"),
+    ):
+        if not sound:
+            raise UsageError(said)
 
 
 def _listener(host: str, port: int) -> socket.socket:

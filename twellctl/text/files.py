@@ -16,8 +16,7 @@ from twellctl.files.strict_json import parse_json
 from twellctl.text.rows import COLUMNS, some
 
 PACKED = (".gz", ".bz2", ".zst", ".xz")
-ROWS = (".jsonl", ".json", ".parquet", ".arrow")
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 # what data sets and models have beside their text
 _NO_TEXT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _NO_TEXT |= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -38,7 +37,7 @@ def kind_of(path: Path) -> str:
     """The suffix that says what a file holds, also of one that is packed; "" for what is none."""
     inner = path.with_suffix("") if path.suffix in PACKED else path
     suffix = inner.suffix
-    return "" if path.suffix in PACKED and suffix in (".parquet", ".arrow") else suffix
+    return "" if path.suffix in PACKED and suffix == ".parquet" else suffix
 
 
 def text_files(paths: list[str]) -> list[Path]:
@@ -112,10 +111,10 @@ def line_end(text: str, most: int) -> int:
 
 
 def read_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, the row) of each row of a jsonl, JSON, parquet or arrow file."""
+    """(where it stands, the row) of each row of a jsonl, JSON or parquet file."""
     kind = kind_of(path)
-    if kind in (".parquet", ".arrow"):
-        yield from _read_table(path, text_column, kind == ".arrow")
+    if kind == ".parquet":
+        yield from _read_parquet(path, text_column)
         return
     if kind == ".json" and _begins_array(path):
         yield from _read_array(path)
@@ -194,34 +193,24 @@ def _past(text: str, at: int, skipped: str) -> int:
     return at
 
 
-def _read_table(path: Path, text_column: str, is_arrow: bool) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
     import pyarrow
-    import pyarrow.ipc
     import pyarrow.parquet
 
     try:
-        if is_arrow:
-            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-            names = batches.schema.names
-        else:
-            file = pyarrow.parquet.ParquetFile(path)
-            names = file.schema_arrow.names
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
         wanted = [text_column] if text_column in names else [n for n in COLUMNS if n in names]
         if not wanted:
             raise TwellError(
                 f"{path} has no column {text_column!r}, only {some(names)}: see --text-column"
             )
-        if not is_arrow:
-            batches = file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=wanted)
-        number = 0
-        for batch in batches:
-            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for row in batch.select(wanted).slice(start, _ROWS_AT_ONCE).to_pylist():
-                    yield f"{path}, row {number}", row
-                    number += 1
+        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=wanted)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows):
+            yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        kind = "arrow" if is_arrow else "parquet"
-        raise TwellError(f"{path} is no readable {kind} file: {reason(error)}") from error
+        raise TwellError(f"{path} is no readable parquet file: {reason(error)}") from error
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

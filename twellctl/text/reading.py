@@ -29,7 +29,7 @@ _PACKED = 4  # times as large is what is packed, about
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
     """The texts of files and folders, in the order given, folders in the order of their names.
 
-    A txt file is one text; jsonl, JSON arrays, parquet and arrow hold one a row, in any of the
+    A txt file is one text; jsonl, JSON arrays and parquet hold one a row, in any of the
     forms of `row_text`. A long text comes in pieces, of which all but the first are `More`. Rows
     without text are left out, and counted in the log. `TwellError` names file and line of what is
     wrong.
@@ -120,8 +120,6 @@ def _text_bytes(path: Path, text_column: str, tokenizer: Any) -> float:
         first = list(islice(_texts(path, text_column, tokenizer), _FIRST_ROWS))
         num_rows = pyarrow.parquet.read_metadata(path).num_rows
         return num_rows * _utf8(first) / len(first) if first else 0
-    if kind == ".arrow":
-        return size
     lines = [line for line in islice(lines_of(path), _FIRST_ROWS) if line.strip()]
     if not (read := sum(map(len, lines))):
         return 0

@@ -27,7 +27,7 @@ class Recipe:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, JSON, txt, parquet or arrow file, packed or not, or a folder of them. "
+        "Text: a jsonl, JSON, txt or parquet file, packed or not, or a folder of them. "
         "Repeatable: of each equally many tokens are taken, as long as it lasts.",
         group="Text",
     )
