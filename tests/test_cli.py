@@ -55,7 +55,7 @@ def test_help_is_as_wide_as_the_terminal(cli, page):
 
 
 def test_options_of_finetune_come_in_groups_with_choices_and_defaults(cli, page):
-    text = page(cli, "finetune", "-h", width=200)
+    text = page(cli, "finetune", "--help-all", width=200)
     panels = dict(re.findall(r"╭─ ([^─]+) ─+╮\n(.*?)╰", text, re.DOTALL))
     assert list(panels)[:2] == ["Arguments", "Options"]
     assert len(panels) == 7
@@ -66,6 +66,19 @@ def test_options_of_finetune_come_in_groups_with_choices_and_defaults(cli, page)
     shown = set(re.findall(r"--[a-z0-9-]+", "".join(list(panels.values())[2:])))
     assert settings <= shown
     assert not settings & set(re.findall(r"^│ +(--[a-z0-9-]+)", panels["Options"], re.MULTILINE))
+
+
+def test_short_help_has_what_is_set_often_and_no_name_is_cut(cli, page):
+    short, full = (
+        page(cli, "finetune", "-h", width=80),
+        page(cli, "finetune", "--help-all", width=80),
+    )
+    names = set(re.findall(r"^│ +(--[a-z0-9-]+)", short, re.MULTILINE))
+    assert 10 < len(names) < 20
+    assert {"--data", "--resume", "--help-all", "--gradient-checkpointing"} <= names
+    assert "--l1-schedule" not in short
+    assert "--l1-schedule" in full
+    assert not re.search(r"--[a-z0-9-]+…", re.sub(r"Off:[^│]*│\n│ +--[a-z…-]+", "", short))
 
 
 def test_brackets_are_not_taken_for_markup(cli, page):
