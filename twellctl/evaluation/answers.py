@@ -16,6 +16,7 @@ from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import eos_tokens, open_scheduler
 from twellctl.errors import TwellError
+from twellctl.models.defaults import context_of
 from twellctl.text.tokens import check_ids, encode_chat, encode_text
 
 MAX_TOKENS = 512  # of an answer
@@ -81,7 +82,7 @@ def answers(
     `TwellError` for a prompt that leaves no room, and where memory runs out.
     """
     longest = max(map(len, prompts))
-    room = model.config.get_text_config().max_position_embeddings - longest
+    room = context_of(model.config.get_text_config().to_dict()) - longest
     if room < 1:
         raise TwellError(
             f"a prompt of {longest} tokens leaves no room for an answer: the model's context is "

@@ -68,7 +68,7 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        return self.checkpoint.config.get("max_position_embeddings")
+        return self.checkpoint.context
 
     def load(self, device: torch.device) -> None:
         self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
