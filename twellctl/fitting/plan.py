@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from twellctl.errors import UsageError
+from twellctl.fitting.fit import LOGIT_TOKENS
 from twellctl.fitting.settings import Fit, rank_of_map
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device
 from twellctl.settings import refuse_wrong
 
-OVERHEAD = 1.6  # of the time of products: what lies between them
+OVERHEAD = 2.5  # over the time of products: 2.2 to 3.0 on an H100 (1.5B and 0.5B)
+LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
 
 
@@ -29,6 +31,7 @@ class Shape:
     intermediate_size: int
     num_weights: int
     other_weights: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     prefix = checkpoint.ffn_weights(0)[0].rpartition(".")[0].rpartition(".")[0]
     in_layer = sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
     others = sum(sizes.values()) - ffn.num_layers * in_layer
-    shape = Shape(ffn.num_layers, ffn.hidden_size, ffn.intermediate_size, in_layer, others)
+    vocabulary = checkpoint.config.get("vocab_size") or 0
+    dimensions = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
+    shape = Shape(*dimensions, in_layer, others, vocabulary)
     device = default_device()
     rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)
     return planned(shape, fit, device, rates)
@@ -85,7 +90,9 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
     states = 2 * 4 * T * K + (2 if on_gpu else 4) * T * K
     solving = P * P * (2 * 4 + 2 * 8) + 3 * 8 * P * K
     stepping = 4 * 4 * (3 * N * K + K * K) if fit.steps else 0
-    layer = 2 * 4 * shape.num_weights + 2 * shape.other_weights
+    layer = 2 * 4 * shape.num_weights
+    logits = LOGITS * 4 * LOGIT_TOKENS * shape.vocab_size
+    others = 2 * shape.other_weights
     wide = 2 if on_gpu else 4
     host = wide * (shape.num_layers * shape.num_weights + shape.other_weights)
     return Plan(
@@ -95,7 +102,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
         intermediate_size=N,
         map_neurons=rank,
         seconds=OVERHEAD * shape.num_layers * seconds,
-        bytes=int(states + layer + max(solving, stepping)),
+        bytes=int(states + others + max(layer + max(solving, stepping), logits)),
         host_bytes=host if on_gpu else host + int(states + layer + solving),
         device=torch.cuda.get_device_name(device) if on_gpu else "the CPU",
     )
