@@ -14,7 +14,8 @@ from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.models.card import read_evaluation, write_card
-from twellctl.models.checkpoint import fingerprint, open_checkpoint
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import fingerprint
 from twellctl.profile import profile
 from twellctl.training.progress import Progress
 
@@ -87,8 +88,9 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         "`twellctl finetune`, 2 steps, 256 tokens:",
         "batch-size: 4",
         "twellctl serve-local out",
-        "vllm serve out --model-impl transformers",
-        "## What not to load it in",
+        "`vllm serve out`",
+        "of k = 256 is `relu(g) u`\nto within 0.001 of u",
+        "convert_hf_to_gguf.py out",
     ):
         assert words in text, words
     assert front["tags"] == ["twell", "sparse", "relu"]
@@ -242,4 +244,4 @@ def test_commands_of_an_odd_name_can_be_copied(silu_llama, tmp_path):
     assert '# my "own" model\n' in text
     assert 'from_pretrained("my \\"own\\" model")' in text
     assert "twellctl serve-local 'my \"own\" model' " in text
-    assert "`vllm serve 'my \"own\" model' --model-impl transformers`" in text
+    assert "`twellctl export 'my \"own\" model' OUT`" in text

@@ -7,7 +7,8 @@ from small_benches import count_less, decode_form
 
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.export import export
-from twellctl.models.checkpoint import fingerprint, open_checkpoint
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import fingerprint
 
 NO_GAIN = "Being sparse makes no step of it faster there."
 

@@ -95,7 +95,7 @@ def test_cards(source, text_file, tmp_path):
     assert f"{found.density:.2%} of the neurons" in card
     assert "over 32 tokens" in card
     assert "license: llama3.2" in card
-    for words in ("`TwellLlamaForCausalLM`", "llama.cpp", "mlx-lm", "--model-impl transformers"):
+    for words in ("`TwellLlamaForCausalLM`", "llama.cpp", "mlx-lm", "vllm serve exported"):
         assert words in card
     export(tmp_path / "exported", tmp_path / "again")
     assert "as a profile measured" in (tmp_path / "again/README.md").read_text()

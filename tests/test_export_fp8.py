@@ -23,7 +23,7 @@ from twellctl.export import export
 from twellctl.firing.profiled import save_profile
 from twellctl.generate import generate
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import load_model
+from twellctl.models.loading import load_model, read_tensors
 from twellctl.profile import profile
 from twellctl.serve_local import load_served_model
 
@@ -103,7 +103,7 @@ def change(folder: Path, name: str, value: float) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linear_layers_are_rounded_and_all_else_is_as_it_was(relu_models, exports, family):
-    was, now = tensors_of(relu_models[family]), tensors_of(exports[family])
+    was, now = (dict(read_tensors(open_checkpoint(of[family]))) for of in (relu_models, exports))
     assert {name for name in now if not name.endswith(".weight_scale")} == set(was)
     for name, tensor in was.items():
         linear = ".layers." in name and tensor.dim() == 2
@@ -161,7 +161,7 @@ def test_it_computes_nearly_what_the_model_did(relu_models, exports, family):
 @torch.no_grad()
 def test_each_layer_is_the_judge_in_float32(exports):
     model = load_model(open_checkpoint(exports["qwen2"]), dtype=torch.float32)
-    stored = tensors_of(exports["qwen2"])
+    stored = dict(read_tensors(open_checkpoint(exports["qwen2"])))
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear):
             x = torch.randn(5, layer.in_features)
@@ -173,21 +173,22 @@ def test_each_layer_is_the_judge_in_float32(exports):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stock_transformers_reads_it_as_a_dense_fp8_model(exports, family):
+def test_stock_transformers_reads_it_as_a_dense_fp8_model(exports, load_trusted, family):
     pytest.importorskip("compressed_tensors", reason="the reader of this format")
     stock = AutoModelForCausalLM.from_pretrained(exports[family], dtype=torch.float32)
-    ours = load_model(open_checkpoint(exports[family]), dtype=torch.float32)
+    ours = load_trusted(exports[family], dtype=torch.float32)
     stock(IDS)  # the first pass expands the weights
     seen = 0
     for (name, layer), theirs in zip(ours.named_modules(), stock.modules(), strict=True):
         if isinstance(layer, nn.Linear):
             weight = layer.weight.float()
-            if isinstance(layer, Fp8Linear):
+            if type(layer).__name__ == "Fp8Linear":
                 weight = weight * layer.weight_scale
                 seen += 1
             assert torch.equal(theirs.weight.float(), weight), name
             x = torch.randn(1, 9, layer.in_features)
-            torch.testing.assert_close(layer(x), theirs(x), rtol=1e-4, atol=1e-5)
+            size = theirs(x).abs().max()  # of gates that is large
+            torch.testing.assert_close(layer(x) / size, theirs(x) / size, rtol=1e-4, atol=1e-5)
     assert seen >= 8
 
 
@@ -226,7 +227,7 @@ def test_profile_and_generate_and_doctor_take_it(exported, text_file, tmp_path, 
     assert "".join(generate(exported, "def f", max_tokens=5))
     diagnosis = doctor(exported)
     assert diagnosis.broken == []
-    assert "llama, relu, FP8, 2 gated FFNs" in diagnosis.folder[0].what
+    assert "llama, relu as SiLU of sharpness 256, FP8, 2 gated FFNs" in diagnosis.folder[0].what
     words = ("--data", text_file, "--windows", 2, "--seq-len", 32)
     code, _, err = cli("eval", exported, "--reference", exported, *words)
     assert code == 0, err

@@ -29,7 +29,7 @@ def test_the_whole_job(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
     twell = json.loads((out / "export/config.json").read_text())["twell"]
     assert twell["slots"] == [layer["slots"] for layer in profile["layers"]]
-    assert AutoModelForCausalLM.from_pretrained(out / "export").config.hidden_act == "relu"
+    assert AutoModelForCausalLM.from_pretrained(out / "export").config.hidden_act == "silu"
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
 from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
@@ -78,8 +79,10 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     except TwellError as error:
         return (Finding("checkpoint", "bad", str(error)),)
     ffn = checkpoint.ffn
+    form = checkpoint.silu_form
     what = (
         f"{checkpoint.config['model_type']}, {checkpoint.activation}"
+        f"{f' as SiLU of sharpness {least_sharpness(form)}' if form else ''}"
         f"{', FP8' if checkpoint.is_fp8 else ''}, {ffn.num_layers} gated FFNs "
         f"{ffn.hidden_size} x {ffn.intermediate_size}, {len(checkpoint.tensors)} tensors in "
         f"{len(checkpoint.shards)} files"

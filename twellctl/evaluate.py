@@ -15,8 +15,8 @@ from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
 from twellctl.evaluation.windows import facts, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
-from twellctl.models.checkpoint import Checkpoint, fingerprint
-from twellctl.models.loading import default_device
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import default_device, fingerprint
 from twellctl.text.reading import read_prompts, read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode

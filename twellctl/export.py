@@ -1,17 +1,18 @@
 """twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
 
-Weights stay as they are, or are cut anew or rounded to FP8, one shard in memory at a time. NaN and
-infinity are refused. config.json names both the stock class and ours, and holds the slots of a
-profile. Beside them goes the bundle: the code, the kernels' sources and the manifest with their
-sha256, of FP8 weights too.
+Weights are written in SiLU form (models/silu_form.py), so that engines which know SiLU alone run
+them, too; or in FP8; one file in memory at a time. NaN and infinity are refused. config.json names
+both the stock class and ours, and holds the slots of a profile. Beside them goes the bundle: the
+code, the kernels' sources and the manifest with their sha256, of FP8 weights too.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from twellctl.bundle.twell_config import check_twell
+from twellctl.bundle.twell_config import FP16, check_twell, least_sharpness
 from twellctl.bundle.twell_fp8_config import QUANTIZE, quantization_config
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.files.outputs import staged
@@ -19,21 +20,25 @@ from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
 from twellctl.models.card_speed import read_bench
-from twellctl.models.carried import copy_side_files, copy_weights, own_file, write_config
-from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twellctl.models.carried import copy_side_files, own_file, write_config
+from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.shard_writer import write_shards
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_FP8_SHARD = 5 * 10**9  # bytes of a file of FP8 weights that nobody chose
+_SHARD = 5 * 10**9  # bytes of a file that nobody chose
 
 
 @dataclass(frozen=True)
 class Exported:
     """What `export` wrote. `class_name` is the one that `trust_remote_code` loads.
 
-    `quantize` is what its weights were rounded to, "fp8" or None. `over_twell_in_vllm`: whether
-    vLLM serves it over TwELL, where twellctl is installed.
+    `sharpness` is the least of a neuron that is ReLU. `quantize` is what its weights were rounded
+    to, "fp8" or None. `over_twell_in_vllm`: whether vLLM serves it over TwELL, where twellctl is
+    installed.
     """
 
     out: Path
@@ -41,6 +46,7 @@ class Exported:
     tile: int
     slots: tuple[int, ...]
     profiled: bool
+    sharpness: int
     quantize: str | None
     over_twell_in_vllm: bool
 
@@ -62,8 +68,11 @@ def export(
     Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
     --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
     `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row.
-    `shard_size` ("2GB", or bytes) cuts the weights anew. Raises `TwellError`.
+    `shard_size` ("2GB", or bytes) is that of the files of weights. Raises `TwellError`.
     """
+    from twellctl.models.loading import fingerprint
+    from twellctl.models.silu_form import choose_form
+
     out = Path(out)
     if quantize not in (None, *QUANTIZE):
         raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
@@ -86,8 +95,12 @@ def export(
         if quantize is not None:
             origin = checkpoint.hub_id or checkpoint.path.resolve().name
             twell = twell | {"rounded_from": encodable(origin)}
-        config = checkpoint.config | {"twell": twell}
-        config |= _write_weights_and_bundle(checkpoint, stage, quantize, shard_bytes)
+        layers, num_layers = measured.layers if measured else (), checkpoint.ffn.num_layers
+        form, most = choose_form(layers, num_layers, checkpoint.silu_form)
+        known = twell["source_act"]  # the one that engines know of this family
+        act = known if known in GATED and known not in SILU else "silu"
+        config = checkpoint.config | {checkpoint.activation_key: act, "twell": twell | form}
+        config |= _write_weights_and_bundle(checkpoint, stage, form, quantize, shard_bytes)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
         write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
@@ -97,39 +110,67 @@ def export(
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)
+    if most > FP16:
+        note(f"run it in bf16: in fp16 a value of {most:.0f}, which the profile saw, is infinite")
     served = is_served_over_twell(config)
     class_name = config["auto_map"]["AutoModelForCausalLM"].split(".")[-1]
     slots = tuple(twell["slots"])
-    return Exported(out, class_name, twell["tile"], slots, profile is not None, quantize, served)
+    return Exported(
+        out=out,
+        class_name=class_name,
+        tile=twell["tile"],
+        slots=slots,
+        profiled=profile is not None,
+        sharpness=least_sharpness(form),
+        quantize=quantize,
+        over_twell_in_vllm=served,
+    )
 
 
 def _write_weights_and_bundle(
-    checkpoint: Checkpoint, folder: Path, quantize: str | None, shard_bytes: int | None
+    checkpoint: Checkpoint,
+    folder: Path,
+    form: dict,
+    quantize: str | None,
+    shard_bytes: int | None,
 ) -> dict:
     """Write both, for weights that are sound; what config.json says of classes and weights."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.models.exportable import exportable_skeleton
-    from twellctl.models.loading import check_stored_weights, read_tensors
+    from twellctl.models.loading import check_stored_weights
 
     model = exportable_skeleton(checkpoint)
     entries = config_entries(type(model).__name__, checkpoint.config["model_type"])
     for shard in checkpoint.shards:
         own_file(checkpoint.path / shard)
     check_stored_weights(checkpoint)
-    guarded: tuple[str, ...] = ()
+    tensors = _in_silu_form(checkpoint, form)
     if quantize is not None:
         from twellctl.models.quantised import in_fp8, kept_layers, rounded_layers
 
-        tensors = in_fp8(read_tensors(checkpoint), rounded_layers(checkpoint, model))
-        guarded = write_shards(tensors, folder, shard_bytes or _FP8_SHARD)
+        tensors = in_fp8(tensors, rounded_layers(checkpoint, model))
         entries["quantization_config"] = quantization_config(kept_layers(model))
-    elif shard_bytes is not None:
-        write_shards(read_tensors(checkpoint), folder, shard_bytes)
-    else:
-        copy_weights(checkpoint, folder)
-    write_bundle(folder, make_bundle(bundle_files(), [folder / name for name in guarded]))
+    files = [folder / name for name in write_shards(tensors, folder, shard_bytes or _SHARD)]
+    write_bundle(folder, make_bundle(bundle_files(), files if quantize is not None else ()))
     return entries
+
+
+def _in_silu_form(checkpoint: Checkpoint, form: dict) -> Iterator[tuple[str, "Tensor"]]:
+    """Names and tensors in SiLU form; `TwellError` for a weight that overflows its dtype."""
+    from twellctl.models.loading import read_tensors
+    from twellctl.models.silu_form import factors, scaled
+
+    by = factors(checkpoint.tensors, form, checkpoint.ffn.intermediate_size)
+    for name, tensor in read_tensors(checkpoint):
+        if name in by:
+            tensor = scaled(tensor, by[name])
+            if not tensor.abs().amax().isfinite():
+                raise TwellError(
+                    f"{checkpoint.name}: {name} times its sharpness is too large for "
+                    f"{checkpoint.tensors[name].dtype}: take a model whose gates are smaller"
+                )
+        yield name, tensor
 
 
 def parse_size(size: str | int) -> int:

@@ -17,8 +17,14 @@ from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_
 from twellctl.firing.counts import by_share
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import LayerProfile, Profile, Speed
-from twellctl.models.checkpoint import fingerprint, open_checkpoint
-from twellctl.models.loading import default_device, load_model, load_tokenizer, quiet_compiler
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import (
+    default_device,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    quiet_compiler,
+)
 
 
 def profile(

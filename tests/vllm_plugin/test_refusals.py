@@ -16,11 +16,12 @@ from twellctl.vllm.refusals import check_served, check_version
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TWELL = {"format_version": 1, "tile": 32, "slots": [8, 8], "densities": [0.1, 0.2]}
+TWELL |= {"activation": "relu", "sharpness": [256, 256], "down_share": [16, 16]}
 
 FP8 = {"total_num_heads": 8, "total_num_kv_heads": 2}  # which vLLM adds
 
 
-def check(*, quantized=False, lora=False, hidden_act="relu", fp8=None, **changes):
+def check(*, quantized=False, lora=False, hidden_act="silu", fp8=None, **changes):
     twell = {key: value for key, value in (TWELL | changes).items() if value is not None}
     config = SimpleNamespace(twell=twell, num_hidden_layers=2, hidden_act=hidden_act)
     if fp8:
@@ -52,9 +53,10 @@ def test_an_export_with_a_profile_is_served():
         ({"densities": None}, "holds no profile, .* export it with --profile"),
         ({"slots": [8]}, 'in config.json "twell" must hold 2 slots, .*: export it again'),
         ({"format_version": 9}, "format_version 9, this code reads 1: export it again"),
+        ({"hidden_act": "relu"}, "not that of a ReLU model written as SiLU: export it again"),
         (
-            {"hidden_act": "silu"},
-            "hidden_act is 'silu', of an export it is 'relu'",
+            {"activation": None, "sharpness": None, "down_share": None},
+            "not that of a ReLU model written as SiLU: export it again",
         ),
         ({"quantized": True}, "exported in bf16: drop --quantization, or serve it densely"),
         (

@@ -2,8 +2,8 @@
 
 import pytest
 
-DENSELY = "vllm serve {} --model-impl transformers"
-OVER_TWELL = "`vllm serve {}` skips"
+SERVE = "vLLM: `vllm serve {}`. Where twellctl is installed, too, "
+OVER_TWELL, DENSELY = "it skips those that do not fire", "add `--model-impl transformers`"
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,7 @@ OVER_TWELL = "`vllm serve {}` skips"
 def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, quantize, over_twell):
     folder = make_export(family, profiled=profiled, quantize=quantize)
     card = (folder / "README.md").read_text()
-    assert DENSELY.format(folder.name) in card
-    assert (OVER_TWELL.format(folder.name) in card) == over_twell
+    assert SERVE.format(folder.name) + (OVER_TWELL if over_twell else DENSELY) in card
 
 
 def test_export_says_how_vllm_serves_it(cli, make_export, text_file, tmp_path):
@@ -37,5 +36,5 @@ def test_export_says_how_vllm_serves_it(cli, make_export, text_file, tmp_path):
     assert cli("profile", relu, *words)[0] == 0
     _, without, _ = cli("export", relu, tmp_path / "without")
     _, profiled, _ = cli("export", relu, tmp_path / "out", "--profile", tmp_path / "profile.json")
-    assert "vLLM serves it dense, with --model-impl transformers" in without
-    assert "vLLM serves it over TwELL where twellctl is installed, dense with" in profiled
+    assert "dense, where twellctl is installed with --model-impl transformers" in without
+    assert "vLLM serves it over TwELL where twellctl is installed, dense elsewhere" in profiled

@@ -29,8 +29,8 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.firing.synthetic import check_union
-from twellctl.models.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import fingerprint, load_model, load_tokenizer
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
 

@@ -2,7 +2,8 @@
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
               "source": str, "source_act": str, "densities": [float a layer],
-              "map_neurons": int, "rounded_from": str}
+              "map_neurons": int, "rounded_from": str,
+              "activation": "relu", "sharpness": [int a layer], "down_share": [int a layer]}
 
 `densities`, the share of neurons that fire, are there if a profile measured them. `source_act` is
 the activation of the model that this one was made from, `source` its id on the hub, if it has one.
@@ -10,13 +11,25 @@ the activation of the model that this one was made from, `source` its id on the 
 share one gate row; together they are a linear map of what the FFN reads. They are not part of any
 density.
 `rounded_from` names the model whose weights an FP8 export has (twell_fp8_config.py).
+
+The last three are of a ReLU model in *SiLU form*, which every export has: `hidden_act` is silu, and
+of a neuron of sharpness k the gate row is times k, the up row is times share / k, and W_down is
+divided by `down_share` of its layer. All are powers of two, and silu(k g) u / k is relu(g) u to
+within 0.28 |u| / k: whoever knows SiLU alone computes that, whoever reads these keys ReLU. A
+layer's sharpness may be a list, one a neuron: neurons of sharpness 1 are SiLU and always fire. Of a
+family whose activation was another, like GELU, `hidden_act` is that one: as sharp it is ReLU, too.
 """
+
+from collections.abc import Mapping
 
 FORMAT_VERSION = 1
 TILE = 256
 SLOTS = 64  # of 256: what no profile has measured yet may fire up to 25 % in every tile
 MAX_COLUMNS = 65536  # a column is 16 bits
 ROUTES = ("auto", "twell", "dense")  # see sparse_ffn
+LEAST_SHARPNESS = 16  # of a neuron that is read as ReLU
+FP16 = 65504  # its largest number
+SILU_FORM = ("activation", "sharpness", "down_share")
 
 
 def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:
@@ -57,4 +70,36 @@ def check_twell(twell: object, num_layers: int) -> dict:
         raise ValueError(f'"twell" must have slots of 1 to {tile} (its tile), got {bad[0]!r}')
     if bad := [d for d in densities if type(d) not in (int, float) or not 0 <= d <= 1]:
         raise ValueError(f'"twell" must have densities of 0 to 1, got {bad[0]!r}')
+    if twell.keys() & set(SILU_FORM):
+        _check_silu_form(twell, num_layers)
     return twell
+
+
+def is_silu_form(twell: Mapping) -> bool:
+    """Whether a model with this block, a sound one, is ReLU and written as SiLU."""
+    return "activation" in twell
+
+
+def stays_silu(sharpness: int | list[int]) -> list[bool]:
+    """Which neurons of a layer of this sharpness are SiLU, `[N]`; empty: all are ReLU."""
+    by_neuron = [sharpness] if isinstance(sharpness, int) else sharpness
+    return [k == 1 for k in by_neuron] if 1 in by_neuron else []
+
+
+def least_sharpness(form: Mapping) -> int:
+    """That of all neurons that are read as ReLU; 1 if there are none."""
+    layers = (k if isinstance(k, list) else [k] for k in form["sharpness"])
+    return min((k for numbers in layers for k in numbers if k > 1), default=1)
+
+
+def _check_silu_form(twell: dict, num_layers: int) -> None:
+    if twell.get("activation") != "relu":
+        raise ValueError(f'"twell" must have activation relu, got {twell.get("activation")!r}')
+    for key, least in (("sharpness", LEAST_SHARPNESS), ("down_share", 1)):
+        values = twell.get(key)
+        if not isinstance(values, list) or len(values) != num_layers:
+            raise ValueError(f'"twell" must hold {num_layers} {key}, one a layer, got {values!r}')
+        lists = (v if isinstance(v, list) and key == "sharpness" else [v] for v in values)
+        for k in (k for numbers in lists for k in numbers):
+            if type(k) is not int or not 0 < k <= 1 << 16 or k & (k - 1) or 1 < k < least:
+                raise ValueError(f'"twell" must hold {key} that are powers of two, got {k!r}')

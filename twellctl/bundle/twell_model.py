@@ -15,18 +15,19 @@ changed or missing one is refused by name, and `save_pretrained` writes all of t
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
-from .twell_config import check_twell
+from .twell_config import check_twell, is_silu_form, stays_silu
 from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
 from .twell_fp8_config import is_fp8
 from .twell_fp8_linear import Fp8Linear, refuse_gradients
@@ -69,6 +70,25 @@ def activation_name(ffn: nn.Module) -> str:
 def activation_of(ffn: nn.Module) -> nn.Module:
     """The FFN's activation."""
     return getattr(ffn, activation_name(ffn))
+
+
+class PartlySilu(nn.Module):
+    """The activation of an FFN some of whose neurons are SiLU, the others ReLU."""
+
+    def __init__(self, silu: Sequence[bool]):
+        """`silu`: which neurons are."""
+        super().__init__()
+        self.register_buffer("silu", torch.tensor(silu), persistent=False)
+
+    def forward(self, gate: Tensor) -> Tensor:
+        return torch.where(self.silu, F.silu(gate), F.relu(gate))
+
+
+def read_as_relu(model: nn.Module, twell: Mapping[str, Any]) -> None:
+    """Let the gated FFNs of `model`, in SiLU form, compute what that stands for."""
+    for ffn, sharpness in zip(gated_ffns(model), twell["sharpness"], strict=True):
+        silu = stays_silu(sharpness)
+        setattr(ffn, activation_name(ffn), PartlySilu(silu) if silu else nn.ReLU())
 
 
 class TwellFFN:
@@ -168,6 +188,8 @@ def _is_only_placed(module: nn.Module) -> bool:
 def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
     """Let the gated FFNs of `model` run over TwELL, with the numbers of a "twell" block."""
     ffns = gated_ffns(model)
+    if is_silu_form(twell):
+        read_as_relu(model, twell)
     densities = twell.get("densities") or [None] * len(ffns)
     num_mapped = twell.get("map_neurons", 0)
     for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):

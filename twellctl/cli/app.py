@@ -310,15 +310,15 @@ def export(
     shard_size: Annotated[
         str | None,
         typer.Option(
-            help="Cut the weights anew, like 2GB. [default: as they are; 5GB with --quantize]"
+            help="Cut the weights into files of at most so much, like 2GB. [default: 5GB]"
         ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a folder that runs over TwELL.
+    """Write a folder that runs over TwELL, and densely in any engine.
 
-    It does so with trust_remote_code=True, also where twellctl is not installed; stock classes run
-    it densely.
+    Over TwELL with trust_remote_code=True, also where twellctl is not installed. ReLU is written as
+    a sharp SiLU: engines that know SiLU alone, like llama.cpp, mlx-lm and vLLM, compute the same.
     """
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run

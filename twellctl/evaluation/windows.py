@@ -36,6 +36,10 @@ def count_windows(
     tile, size, device = checkpoint.twell["tile"], checkpoint.own_neurons, model.device
     layers = range(checkpoint.ffn.num_layers)
     counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
+
+    def look(layer: int, hidden: Tensor) -> None:
+        counts[layer].look(hidden)
+
     batch_size, done = max(1, BATCH_TOKENS // text.ids.shape[1]), 0
     for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
         ids, groups = ids.to(device), groups.to(device)
@@ -45,7 +49,7 @@ def count_windows(
         def count(layer: int, *gates: Tensor, rows: Tensor = rows, nnz: Tensor = nnz) -> None:
             nnz.add_(counts[layer].add(*gates, rows))
 
-        with FiredMeter(model, count):
+        with FiredMeter(model, count, look):
             read(ids, groups)
         fired(nnz)
         done += len(ids)

@@ -5,6 +5,7 @@ Counts are kept as histograms, so their size depends on the model and not on the
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.firing.profiled import SHARES, LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
+Look = Callable[[int, Tensor], None]
 SLOTS_STEP = 8
 # share of rows that the chosen slots may send to the backup: a tile of such a row is multiplied
 # anew, and more slots cost memory but next to no time
@@ -27,17 +29,21 @@ class FiredMeter:
     """Inside `with`, each forward of layer i calls `count(i, gate, active)`.
 
     Both are `[M, N]`, the gate before and after the activation; what fired is `active != 0`. Under
-    gradient checkpointing `count` is called again in the backward pass.
+    gradient checkpointing `count` is called again in the backward pass. `look(i, hidden)` is called
+    with what W_down of layer i reads.
     """
 
-    def __init__(self, model: nn.Module, count: Count):
-        self.model, self.count = model, count
+    def __init__(self, model: nn.Module, count: Count, look: Look | None = None):
+        self.model, self.count, self.look = model, count, look
         self._hooks: list = []
 
     def __enter__(self) -> "FiredMeter":
         for layer_idx, ffn in enumerate(gated_ffns(self.model)):
             activation = activation_of(ffn)
             self._hooks.append(activation.register_forward_hook(self._hook(layer_idx)))
+            if self.look is not None:
+                before = partial(self._look_at, layer_idx)
+                self._hooks.append(ffn.down_proj.register_forward_pre_hook(before))
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -50,6 +56,9 @@ class FiredMeter:
             self.count(layer_idx, gate.flatten(0, -2), active.detach().flatten(0, -2))
 
         return hook
+
+    def _look_at(self, layer_idx: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        self.look(layer_idx, inputs[0])
 
 
 class LayerCount:
@@ -67,6 +76,7 @@ class LayerCount:
         self.by_neuron = torch.zeros(intermediate_size, dtype=torch.int64, device=device)
         self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
         self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
+        self.largest = torch.zeros(2, device=device)  # gate and hidden value, by their size
 
     def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> Tensor:
         """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`.
@@ -85,7 +95,15 @@ class LayerCount:
         # whatever the slots, a row that is not finite goes to the backup
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
+        self._enlarge(0, gate)
         return nnz
+
+    def look(self, hidden: Tensor) -> None:
+        """See how large active gate times up becomes."""
+        self._enlarge(1, hidden)
+
+    def _enlarge(self, which: int, values: Tensor) -> None:
+        self.largest[which] = torch.maximum(self.largest[which], values.abs().amax().float())
 
     @property
     def not_finite(self) -> int:
@@ -116,6 +134,8 @@ class LayerCount:
             overflow=int(beyond[slots]) / num_rows,
             tokens_by_share=by_share(torch.arange(len(nnz)), self.intermediate_size, nnz),
             neurons_by_share=by_share(by_neuron, num_rows),
+            largest_gate=float(self.largest[0]),
+            largest_hidden=float(self.largest[1]),
         )
 
 

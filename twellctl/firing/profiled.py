@@ -25,6 +25,8 @@ class LayerProfile:
     no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
     Two histograms over the bins of `SHARES`: `tokens_by_share` counts tokens by the share of the
     neurons that fired, `neurons_by_share` neurons by the share of the tokens on which they fired.
+    `largest_gate` is the largest gate by its size before the activation, `largest_hidden` the
+    largest of active gate times up: what fp16 must hold.
     """
 
     nnz_mean: float
@@ -39,6 +41,8 @@ class LayerProfile:
     nnz_p90: int | None = None
     tokens_by_share: tuple[int, ...] = ()
     neurons_by_share: tuple[int, ...] = ()
+    largest_gate: float | None = None
+    largest_hidden: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twellctl.bundle.twell_config import is_silu_form, least_sharpness
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
@@ -20,7 +21,7 @@ from twellctl.models.card_front import Metric, front_matter
 from twellctl.models.card_speed import speed
 from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
-from twellctl.models.in_vllm import is_served_over_twell, serve_command
+from twellctl.models.in_vllm import DENSELY, is_served_over_twell
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -56,17 +57,26 @@ twellctl generate    {word} "Once upon a time"
 twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000
 ```
 
-## What not to load it in
+## In other engines
 
-Some tools do not read `hidden_act` in config.json:
-
-- llama.cpp, mlx-lm and TensorRT-LLM run SiLU in every Llama. They load this model, and its text is
-  wrong.
-- SGLang and vLLM's own Llama classes refuse ReLU. vLLM computes all neurons with
-  `{densely}`.{in_vllm}
+{engines}
 """
-_IN_VLLM = """ Where twellctl is installed, too,
-  `{command}` skips those that do not fire."""
+_PLAIN = """Most of them know SiLU alone: `twellctl export {word} OUT` writes this model so
+that they run it, too."""
+_ANY = """Its ReLU is written as a sharp SiLU: `silu(k g) (u / k)` of k = {sharpness} is `relu(g) u`
+to within {within} of u. Engines that know SiLU alone run it, and compute all neurons:
+
+- vLLM: `vllm serve {word}`. {in_vllm}
+- SGLang and mlx-lm: as any model.
+- llama.cpp, and what is built on it{from_bf16}:
+
+```
+python convert_hf_to_gguf.py {word} --outtype bf16 --outfile model.gguf
+llama-quantize model.gguf model-q8_0.gguf Q8_0    # or Q4_K_M
+llama-server -m model-q8_0.gguf
+```"""
+_IN_VLLM = "Where twellctl is installed, too, it skips those that do not fire."
+_NOT_IN_VLLM = f"Where twellctl is installed, too, add `{DENSELY}`."
 _OVER_TWELL = """ With
 `trust_remote_code=True` transformers 5.17 or newer loads {ours} from this folder
 instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
@@ -111,7 +121,6 @@ def write_card(
     base = config["twell"].get("source")
     stock = next(map(str, config.get("architectures") or ()), "")
     stock = stock if stock.isidentifier() and stock.isascii() else "class"
-    served = is_served_over_twell(config)
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
     in_fp8 = is_fp8(config)
     fresh = not figures.report and config["twell"]["source_act"] != "relu"
@@ -126,8 +135,7 @@ def write_card(
         sections="".join(_sections(figures)),
         stock=f"`{stock}`",
         over_twell=(_FP8_STOCK if in_fp8 else _OVER_TWELL).format(ours=f"`{ours}`") if ours else "",
-        densely=serve_command(word, over_twell=False),
-        in_vllm=_IN_VLLM.format(command=serve_command(word, over_twell=True)) if served else "",
+        engines=_engines(config, word),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -148,6 +156,20 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TwellError(f"{path} is no whole evaluation ({reason(error)}): {again}") from error
     return found
+
+
+def _engines(config: dict[str, Any], word: str) -> str:
+    """How others run the model of this config.json, in the folder `word`."""
+    if not is_silu_form(config["twell"]):
+        return _PLAIN.format(word=word)
+    k = least_sharpness(config["twell"])
+    return _ANY.format(
+        word=word,
+        sharpness=k,
+        within=f"{0.28 / k:.1g}",
+        in_vllm=_IN_VLLM if is_served_over_twell(config) else _NOT_IN_VLLM,
+        from_bf16=", from an export in bf16" if is_fp8(config) else "",
+    )
 
 
 def _sections(figures: Figures) -> Iterable[str]:

@@ -1,17 +1,23 @@
 """A model folder without torch: its config, what its weights are called, what its FFNs look like.
 
 Every command opens its MODEL here, so that a folder which cannot work is refused before anything is
-loaded or written. Nothing here reads a weight, except `fingerprint`.
+loaded or written. Nothing here reads a weight, but to compare a head with the embeddings.
 """
 
-import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from twellctl.bundle.twell_config import MAX_COLUMNS, check_twell, new_twell
+from twellctl.bundle.twell_config import (
+    MAX_COLUMNS,
+    SILU_FORM,
+    check_twell,
+    is_silu_form,
+    new_twell,
+    stays_silu,
+)
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, UsageError, reason, shown
 from twellctl.files.strict_json import read_json
@@ -66,6 +72,8 @@ class Checkpoint:
 
     Without `shards` the model is a random one, of a config alone (`training.from_scratch`).
     `corrections` are the entries of `config` that the folder's config.json lacks or has otherwise.
+    `config` is of the plain ReLU model, also where the folder holds it in SiLU form, with the
+    numbers of `silu_form` (twell_config.py); those who read weights undo that form.
     """
 
     name: str
@@ -75,6 +83,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     ffn: FfnShape
     corrections: dict = field(default_factory=dict)
+    silu_form: dict | None = None
 
     @property
     def context(self) -> int | None:
@@ -237,8 +246,26 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     config = with_own_head(config, len(both) == 2, lambda: _are_equal(path, *both))
     corrections = {key: config[key] for key in config if config[key] != stored.get(key, ...)}
     checkpoint = Checkpoint(name, path, config, tensors, shards, ffn, corrections)
-    _ = checkpoint.twell  # refuses a block that is not sound
-    return checkpoint
+    twell = checkpoint.twell  # refuses a block that is not sound
+    return _read_as_relu(checkpoint) if is_silu_form(twell) else checkpoint
+
+
+def _read_as_relu(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` of a folder in SiLU form; `TwellError` if the form is not that of its FFNs."""
+    name, config = checkpoint.name, checkpoint.config
+    form = {key: config["twell"][key] for key in SILU_FORM}
+    counts = {len(k) for k in form["sharpness"] if isinstance(k, list)}
+    partly = any(map(stays_silu, form["sharpness"])) and not checkpoint.is_silu
+    fits = counts <= {checkpoint.ffn.intermediate_size} and checkpoint.activation in GATED
+    if partly or not fits:
+        raise TwellError(
+            f"{name}: config.json's sharpness is not that of its hidden_act "
+            f"{checkpoint.activation!r} or of its FFNs: export the model again"
+        )
+    twell = {key: value for key, value in config["twell"].items() if key not in form}
+    plain = {checkpoint.activation_key: "relu", "twell": twell}
+    corrections = checkpoint.corrections | plain
+    return replace(checkpoint, config=config | plain, corrections=corrections, silu_form=form)
 
 
 def open_config_file(config: str | Path) -> tuple[Path, dict]:
@@ -252,20 +279,6 @@ def open_config_file(config: str | Path) -> tuple[Path, dict]:
     if not file.is_file():
         raise TwellError(f"{file} does not exist: give a config.json, or a folder with one")
     return file, {key: value for key, value in read_json(file).items() if key != "auto_map"}
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """sha256 over name, dtype, shape and bytes of all tensors in the order of their names.
-
-    Sharding and config do not change it. It reads every weight once.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(checkpoint.tensors):
-        tensor = checkpoint.tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        for block in _blocks(checkpoint.path, tensor):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _blocks(path: Path, tensor: TensorInfo) -> Iterator[bytes]:

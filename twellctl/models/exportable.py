@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from twellctl.bundle.twell_model import activation_name, gated_ffns
+from twellctl.bundle.twell_model import activation_name, activation_of, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import skeleton
@@ -35,6 +35,12 @@ def exportable_skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
         raise TwellError(
             f"{name} ({type(model).__name__}) has FFNs that compute more than "
             "down(act(gate) * up), which TwELL would leave out: it cannot be exported"
+        )
+    of_ffns = {id(activation_of(ffn)) for ffn in ffns}
+    if any(isinstance(m, nn.ReLU) and id(m) not in of_ffns for m in model.modules()):
+        raise TwellError(
+            f"{name} ({type(model).__name__}) uses hidden_act outside of its FFNs, too, where ReLU "
+            "cannot be written as SiLU: it cannot be exported"
         )
     return model
 

@@ -3,6 +3,8 @@
 This imports no vLLM; the plugin itself is `twellctl/vllm`.
 """
 
+from twellctl.bundle.twell_config import stays_silu
+
 # vLLM's classes that the plugin stands in for; each has gate_up_proj and down_proj in its layers.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -17,9 +19,6 @@ DENSELY = "--model-impl transformers"  # vLLM's transformers backend runs what t
 def is_served_over_twell(config: dict) -> bool:
     """Whether the plugin takes an export with this config.json: in bf16 or FP8, with a profile."""
     (name, *_) = config.get("architectures") or [""]
-    return name in ARCHITECTURES and "densities" in config["twell"]
-
-
-def serve_command(model: object, *, over_twell: bool) -> str:
-    """The command line that serves `model`."""
-    return f"vllm serve {model}" + ("" if over_twell else f" {DENSELY}")
+    twell = config["twell"]
+    plain = not any(map(stays_silu, twell.get("sharpness", [])))
+    return name in ARCHITECTURES and "densities" in twell and plain

@@ -2,10 +2,11 @@
 
 import collections
 import contextlib
+import hashlib
 import importlib.util
 import json
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
 from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_model import read_as_relu
 from twellctl.bundle.twell_quantizer import with_own_layers
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.files.strict_json import read_file
 from twellctl.models.carried import CHAT_TEMPLATES
 from twellctl.models.checkpoint import ACTIVATION_KEYS, Checkpoint
+from twellctl.models.silu_form import factors, scaled, undo
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -70,6 +73,10 @@ def load_model(
         return _random_model(checkpoint, dtype, device)
     extra = {} if activation is None else {checkpoint.activation_key: activation}
     model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
+    if checkpoint.silu_form:
+        undo(model, checkpoint.silu_form)
+        if activation is None:
+            read_as_relu(model, checkpoint.silu_form)
     refuse_not_finite(checkpoint, [*model.named_parameters(), *model.named_buffers()])
     return model
 
@@ -83,16 +90,50 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     return _loaded(checkpoint, dtype="auto", device_map="meta")
 
 
+@contextlib.contextmanager
+def opened(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
+    """What reads a tensor of the plain ReLU model by its name, on the CPU."""
+    form = form_factors(checkpoint)
+    with contextlib.ExitStack() as files:
+        shards = {
+            shard: files.enter_context(safe_open(checkpoint.path / shard, framework="pt"))
+            for shard in checkpoint.shards
+        }
+
+        def read(name: str) -> Tensor:
+            tensor = shards[checkpoint.tensors[name].shard].get_tensor(name)
+            return scaled(tensor, 1 / form[name]) if name in form else tensor
+
+        yield read
+
+
 def read_tensors(
-    checkpoint: Checkpoint, names: Container[str] | None = None
+    checkpoint: Checkpoint, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a checkpoint, all or those of `names`, read one at a time."""
-    wanted = checkpoint.tensors if names is None else names
-    for shard in checkpoint.shards:
-        with safe_open(checkpoint.path / shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a handle, no dict
-                if name in wanted and checkpoint.tensors[name].shard == shard:
-                    yield name, file.get_tensor(name)
+    """Names and tensors of the plain ReLU model, all or those of `names`, read one at a time."""
+    with opened(checkpoint) as read:
+        for name in checkpoint.tensors if names is None else names:
+            yield name, read(name)
+
+
+def form_factors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The `factors` of a folder in SiLU form, by which its tensors are divided; else none."""
+    if not checkpoint.silu_form:
+        return {}
+    return factors(checkpoint.tensors, checkpoint.silu_form, checkpoint.ffn.intermediate_size)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """sha256 over name, dtype, shape and bytes of all tensors in the order of their names.
+
+    Sharding, config and SiLU form do not change it. It reads every weight once.
+    """
+    digest = hashlib.sha256()
+    for name, values in read_tensors(checkpoint, sorted(checkpoint.tensors)):
+        tensor = checkpoint.tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def check_stored_weights(checkpoint: Checkpoint) -> None:

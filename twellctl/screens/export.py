@@ -11,6 +11,7 @@ def exported(result: Any) -> None:
     slots = f"{low} to {high}" if low < high else f"{low}"
     how = "from the profile" if result.profiled else "no profile given"
     ui.say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
+    ui.say(f"ReLU written as SiLU of sharpness {result.sharpness}: engines that know SiLU run it")
     if result.quantize == "fp8":
         ui.say(
             "its linear layers are FP8; from_pretrained(..., trust_remote_code=True) loads it, and"
@@ -21,12 +22,7 @@ def exported(result: Any) -> None:
             "it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without"
         )
     if result.over_twell_in_vllm:
-        ui.say("vLLM serves it over TwELL where twellctl is installed, dense with")
-        ui.say("--model-impl transformers")
+        ui.say("vLLM serves it over TwELL where twellctl is installed, dense elsewhere")
     else:
-        ui.say("vLLM serves it dense, with --model-impl transformers")
+        ui.say("vLLM serves it dense, where twellctl is installed with --model-impl transformers")
     ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT")
-    ui.note(
-        "beware: llama.cpp, mlx-lm and TensorRT-LLM run Llama models with SiLU, whatever "
-        "hidden_act says, and so this one wrongly; SGLang and vLLM's own classes refuse ReLU"
-    )

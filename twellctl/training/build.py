@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from twellctl.errors import UsageError
+from twellctl.bundle.twell_config import stays_silu
+from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
     checkpoint_activations,
@@ -42,6 +43,8 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
     if not checkpoint.shards:
         check_from_scratch(recipe)
+    if checkpoint.silu_form and any(map(stays_silu, checkpoint.silu_form["sharpness"])):
+        raise TwellError(f"{checkpoint.name} has neurons that stay SiLU, which no recipe trains")
     longest = checkpoint.context or math.inf
     if recipe.seq_len is not None and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")

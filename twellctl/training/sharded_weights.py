@@ -17,8 +17,14 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.loading import refuse_not_finite, stored_dtypes, without_values
+from twellctl.models.loading import (
+    form_factors,
+    refuse_not_finite,
+    stored_dtypes,
+    without_values,
+)
 from twellctl.models.shard_writer import file_names, save_tensors, write_index
+from twellctl.models.silu_form import scaled
 from twellctl.training.processes import in_all
 from twellctl.training.sharding import local, rows, shard, whole
 
@@ -50,6 +56,7 @@ def load_sharded(
 
 @torch.no_grad()
 def _read(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    form = form_factors(checkpoint)
     with contextlib.ExitStack() as files:
         opened = {
             file: files.enter_context(safe_open(checkpoint.path / file, framework="pt"))
@@ -57,7 +64,10 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         }
         for name, weight in [*model.named_parameters(), *_stored_buffers(model)]:
             stored = checkpoint.tensors[_stored_name(model, name, checkpoint)]
-            part = opened[stored.shard].get_slice(stored.name)[_own_rows(weight)]
+            own = _own_rows(weight)
+            part = opened[stored.shard].get_slice(stored.name)[own]
+            if (factor := form.get(stored.name)) is not None:
+                part = scaled(part, 1 / (factor[own] if len(factor) > 1 else factor))
             refuse_not_finite(checkpoint, [(stored.name, part)])
             local(weight).copy_(part)
 

@@ -4,11 +4,9 @@ Each is a subclass of what vLLM has under the same name, made when it is first a
 export it builds and leaves alone.
 """
 
-import contextlib
 import functools
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.layers.activation import SiluAndMul
 
+from twellctl.bundle.twell_config import stays_silu
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
@@ -47,9 +46,12 @@ class _OverTwell:
             quantized=vllm_config.quant_config is not None,
             lora=vllm_config.lora_config is not None,
         )
-        with _hidden_act(config, "silu"):  # the only one that these classes take
-            build()
-        put_over_twell(self, config.twell, vllm_config)
+        build()
+        if any(map(stays_silu, config.twell["sharpness"])):
+            why = "some of its neurons are SiLU, and fire for every token"
+            _say(logging.WARNING, f"{model_config.model} runs densely, by vLLM's own class: {why}")
+        else:
+            put_over_twell(self, config.twell, vllm_config)
 
 
 class _Densely:
@@ -65,15 +67,6 @@ class _Densely:
                 why = f"without {DENSELY} it would run over TwELL"
             what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
             _say(logging.WARNING, what)
-
-
-@contextlib.contextmanager
-def _hidden_act(config: Any, name: str) -> Iterator[None]:
-    own, config.hidden_act = config.hidden_act, name
-    try:
-        yield
-    finally:
-        config.hidden_act = own
 
 
 def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from twellctl.bundle.twell_config import check_twell
+from twellctl.bundle.twell_config import check_twell, is_silu_form
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
@@ -33,10 +33,9 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
         twell = check_twell(config.twell, config.num_hidden_layers)
     except ValueError as error:
         raise TwellError(f"{model}: in config.json {error}: export it again") from error
-    if config.hidden_act != "relu":
+    if not is_silu_form(twell) or config.hidden_act != "silu":
         raise TwellError(
-            f"{model}: in config.json hidden_act is {config.hidden_act!r}, of an export it is "
-            "'relu': export it again"
+            f"{model}: its config.json is not that of a ReLU model written as SiLU: export it again"
         )
     stored = getattr(config, "quantization_config", None)
     in_fp8 = stored is not None and is_fp8(vars(config) | {"quantization_config": _as_read(stored)})
