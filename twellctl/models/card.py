@@ -89,6 +89,9 @@ package compressed-tensors. With `trust_remote_code=True` it loads {ours} from t
 folder instead, which needs neither that package nor twellctl and computes the same."""
 _CONVERTED = """
 It was converted and not fine-tuned since: fine-tune it before use."""
+_FITTED = """
+It was fitted to its source layer by layer: each FFN has {map} neurons more, which always fire and
+are a linear map of what it reads. They are not counted below."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,18 @@ def write_card(
     stock = stock if stock.isidentifier() and stock.isascii() else "class"
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
     in_fp8 = is_fp8(config)
-    fresh = not figures.report and config["twell"]["source_act"] != "relu"
+    state = _FP8 if in_fp8 else ""
+    if num_mapped := config["twell"].get("map_neurons"):
+        state = _FITTED.format(map=num_mapped) + state
+    elif not figures.report and config["twell"]["source_act"] != "relu":
+        state = _CONVERTED + state
     card = _CARD.format(
         front=front_matter(name, base, source, [] if in_fp8 else _metrics(figures)),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
         word=word,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
-        state=(_CONVERTED if fresh else "") + (_FP8 if in_fp8 else ""),
+        state=state,
         density=_density(config["twell"], figures),
         sections="".join(_sections(figures)),
         stock=f"`{stock}`",

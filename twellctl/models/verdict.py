@@ -14,6 +14,17 @@ from typing import Any
 TASKS = 591  # executed for each run: HumanEval and MBPP sanitized
 RUNS = (
     (0.019, 0.89, "0.5B, fitted, 20M tokens"),
+    (0.0185, 0.936, "0.5B, fitted with steps, 22 %"),
+    (0.0249, 0.919, "0.5B, fitted on 3M tokens, 22 %"),
+    (0.0289, 0.875, "0.5B, fitted with steps, 15 %"),
+    (0.0289, 0.882, "0.5B, fitted with slower steps, 15 %"),
+    (0.0293, 0.936, "1.5B, fitted with steps, 15 %"),
+    (0.0295, 0.926, "0.5B, fitted on 1M tokens, 22 %"),
+    (0.037, 0.908, "1.5B, fitted with steps, 12 %"),
+    (0.0382, 0.794, "0.5B, fitted with steps, 10 %"),
+    (0.0453, 0.913, "1.5B, fitted on 0.9M tokens, 18 %"),
+    (0.0558, 0.764, "0.5B, fitted, 15 %"),
+    (0.095, 0.73, "1.5B, fitted with steps, 5 %"),
     (0.033, 0.80, "0.5B, fitted, 20M tokens, priced"),
     (0.038, 0.85, "0.5B, fitted on 650,000 tokens"),
     (0.047, 0.76, "0.5B, fitted, 17M tokens, half of them source"),
