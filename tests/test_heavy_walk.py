@@ -6,7 +6,6 @@ import pytest
 import torch
 from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Launches, assert_taken
-from test_emulated_e4m3 import pack
 from torch import Tensor
 
 from twellctl.bundle.twell_format import fires, keep_fired
@@ -81,6 +80,19 @@ class OnCpu(EmulatedKernels):
         )
 
 
+def pack(gate: Tensor, counts: Tensor, entries: Tensor) -> None:
+    """What gate_pack leaves of `gate` bf16 `[M, N]`; slots behind the count are anything."""
+    entries.fill_(-1)
+    for tile, part in enumerate(gate.split(256, 1)):
+        fired = fires(part)
+        counts[:, tile] = fired.sum(1) | (~part.isfinite()).any(1).int() << 30
+        for token, row in enumerate(fired):
+            columns = row.nonzero().flatten()
+            columns = columns[torch.randperm(len(columns))][: entries.shape[2]]
+            bits = part[token, columns].view(torch.int16).int() << 16
+            entries[token, tile, : len(columns)] = bits | (256 * tile + columns.int())
+
+
 def walked(
     kernels: OnCpu, problem: Problem, rows: list[int], packed: bool, slots: int = 64
 ) -> Tensor:
@@ -90,7 +102,7 @@ def walked(
     if packed:
         tiles = M, -(-N // 256)
         gate = torch.empty(tiles, dtype=torch.int32), torch.empty((*tiles, slots)).int()
-        pack(problem.gate, *gate, torch.empty(1).int())
+        pack(problem.gate, *gate)
     listed = torch.full((M,), -1, dtype=torch.int32)
     listed[: len(rows)] = torch.tensor(rows)
     y = torch.full((M, problem.ffn.K), 7).bfloat16()

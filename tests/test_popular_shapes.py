@@ -324,7 +324,7 @@ def test_attention_of_long_texts(judge):
 def test_what_reads_the_same_for_two_architectures():
     sources = (name for name in SOURCES if name.endswith(".cu"))
     same = {name for name in sources if reads_the_same(name, "sm_80", "sm_89")}
-    assert {"decode/attend.cu", "ffn/pack.cu"} <= same
+    assert "decode/attend.cu" in same
     # spec.cuh has other entries, halves.cuh has other instructions
     assert not {"ffn/few_hidden.cu", "decode/few_gated_e4m3.cu"} & same
     assert not reads_the_same("ffn/few_down.cu", "sm_89", "sm_90a")

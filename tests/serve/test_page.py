@@ -55,8 +55,9 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
 
 def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, monkeypatch):
     seen = []
-    encode = plan.encode_chat
-    monkeypatch.setattr(plan, "encode_chat", lambda t, m: seen.append(m) or encode(t, m))
+    write = plan.chat_text
+    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", told)
     with open_page(speaking(tokenizer, "Yes.")) as page:
         page["open"].click()
         page["system"].send_keys("Be brief.")
@@ -81,8 +82,9 @@ def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, monkeypa
 
 def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokenizer, monkeypatch):
     seen = []
-    encode = plan.encode_chat
-    monkeypatch.setattr(plan, "encode_chat", lambda t, m: seen.append(m) or encode(t, m))
+    write = plan.chat_text
+    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", told)
     engine = Scripted(tokenizer.encode("x") * 2000, delay=0.03)
     engine.context = 10_000
     with open_page(engine) as page:
@@ -120,8 +122,9 @@ def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
 
 def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, monkeypatch):
     seen = []
-    encode = plan.encode_chat
-    monkeypatch.setattr(plan, "encode_chat", lambda t, m: seen.append(m) or encode(t, m))
+    write = plan.chat_text
+    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", told)
     with open_page(speaking(tokenizer, "**Yes.**")) as page:
         page["open"].click()
         page["temperature"].clear()
@@ -131,7 +134,7 @@ def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, monke
         bars = page.until(page.bars)
         page.driver.refresh()
         assert page.done() == told
-        assert [part.text for part in page.all(".text")] == ["One?", "Yes."]
+        assert [part.text for part in page.all(".text")] == ["One?", "**Yes.**"]
         assert page.all(".text strong")
         page.until(lambda: page.bars() == bars)
         assert page["temperature"].get_attribute("value") == "0"

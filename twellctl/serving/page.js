@@ -181,7 +181,9 @@ function add(answer, text, densities) {
 // loses its selection.
 function show(answer) {
   const { body, text } = answer;
-  const blocks = blocksOf(text, model.twell.chat);
+  // what may yet become the end of a block of code waits for the rest of its line
+  const sure = answer.reason ? text : text.replace(/(^|\n) {0,3}`{1,2}$/, "$1");
+  const blocks = blocksOf(sure, model.twell.chat);
   blocks.forEach(([from, to, isCode], i) => {
     let block = body.children[i];
     if (block?.isCode !== isCode || block.from !== from || block.to > to) {
@@ -209,7 +211,9 @@ function blocksOf(text, chat) {  // [from, to, whether it is code], without the 
   };
   for (const fence of chat ? text.matchAll(/^ {0,3}```[^`\n]*$/gm) : []) {
     put(fence.index);
-    [start, isCode] = [Math.min(fence.index + fence[0].length + 1, text.length), !isCode];
+    const end = fence.index + fence[0].length;
+    start = Math.min(end + 1, text.length);
+    isCode = !isCode && end < text.length;  // a block begins behind the whole line
   }
   if (start < text.length || isCode) put(text.length);
   return blocks;
