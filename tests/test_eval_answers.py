@@ -171,7 +171,9 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     coded = {"prompt": "Write f, which is 1.", "entry_point": "f", "tests": "assert f() == 1"}
-    lines(tasks / "code.jsonl", [coded | {"prompt": "Write f"}, coded])
+    as_humaneval = {"prompt": "Write f", "entry_point": "f"}
+    as_humaneval |= {"test": "def check(candidate):\n    assert candidate() == 1"}
+    lines(tasks / "code.jsonl", [as_humaneval, coded])
     squares = [{"prompt": f"{n} times {n}?", "answer": n * n} for n in (2, 3, 4)]
     lines(tasks / "squares.jsonl", squares)
     words = ["eval", relu_llama, "--reference", silu_llama, "--tasks", tasks]

@@ -382,6 +382,8 @@ ASKED += [[{"role": "system", "content": "Be short."}, *ASKED[0], *ASKED[1]]]
 
 def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     rows = [{"prompt": chat[0]["content"]} for chat in ASKED[:-1]] + [{"messages": ASKED[-1]}]
+    rows[0] = {"instruction": ASKED[0][0]["content"], "input": "", "output": "of no use"}
+    rows[1] = {"question": ASKED[1][0]["content"], "answer": "of no use"}
     file, out, said = prompt_file(tmp_path, *rows), tmp_path / "own.jsonl", []
     how = {"prompts": file, "max_tokens": 12, "batch_size": 4, "temperature": 0.0}
     done = write(silu_llama, out, **how, tokens=10**6, note=said.append)
@@ -423,10 +425,11 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "a"}, "p.jsonl:2 must have a prompt or messages, it has neither"),
+        ({"text": "a"}, "p.jsonl:2 must have a prompt, an instruction, a question or messages"),
         ({"prompt": "a", "messages": []}, "p.jsonl:2 must have a prompt or messages, it has both"),
         ({"prompt": "  "}, "p.jsonl:2 has no text in its prompt"),
         ({"prompt": 7}, "p.jsonl:2 has no text in its prompt"),
+        ({"instruction": "a", "input": 7}, "p.jsonl:2 has no text in its instruction"),
         ({"messages": []}, "p.jsonl:2 has no text in its messages"),
         ({"messages": [{"role": "user"}]}, "p.jsonl:2 has no text in its messages"),
         (

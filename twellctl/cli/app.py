@@ -119,7 +119,8 @@ def write(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A jsonl file of prompts to answer: prompt, or messages that end with a user's.",
+            help="Prompts to answer: a jsonl, JSON or parquet file of prompt, instruction, "
+            "question, or messages that end with a user's.",
         ),
     ] = None,
     tokens: Annotated[

@@ -6,7 +6,8 @@
 
 A file is a task of one kind, a folder holds several. `gold` is the place of the right choice, from
 0. `match` says when what a model writes is the `answer` (`MATCHES`). `tests` are Python that raises
-if the code that a model writes, the function `entry_point`, is wrong.
+if the code that a model writes, the function `entry_point`, is wrong. A line of HumanEval has them
+as `test`, a function check(candidate).
 """
 
 import re
@@ -125,6 +126,8 @@ def _parsed(line: bytes, where: str) -> Any:
 
 def _question(line: bytes, where: str) -> AnyQuestion:
     row = _parsed(line, where)
+    if isinstance(row, dict) and isinstance(row.get("test"), str) and "tests" not in row:
+        row["tests"] = f"{row['test']}\n\ncheck({row.get('entry_point')})"
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:

@@ -18,7 +18,7 @@ from twellctl.text.files import (
     read_txt,
     text_files,
 )
-from twellctl.text.rows import NoText, row_text
+from twellctl.text.rows import PAIRS, NoText, row_text
 
 __all__ = ["estimated_text_bytes", "read_texts", "text_files"]
 logger = logging.getLogger(__name__)
@@ -45,26 +45,33 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
 
 
 def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
-    """The messages up to a user's of each line of a jsonl file: `prompt`, a text, or `messages`.
+    """The messages up to a user's of each row of a jsonl, JSON or parquet file.
 
-    `TwellError` names file and line of what is wrong.
+    A row has `messages`, or a question as `row_text` knows it (`prompt`, `instruction` and `input`,
+    `question`, `query`); its answer is not read. `TwellError` names file and line of what is wrong.
     """
-    if Path(path).suffix not in (".jsonl", ".json"):
-        raise UsageError(f"{path} is no .jsonl file: give one whose lines have a prompt")
-    found = [_messages(row, where) for where, row in read_rows(Path(path), "")]
+    path = Path(path).expanduser()
+    if kind_of(path) not in (".jsonl", ".json", ".parquet"):
+        raise UsageError(f"{path} is no jsonl, JSON or parquet file: give one whose rows are asked")
+    found = [_asked(row, where) for where, row in read_rows(path, "")]
     if not found:
         raise TwellError(f"{path} holds no prompt: give a file with some")
     return found
 
 
-def _messages(row: Any, where: str) -> list[dict[str, str]]:
-    keys = [key for key in ("prompt", "messages") if isinstance(row, dict) and key in row]
-    if len(keys) != 1:
-        has = "both" if keys else "neither"
-        raise TwellError(f"{where} must have a prompt or messages, it has {has}")
+def _asked(row: Any, where: str) -> list[dict[str, str]]:
+    keys = ("messages", *dict.fromkeys(question for question, _, _ in PAIRS))
+    keys = [key for key in keys if isinstance(row, dict) and key in row]
+    if not keys:
+        raise TwellError(f"{where} must have a prompt, an instruction, a question or messages")
+    if {"messages", "prompt"} <= {*keys}:
+        raise TwellError(f"{where} must have a prompt or messages, it has both")
     messages = row[keys[0]]
-    if keys == ["prompt"]:
-        messages = [{"role": "user", "content": messages}]
+    if keys[0] != "messages":
+        beside = (row.get(name) for question, name, _ in PAIRS if name and question == keys[0])
+        parts = [messages, *filter(None, beside)]
+        text = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else ""
+        messages = [{"role": "user", "content": text}]
     turns = messages if isinstance(messages, list) else []
     turns = [(m.get("role"), m.get("content")) for m in turns if isinstance(m, dict)]
     texts = all(isinstance(text, str) and text.strip() for _, text in turns)
