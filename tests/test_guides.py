@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from shapes import TINY_CONFIG
+from shapes import write_config
+from small_benches import count_less
 
 import twellctl
 from twellctl import quickstart, serve_local
@@ -135,6 +136,7 @@ def stand_ins(monkeypatch):
         raise typer.Exit
 
     torch.set_num_threads(1)
+    count_less(monkeypatch)
     done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
     monkeypatch.setattr(serve_local, "serve_local", end)
@@ -153,7 +155,7 @@ def shop(tmp_path_factory, make_model, text_file):
     for name in ("prompts", "tasks", "src", "more-text", "Llama-3.1-8B"):
         (folder / name).mkdir()
     texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
-    rows = [{"instruction": text[n : n + 300]} for text in texts for n in range(0, 8000, 300)]
+    rows = [{"instruction": text[n : n + 300]} for text in texts for n in range(0, 3000, 300)]
     rows = [row | {"input": "", "output": "?"} for row in rows if row["instruction"].strip()]
     (folder / "prompts/code_alpaca_20k.json").write_text(json.dumps(rows))
     task = {"prompt": "def f():\n", "entry_point": "f", "test": "def check(candidate):\n    pass"}
@@ -162,7 +164,7 @@ def shop(tmp_path_factory, make_model, text_file):
     (folder / "tasks/choices.jsonl").write_text(json.dumps(question))
     (folder / "prompts.jsonl").write_text('{"prompt": "Why?"}')
     (folder / "mine.yaml").write_text(*blocks(ROOT / "recipes/README.md", "yaml"))
-    shutil.copyfile(TINY_CONFIG, folder / "Llama-3.1-8B/config.json")
+    write_config(folder / "Llama-3.1-8B")
     for name in ("train", "heldout", "chat", "src/code", "more-text/1"):
         shutil.copyfile(text_file, folder / f"{name}.jsonl")
     return folder
