@@ -33,7 +33,6 @@ class InterruptAt(Progress):
     """Sends this process Ctrl-C when a step ends."""
 
     def __init__(self, step: int):
-        super().__init__(silent=True)
         self.step = step
 
     def callback(self, trainer, recipe, num_neurons):

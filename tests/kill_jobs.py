@@ -20,7 +20,6 @@ from twellctl.export import export
 from twellctl.files import outputs
 from twellctl.finetune import finetune
 from twellctl.quickstart import quickstart
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 
 QUICK = {"max_steps": 3, "eval_blocks": 2, "eval_steps": 2, "save_steps": 1, "batch_size": 4}
@@ -37,8 +36,7 @@ def exported(model, text, out, overwrite):
 def finetuned(model, text, out, overwrite):
     recipe = small(text, max_steps=6, save_steps=1, eval_steps=2)
     resume = run_folder(Path(out)).exists()
-    quiet = Progress(silent=True)
-    finetune(model, out, recipe, resume=resume, overwrite=overwrite, progress=quiet)
+    finetune(model, out, recipe, resume=resume, overwrite=overwrite)
 
 
 def whole(model, text, out, overwrite):

@@ -159,14 +159,14 @@ def _progress(how: dict) -> Progress:
         if "first_full_after" in how:
             _fill_after(how["first_full_after"])
         at = how.get("interrupt_at")
-        return InterruptAt(at) if at else Progress(silent=True)
+        return InterruptAt(at) if at else Progress()
     if how.get("kill_in_save"):
         CheckpointWriter.begin = _kill
     if "kill_at" in how:
         _act_at(how["kill_at"], _kill)
     if "full_at" in how:
         _act_at(how["full_at"], _fill)
-    return Progress(silent=True)
+    return Progress()
 
 
 def _kill(*given) -> None:

@@ -26,7 +26,6 @@ class Capture(Progress):
     """Saves gradients and the step's report instead of showing them."""
 
     def __init__(self, path: Path):
-        super().__init__(silent=True)
         self.path = path
 
     def callback(self, trainer, recipe, num_neurons):

@@ -10,11 +10,9 @@ from finetune_runs import SMALL, InterruptAt, small
 import twellctl
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
 NAMES = ("convert", "write", "finetune", "profile", "export", "evaluate")
-QUIET = Progress(silent=True)
 
 
 BEFORE = (
@@ -73,9 +71,7 @@ def test_the_package_alone_is_cheap():
 
 def test_every_setting_is_a_keyword(relu_llama, text_file, tmp_path):
     settings = SMALL | {"max_steps": 2, "target_sparsity": 0.97}
-    done = twellctl.finetune(
-        relu_llama, tmp_path / "out", data=[text_file], progress=QUIET, **settings
-    )
+    done = twellctl.finetune(relu_llama, tmp_path / "out", data=[text_file], **settings)
     assert done.target_density == pytest.approx(0.03)
     assert resolve_recipe(tmp_path / "out/recipe.yaml").target_sparsity == 0.97
     assert inspect.signature(twellctl.finetune).parameters["recipe"].default is None
@@ -111,4 +107,4 @@ def test_a_run_is_resumed_without_its_recipe(relu_llama, text_file, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(Interrupted):
         finetune(relu_llama, out, small(text_file), progress=InterruptAt(2))
-    assert finetune(relu_llama, out, resume=True, progress=QUIET).num_steps == 12
+    assert finetune(relu_llama, out, resume=True).num_steps == 12

@@ -17,14 +17,13 @@ from twellctl.models.card import read_evaluation, write_card
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import fingerprint
 from twellctl.profile import profile
-from twellctl.training.progress import Progress
 
 
 @pytest.fixture(scope="module")
 def sparse(relu_llama, text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("sparse") / "sparse"
     recipe = small(text_file, max_steps=2)
-    finetune(relu_llama, out, recipe, progress=Progress(silent=True))
+    finetune(relu_llama, out, recipe)
     return out
 
 

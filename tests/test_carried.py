@@ -16,7 +16,6 @@ from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.profile import profile
-from twellctl.training.progress import Progress
 
 STRAY = ("train.jsonl", "notes.txt", "recipe.yaml", "LICENSE.key", "evil.py", "weights.onnx")
 CARD = """---
@@ -54,7 +53,7 @@ def test_no_path_and_no_stray_file_goes_out(source, text_file, tmp_path):
     chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
     convert(source, chain[0])
     recipe = small(text_file, max_steps=1, eval_data=[str(text_file)], teacher=str(source))
-    finetune(chain[0], chain[1], recipe, progress=Progress(silent=True))
+    finetune(chain[0], chain[1], recipe)
     export(chain[1], chain[2])
     for folder in chain:
         names = {path.name for path in folder.iterdir()}
@@ -82,7 +81,6 @@ def test_cards(source, text_file, tmp_path):
         tmp_path / "relu",
         tmp_path / "sparse",
         small(text_file, max_steps=1),
-        progress=Progress(silent=True),
     )
     report = json.loads((tmp_path / "sparse/twell_finetune.json").read_text())
     card = (tmp_path / "sparse/README.md").read_text()
@@ -150,7 +148,7 @@ def test_nothing_of_a_foreign_config_is_code_or_text_of_a_card(source, text_file
     (source / "README.md").write_text(f"---\nlicense: <script>\nlicense_link: {link}\n---\n")
     chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
     convert(source, chain[0])
-    finetune(chain[0], chain[1], small(text_file, max_steps=1), progress=Progress(silent=True))
+    finetune(chain[0], chain[1], small(text_file, max_steps=1))
     export(chain[1], chain[2])
     for folder in chain:
         card = (folder / "README.md").read_text()

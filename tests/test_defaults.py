@@ -25,7 +25,6 @@ from twellctl.models.defaults import context_of
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.blocks import token_stream
 from twellctl.text.tokens import encode_text
-from twellctl.training.progress import Progress
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_a_head_of_its_own_stays_its_own_whatever_the_config_says(
     folder = changed(silu_llama, tie_word_embeddings=said)
     chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
     convert(folder, chain[0])
-    finetune(chain[0], chain[1], small(text_file, max_steps=1), progress=Progress(silent=True))
+    finetune(chain[0], chain[1], small(text_file, max_steps=1))
     export(chain[1], chain[2])
     for model in chain:
         assert config_of(model)["tie_word_embeddings"] is False

@@ -13,8 +13,9 @@ import torch
 from finetune_runs import SMALL, InterruptAt, small, weights
 
 from twellctl import dry_run as module
+from twellctl.bench import expected_speed
 from twellctl.bench.expected_speed import ExpectedSpeed, Speedup
-from twellctl.dry_run import DryRun, as_flags, dry_run
+from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
@@ -113,25 +114,27 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
     assert said[0] == said[1]
 
 
-def test_without_a_target_no_speed_is_measured(relu_llama, text_file, capsys):
-    found = dry_run(relu_llama, small(text_file, l1_schedule="constant"))
-    assert found.speed is None
-    tried_out(found, "")
-    assert "speed" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("flag", "density"), [("target-sparsity=0.75", 0.25), ("l1-schedule=constant", None)]
+)
+def test_the_speed_is_measured_at_the_target(
+    cli, relu_llama, text_file, tmp_path, monkeypatch, flag, density
+):
+    told, speedups = [], (Speedup("1 row", 1.744), Speedup("16 rows", 1.0))
 
+    def measure(config, density, doing):
+        told.append((config, density))
+        return ExpectedSpeed(speedups, ("why",))
 
-def test_on_a_gpu_the_speed_is_measured_at_the_target(relu_llama, text_file, monkeypatch):
-    told, measured = [], ExpectedSpeed((Speedup("1 row", 1.7),), ())
-
-    def measure(*how):
-        told.append(how)
-        return measured
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "expected_speed", measure)
-    recipe = small(text_file, target_sparsity=0.75)
-    assert module._speed(open_checkpoint(relu_llama), recipe, print) is measured
-    assert told == [(str(relu_llama), 0.25, print)]
+    monkeypatch.setattr(expected_speed, "expected_speed", measure)
+    words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=2", f"--{flag}")
+    code, stdout, _ = cli("finetune", relu_llama, tmp_path / "out", *words, "--max-steps=9")
+    assert code == 0
+    assert told == [(str(relu_llama), density)] * (density is not None)
+    assert [line for line in stdout.splitlines() if "speed" in line] == [
+        "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
+        "speed over dense, not measured: why",
+    ] * (density is not None)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -144,24 +147,10 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     names = ("model.safetensors", "optimizer.pt")
     size = sum((folder / name).stat().st_size for name in names)
     assert found.checkpoint_bytes == pytest.approx(size, rel=0.15)
-    tried_out(found, "")
+    tried_out(found, None, "")
     told = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
     assert told in capsys.readouterr().out
     assert dry_run(relu_llama, small(text_file, save_steps=0, max_steps=2)).checkpoint_bytes == 0
-
-
-def test_the_speed_to_expect_is_said_in_two_lines(capsys):
-    speedups = Speedup("1 row", 1.744), Speedup("16 rows", 1.0)
-    found = DryRun(
-        num_steps=3255, num_tokens=79_994_880, passes=1.0, num_trained=29_379_072,
-        tokens_per_second=900_000.0, peak_bytes=2**30, total_bytes=2**36, memory="GPU memory",
-        changes={}, checkpoint_bytes=0, speed=ExpectedSpeed(speedups, ("why",)),
-    )  # fmt: skip
-    tried_out(found, "")
-    assert capsys.readouterr().out.splitlines()[3:] == [
-        "speed over dense to expect on this GPU, by random weights: 1.74x (1 row), 1.00x (16 rows)",
-        "speed over dense, not measured: why",
-    ]
 
 
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):

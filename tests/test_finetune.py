@@ -30,7 +30,7 @@ from twellctl.training.recipe import resolve_recipe, run_folder
 @pytest.fixture(scope="module")
 def uninterrupted(relu_llama, text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    return finetune(relu_llama, out, small(text_file), progress=Progress(silent=True))
+    return finetune(relu_llama, out, small(text_file))
 
 
 def test_result_is_a_stock_relu_model(uninterrupted, relu_llama):
@@ -69,7 +69,7 @@ def test_it_ends_with_what_its_answers_are_worth(uninterrupted, relu_llama, caps
 @pytest.mark.parametrize("lora_ffn", [False, True])
 def test_lora_is_merged(relu_llama, text_file, tmp_path, lora_ffn):
     recipe = small(text_file, lora_rank=8, lora_ffn=lora_ffn, l1=0.05, l1_schedule="constant")
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe)
     before, after = weights(relu_llama), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -86,10 +86,10 @@ def test_lora_is_merged(relu_llama, text_file, tmp_path, lora_ffn):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_interrupted_and_resumed(relu_llama, text_file, tmp_path, checkpointing):
     recipe = small(text_file, lora_rank=4, gradient_checkpointing=checkpointing, max_steps=5)
-    finetune(relu_llama, tmp_path / "whole", recipe, progress=Progress(silent=True))
+    finetune(relu_llama, tmp_path / "whole", recipe)
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", recipe, progress=InterruptAt(3))
-    finetune(relu_llama, tmp_path / "out", recipe, resume=True, progress=Progress(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe, resume=True)
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
 
 
@@ -100,7 +100,7 @@ def test_dtype_and_tied_weights_stay(make_model, text_file, tmp_path):
     convert(source, tmp_path / "relu")
     for dtype in ("float32", "bfloat16"):
         recipe = small(text_file, param_dtype=dtype, max_steps=2)
-        finetune(tmp_path / "relu", tmp_path / dtype, recipe, progress=Progress(silent=True))
+        finetune(tmp_path / "relu", tmp_path / dtype, recipe)
         saved = weights(tmp_path / dtype)
         assert {t.dtype for t in saved.values()} == {torch.bfloat16}
         assert saved.keys() == weights(source).keys()
@@ -115,7 +115,7 @@ def test_what_tensorboard_wrote_stays(relu_llama, text_file, tmp_path):
             return TrainerCallback()
 
     recipe = small(text_file, max_steps=1)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Board(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Board())
     assert (tmp_path / "out" / "runs" / "events").read_text() == "1"
 
 
@@ -157,7 +157,7 @@ def test_weights_stored_without_the_models_prefix_are_all_saved(make_model, text
     save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, tmp_path / "relu")
     recipe = small(text_file, max_steps=1, learning_rate=1e-9, penalty="l1")
-    finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
+    finetune(tmp_path / "relu", tmp_path / "out", recipe)
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "relu").state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert before.keys() == after.keys()
@@ -180,7 +180,7 @@ def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_pat
     # which comes when all steps are done
     monkeypatch.setattr(sys.modules["twellctl.finetune"], "answers_of_run", lambda *args: None)
     recipe = small(text_file, max_steps=2)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe)
     assert MASKLESS not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
 
 
@@ -197,7 +197,7 @@ def test_steps_that_cannot_be_recorded_are_taken_as_ever(
     notes = []
     monkeypatch.setattr(build, "_captures", lambda recipe: True)
     monkeypatch.setattr(trainer, "CapturedPart", refuse)
-    progress = Noted(silent=True)
+    progress = Noted()
     out = finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress).out
     assert "steps are not recorded as a CUDA graph, and so slower: not permitted" in notes
     assert_same_weights(out, uninterrupted.out)
@@ -221,7 +221,7 @@ def test_no_recorded_part_is_left(relu_llama, text_file, tmp_path, ends):
 
     recipe = small(text_file, max_steps=2)
     with contextlib.nullcontext() if ends else pytest.raises(TwellError, match="it went wrong"):
-        finetune(relu_llama, tmp_path / "out", recipe, progress=Keeping(silent=True))
+        finetune(relu_llama, tmp_path / "out", recipe, progress=Keeping())
     assert trainers[0]._captured is None
 
 
@@ -229,5 +229,5 @@ def test_a_run_that_diverged_is_no_success(relu_llama, text_file, tmp_path):
     changes = {"optimizer": "adamw", "learning_rate": 1.0, "eval_steps": 12}
     recipe = small(text_file, l1_schedule="constant", **changes)
     with pytest.raises(TwellError, match=r"diverged: .* from 8\.0\d to .*, guessing has 6\.24"):
-        finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+        finetune(relu_llama, tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()

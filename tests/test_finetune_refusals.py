@@ -199,7 +199,7 @@ def test_a_lost_run_leaves_the_last_good_checkpoint(
     settings = {"eval_steps": 2, "learning_rate": 1e-9, "save_steps": save_steps}
     recipe = small(text_file, max_steps=40, l1_schedule="constant", soften=0.0, **settings)
     with pytest.raises(TwellError, match=r"since step 16, .*checkpoint: \S+$") as lost:
-        finetune(relu_llama, out, recipe, progress=SpoilWeights(silent=True))
+        finetune(relu_llama, out, recipe, progress=SpoilWeights())
     kept = run_folder(out) / f"checkpoint-{good}"
     assert str(lost.value).endswith(f": {kept}" if good else ": none")
     assert good is None or checkpoint_state(kept)["report"]
@@ -251,9 +251,9 @@ def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_pa
             return TrainerCallback()
 
     recipe = small(text_file, max_steps=1)
-    finetune(relu_llama, tmp_path / "once", recipe, progress=Seen(silent=True))
+    finetune(relu_llama, tmp_path / "once", recipe, progress=Seen())
     recipe = small(text_file, max_steps=1, teacher="none")
-    finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Seen(silent=True))
+    finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Seen())
     assert leeways == [0.0, LEEWAY]
 
 
@@ -300,7 +300,6 @@ class SpoilGradient(Progress):
     """Makes a gradient not finite at the first step."""
 
     def __init__(self, parameter: str):
-        super().__init__(silent=True)
         self.parameter = parameter
 
     def callback(self, trainer, recipe, num_neurons):
@@ -326,5 +325,5 @@ def test_layers_that_cannot_be_compiled(relu_llama, text_file, tmp_path, monkeyp
     monkeypatch.setattr(torch, "compile", refuses)
     recipe = small(text_file, compile=True)
     with pytest.raises(TwellError, match=r"compiling failed: .*no C compiler.*--no-compile"):
-        finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(silent=True))
+        finetune(relu_llama, tmp_path / "out", recipe)
     assert not run_folder(tmp_path / "out").exists()

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import REPORT_FILE
+from twellctl.screens.run import RunScreen
 from twellctl.training import runs
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
@@ -30,7 +31,7 @@ from twellctl.training.sparsity_callback import SparsityCallback
 @pytest.fixture(scope="module")
 def uninterrupted(relu_llama, text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    return finetune(relu_llama, out, small(text_file), progress=Progress(silent=True))
+    return finetune(relu_llama, out, small(text_file))
 
 
 def test_interrupted_and_resumed_is_bit_for_bit_the_same(
@@ -44,7 +45,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(
     assert not out.exists()
     with pytest.raises(TwellError, match=f"checkpoint-{step}.*--resume"):
         finetune(relu_llama, out, recipe)
-    done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    done = finetune(relu_llama, out, recipe, resume=True)
     assert_same_weights(out, uninterrupted.out)
     assert (done.l1, done.density) == (uninterrupted.l1, uninterrupted.density)
     assert done.first_cross_entropy == uninterrupted.first_cross_entropy
@@ -69,7 +70,7 @@ def test_killed_run_resumes_from_the_last_complete_checkpoint(
     half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"")
-    finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    finetune(relu_llama, out, recipe, resume=True)
     assert_same_weights(out, uninterrupted.out)
 
 
@@ -80,7 +81,7 @@ def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, u
     half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
     half.mkdir()
     recipe = small(text_file, micro_batch_size=1, gradient_checkpointing=True)
-    finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+    finetune(relu_llama, out, recipe, resume=True)
     for name, wanted in weights(uninterrupted.out).items():
         assert (weights(out)[name] - wanted).norm() < 4e-3 * wanted.norm(), name
 
@@ -115,7 +116,6 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
             relu_llama,
             tmp_path / "out",
             small(text_file, save_steps=3),
-            progress=Progress(silent=True),
         )
     assert not (tmp_path / "out").exists()
     assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
@@ -174,8 +174,8 @@ def test_a_run_whose_result_could_not_be_written_is_not_lost(
     with monkeypatch.context() as patched:
         patched.setattr(sys.modules["twellctl.finetune"], "copy_side_files", full)
         with pytest.raises(TwellError, match="No space left"):
-            finetune(relu_llama, out, recipe, progress=Progress(silent=True))
-    done = finetune(relu_llama, out, recipe, resume=True, progress=Progress(silent=True))
+            finetune(relu_llama, out, recipe)
+    done = finetune(relu_llama, out, recipe, resume=True)
     assert_same_weights(out, uninterrupted.out)
     assert (done.density, done.num_steps) == (uninterrupted.density, uninterrupted.num_steps)
 
@@ -191,7 +191,7 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
     out, recipe, said = tmp_path / "out", small(text_file), []
     with monkeypatch.context() as patched:
         patched.setattr(runs, "remove", removed)
-        progress = Progress(silent=True)
+        progress = Progress()
         progress.note = said.append
         if fails == "killed":
             with pytest.raises(KeyboardInterrupt):
@@ -200,7 +200,7 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
             finetune(relu_llama, out, recipe, progress=progress)
             assert "could not be removed" in said[-1]
     assert out.is_dir()
-    finetune(relu_llama, out, recipe, overwrite=True, progress=Progress(silent=True))
+    finetune(relu_llama, out, recipe, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -245,11 +245,11 @@ def test_a_repeated_signal_is_one_wish_only_in_several_processes():
         assert told == ["stopping"]
 
 
-class CtrlC(Progress):
+class CtrlC(RunScreen):
     """Presses Ctrl-C `times` in the middle of step 5, and waits for an answer."""
 
     def __init__(self, times: int):
-        super().__init__(silent=True)
+        super().__init__()
         self.times, self.answered = times, threading.Event()
 
     def note(self, text):

@@ -56,7 +56,7 @@ def test_teacher_keeps_the_model_near_what_it_was(pretrained, text_file, tmp_pat
     for teacher in ("none", "auto"):
         recipe = small(text_file, teacher=teacher, **settings)
         out = tmp_path / teacher
-        done = finetune(pretrained, out, recipe, progress=Progress(silent=True))
+        done = finetune(pretrained, out, recipe)
         assert (done.teacher_cross_entropy is None) == (teacher == "none")
         silu = pretrained.parent / "silu"
         found = evaluate(out, [str(text_file)], reference=silu, windows=16, seq_len=64)
@@ -69,7 +69,7 @@ def test_controller_meets_its_target(pretrained, text_file, tmp_path, start):
     settings = {"seq_len": 64, "max_steps": 200, "batch_size": 8, "micro_batch_size": 8}
     settings["lr_scheduler"] = "cosine"  # in so few steps a linear fall leaves it too little time
     recipe = small(text_file, target_sparsity=0.85, eval_steps=0, l1=start, **settings)
-    done = finetune(pretrained, tmp_path / "out", recipe, progress=Progress(silent=True))
+    done = finetune(pretrained, tmp_path / "out", recipe)
     assert done.density == pytest.approx(0.15, rel=0.1)
 
 
@@ -78,9 +78,7 @@ def test_a_price_makes_gates_sparser(pretrained, text_file, tmp_path):
     for l1 in (0.0, 0.01):
         settings = {"l1": l1, "l1_schedule": "constant", "penalty": "count", "max_steps": 60}
         out = tmp_path / str(l1)
-        done = finetune(
-            pretrained, out, small(text_file, **settings), progress=Progress(silent=True)
-        )
+        done = finetune(pretrained, out, small(text_file, **settings))
         densities[l1] = done.density
     assert densities[0.01] < 0.8 * densities[0.0]
 
@@ -88,16 +86,16 @@ def test_a_price_makes_gates_sparser(pretrained, text_file, tmp_path):
 def test_finetuned_model_learns_from_its_source_on_the_hub(
     pretrained, text_file, tmp_path, monkeypatch
 ):
-    recipe, quiet = small(text_file, max_steps=2), Progress(silent=True)
-    first = finetune(pretrained, tmp_path / "once", recipe, progress=quiet)
+    recipe = small(text_file, max_steps=2)
+    first = finetune(pretrained, tmp_path / "once", recipe)
     with pytest.raises(UsageError, match="does not say from what: name the model"):
-        finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=quiet)
+        finetune(tmp_path / "once", tmp_path / "twice", recipe)
     config = json.loads((tmp_path / "once/config.json").read_text())
     config["twell"]["source"] = "owner/model"
     (tmp_path / "once/config.json").write_text(json.dumps(config))
     source = pretrained.with_name("silu")
     monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: source)
-    again = finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=quiet)
+    again = finetune(tmp_path / "once", tmp_path / "twice", recipe)
     assert again.teacher_cross_entropy == pytest.approx(first.teacher_cross_entropy, rel=1e-5)
 
 
@@ -106,7 +104,7 @@ def test_shipped_recipe_runs_ten_steps(pretrained, text_file, tmp_path, name):
     overrides = {"data": [str(text_file)], "max_steps": 10, "seq_len": 32, "eval_blocks": 2}
     overrides |= {"batch_size": 4, "micro_batch_size": 4}
     recipe = resolve_recipe(name, overrides)
-    done = finetune(pretrained, tmp_path / "out", recipe, progress=Progress(silent=True))
+    done = finetune(pretrained, tmp_path / "out", recipe)
     assert done.num_steps == 10
 
 
@@ -122,7 +120,7 @@ def test_warm_up_before_a_constant_rate(relu_llama, text_file, tmp_path):
             return Hook()
 
     recipe = small(text_file, lr_scheduler="constant", warmup_steps=4, max_steps=6)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Rates(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Rates())
     assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
 
 
@@ -143,7 +141,7 @@ def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
             return TrainerCallback()
 
     recipe = small(text, max_steps=None, epochs=2, eval_fraction=0, batch_size=4)
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen())
     assert sum(ids) * recipe.seq_len == done.num_tokens
     assert done.num_steps % 2 == 0
 
@@ -197,7 +195,7 @@ def test_fewer_blocks_at_once_than_asked_are_said(relu_llama, text_file, tmp_pat
             notes.append(text)
 
     recipe = small(text_file, max_steps=1, batch_size=4, micro_batch_size=3)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Seen(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Seen())
     assert notes[0].startswith("2 blocks at once, for micro-batch-size 3: they must divide the 4")
 
 
@@ -215,7 +213,7 @@ def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file,
     file = tmp_path / "relu/model.safetensors"
     file.symlink_to(file.rename(tmp_path / "elsewhere.safetensors"))
     recipe = small(text_file, max_steps=1, learning_rate=None)
-    finetune(tmp_path / "relu", tmp_path / "out", recipe, progress=Progress(silent=True))
+    finetune(tmp_path / "relu", tmp_path / "out", recipe)
     rate = resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate
     assert rate == pytest.approx(0.015 * float(rms), rel=0.05)
     assert f"{rate:.1e}" == f"{rate:e}".replace("00000e", "e")  # two digits

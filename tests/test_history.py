@@ -13,8 +13,6 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.trackers import check_report_to
 
-QUIET = Progress(silent=True)
-
 
 def rows(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
@@ -23,7 +21,7 @@ def rows(folder) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(relu_llama, text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    return finetune(relu_llama, out, small(text_file, logging_steps=2), progress=QUIET)
+    return finetune(relu_llama, out, small(text_file, logging_steps=2))
 
 
 def test_what_it_holds(whole):
@@ -55,7 +53,7 @@ def test_held_out_kl_is_that_to_the_teacher(silu_llama, relu_llama, text_file, t
             self.held_out = torch.stack([block["input_ids"] for block in trainer.eval_dataset])
             return TrainerCallback()
 
-    progress = Keeping(silent=True)
+    progress = Keeping()
     recipe = small(text_file, max_steps=1, teacher_weight=share)
     finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
     with torch.no_grad():
@@ -72,7 +70,7 @@ def test_held_out_kl_is_that_to_the_teacher(silu_llama, relu_llama, text_file, t
 
 def test_without_a_teacher_there_is_no_kl(relu_llama, text_file, tmp_path):
     recipe = small(text_file, max_steps=1, teacher="none")
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=QUIET)
+    done = finetune(relu_llama, tmp_path / "out", recipe)
     assert done.teacher_kl is None
     assert all("held_out_kl" not in row for row in rows(tmp_path / "out"))
 
@@ -91,7 +89,7 @@ def test_a_resumed_run_repeats_nothing(whole, relu_llama, text_file, tmp_path, c
     assert [row["step"] for row in rows(run_folder(out))] == [0, 2, 4, 5, 6]
     with file.open("a") as more:
         more.write('{"step": 7, "loss": 1.0}\n' + '{"step": 8, "loss": 1.0}'[: cut or None])
-    done = finetune(relu_llama, out, recipe, resume=True, progress=QUIET)
+    done = finetune(relu_llama, out, recipe, resume=True)
     assert [same(row) for row in rows(out)] == [same(row) for row in rows(whole.out)]
     seconds = [row["seconds"] for row in rows(out)]
     assert seconds == sorted(seconds)
@@ -110,7 +108,7 @@ def test_it_can_be_read_while_the_run_goes_on(relu_llama, text_file, tmp_path):
             return Hook()
 
     recipe = small(text_file, max_steps=3, eval_steps=0)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Reading(silent=True))
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Reading())
     assert seen == [1, 2, 3]
 
 

@@ -86,7 +86,7 @@ def test_a_second_run_is_refused_while_the_first_lives(relu_llama, text_file, tm
                     finetune(relu_llama, out, small(text_file), **how)
                 refused.append(str(error.value))
 
-    first = finetune(relu_llama, out, small(text_file, max_steps=2), progress=Second(silent=True))
+    first = finetune(relu_llama, out, small(text_file, max_steps=2), progress=Second())
     assert len(refused) == 3
     assert first.num_steps == 2
     assert list(tmp_path.iterdir()) == [out]
@@ -99,19 +99,19 @@ def test_a_run_goes_only_when_the_new_one_is_whole(relu_llama, text_file, tmp_pa
         finetune(relu_llama, out, small(text_file), progress=InterruptAt(2))
     before = contents(tmp_path)
     with pytest.raises(TwellError, match="fewer than one batch"):
-        finetune(relu_llama, out, small(short), overwrite=True, progress=Progress(silent=True))
+        finetune(relu_llama, out, small(short), overwrite=True)
     assert contents(tmp_path) == before
 
 
 def test_a_failed_overwrite_keeps_the_old_out(relu_llama, text_file, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    finetune(relu_llama, out, small(text_file, max_steps=1), progress=Progress(silent=True))
+    finetune(relu_llama, out, small(text_file, max_steps=1))
     shutil.copytree(out, tmp_path / "was")
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["twellctl.finetune"], "write_card", lambda *args: 1 / 0)
         recipe = small(text_file, max_steps=2)
         with pytest.raises(ZeroDivisionError):
-            finetune(relu_llama, out, recipe, overwrite=True, progress=Progress(silent=True))
+            finetune(relu_llama, out, recipe, overwrite=True)
     assert_same_weights(out, tmp_path / "was")
     assert last_checkpoint(run_folder(out)).name == "checkpoint-2"  # --resume writes it again
 

@@ -11,7 +11,6 @@ from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes
-from twellctl.training.progress import Progress
 
 
 class Ffn(TwellFFN, nn.Module):
@@ -219,7 +218,7 @@ def test_a_run_without_contests_says_so_once(
 ):
     monkeypatch.setenv("TWELL_ROUTE", route)
     recipe = small(text_file, penalty="l1", max_steps=2)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Progress())
+    finetune(relu_llama, tmp_path / "out", recipe)
     said = [line for line in capfd.readouterr().err.splitlines() if "FFNs are trained" in line]
     assert len(said) == 1
     assert wanted in said[0]

@@ -176,3 +176,21 @@ def test_no_package_called_kernels():
 def test_pytest_does_not_make_it_importable():
     spec = importlib.util.find_spec("kernels")
     assert spec is None or spec.origin is not None
+
+
+def test_only_commands_know_benches_and_screens():
+    above = ("bench", "cli", "screens")
+    for file in sorted((ROOT / "twellctl").rglob("*.py")):
+        if file.relative_to(ROOT / "twellctl").parts[0] in (*above, "__main__.py"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                found = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+            elif isinstance(node, ast.Import):
+                found = [name.name for name in node.names]
+            else:
+                found = ["rich"] if isinstance(node, ast.Name) and node.id == "print" else []
+            upward = [f"twellctl.{room}" for room in above] + ["rich"]
+            assert not [
+                name for name in found for up in upward if f"{name}.".startswith(f"{up}.")
+            ], file

@@ -18,7 +18,6 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.text.blocks import read_blocks, token_stream, write_tokens
-from twellctl.training.progress import Progress
 from twellctl.training.sparsity import FfnPenalty, compiled_plain
 
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
@@ -151,13 +150,11 @@ def test_w_down_and_its_gradient_lie_as_kernels_read_them(relu_llama, eight_bloc
 def test_a_run_with_w_down_turned_over_is_the_same(relu_llama, text_file, tmp_path, monkeypatch):
     """Through a checkpoint, from which it goes on, to the files of the result."""
     recipe = small(text_file, penalty="l1", save_steps=5, eval_steps=0)
-    plain = finetune(relu_llama, tmp_path / "plain", recipe, progress=Progress(silent=True))
+    plain = finetune(relu_llama, tmp_path / "plain", recipe)
     monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "turned", recipe, progress=InterruptAt(8))
-    found = finetune(
-        relu_llama, tmp_path / "turned", recipe, resume=True, progress=Progress(silent=True)
-    )
+    found = finetune(relu_llama, tmp_path / "turned", recipe, resume=True)
     assert found.cross_entropy == pytest.approx(plain.cross_entropy, rel=1e-4)
     ours, theirs = weights(tmp_path / "turned"), weights(tmp_path / "plain")
     assert ours.keys() == theirs.keys()

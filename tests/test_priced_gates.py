@@ -17,7 +17,6 @@ from twellctl.models.loading import load_model
 from twellctl.text.blocks import hold_out, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import read_texts
 from twellctl.training.priced_gates import RIDGE, SLOPE, PricedGates
-from twellctl.training.progress import Progress
 
 TOKENS = 24
 
@@ -143,7 +142,7 @@ def test_the_state_of_a_checkpoint_is_exact(relu_llama):
 def test_judged_plainly_the_result_is_as_reported(relu_llama, tokenizer, text_file, tmp_path):
     recipe = small(text_file, eval_blocks=2, eval_steps=0, max_steps=None, epochs=1, batch_size=64)
     recipe = dataclasses.replace(recipe, micro_batch_size=64)
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress(True))
+    done = finetune(relu_llama, tmp_path / "out", recipe)
     texts = read_texts([str(text_file)], "text")
     write_tokens(token_stream(texts, tokenizer), tmp_path / "tokens.bin")
     report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())

@@ -11,7 +11,7 @@ from rich.console import Console
 from twellctl.finetune import finetune
 from twellctl.screens import activity, ui
 from twellctl.screens.activity import Activity
-from twellctl.training.progress import Progress
+from twellctl.screens.run import RunScreen
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_quiet_leaves_errors_only(console):
 def test_the_lines_of_a_run(console, relu_llama, text_file, tmp_path):
     made = console(terminal=False)
     recipe = small(text_file, max_steps=7, eval_steps=5, logging_steps=3)
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress())
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=RunScreen())
     lines = [line for line in made.file.getvalue().splitlines() if line.startswith("step ")]
     steps = [int(re.match(r"step (\d+)/7  ", line)[1]) for line in lines]
     held_out = [line for line in lines if "held-out" in line]
@@ -105,7 +105,7 @@ def test_the_lines_of_a_run(console, relu_llama, text_file, tmp_path):
 def test_the_last_panel_shows_the_last_figures(console, relu_llama, text_file, tmp_path):
     made = console(terminal=True)
     recipe = small(text_file, max_steps=6, eval_steps=5)
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Progress())
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=RunScreen())
     screen = made.file.getvalue()
     last = screen[screen.rindex("step 6 of 6") :]
     assert f"{done.cross_entropy:.4f} at {done.density:.2%} (step 6)" in last

@@ -19,7 +19,6 @@ from twellctl.models.loading import without_values
 from twellctl.training import memory
 from twellctl.training.launcher import as_launched
 from twellctl.training.memory import least_bytes
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, run_folder
 from twellctl.training.runs import last_checkpoint
 from twellctl.training.sharded_weights import _stored_name
@@ -52,11 +51,7 @@ def alone(sources, text_file, tmp_path_factory):
     """What the same runs give in one process, by whether the head is tied."""
     folder = tmp_path_factory.mktemp("alone")
     recipe = small(text_file, **SHORT)
-    quiet = Progress(silent=True)
-    return {
-        tied: finetune(model, folder / str(tied), recipe, progress=quiet)
-        for tied, model in sources.items()
-    }
+    return {tied: finetune(model, folder / str(tied), recipe) for tied, model in sources.items()}
 
 
 def settings(text_file: Path, **changes) -> dict:
@@ -183,7 +178,7 @@ def test_what_fails_keeps_the_last_checkpoint(
     assert found.name in {f"checkpoint-{step}" for step in kept} if kept else found is None
     if "kill_at" in how:
         recipe = small(text_file, **SHORT)
-        finetune(sources[False], out, recipe, resume=True, progress=Progress(silent=True))
+        finetune(sources[False], out, recipe, resume=True)
         assert_near(out, alone[False].out)
 
 

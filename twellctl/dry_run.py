@@ -1,6 +1,6 @@
-"""twellctl finetune --dry-run: what a run would take and bring, before it begins.
+"""twellctl finetune --dry-run: what a run would take, before it begins.
 
-Time and memory are measured on a few of its steps, the speed-up of the model on random weights.
+Time and memory are measured on a few of its steps.
 
 Of several processes all take them, and nothing is tried again: what is short of memory in one ends
 all. In one process it is computed what several GPUs would hold.
@@ -28,7 +28,6 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from twellctl.bench.expected_speed import ExpectedSpeed, expected_speed
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
@@ -53,7 +52,6 @@ from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
-NO_GPU = "that takes an NVIDIA GPU"
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,15 @@ class OnSeveral:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would take, and of what `memory`; what it is to gain in speed.
+    """What a run would take, and of what `memory`.
 
     `passes` are those over the text, about, from the size of its files; so are `num_steps` of
     epochs. `peak_bytes` is the most that was allocated in a process, on a CPU by all of it;
     `total_bytes` is what the GPU has, or the system could give a process. `checkpoint_bytes` are
     those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what
     runs of one process would take in several. `changes` are the settings without which it does not
-    fit. `speed` is None without a target, and in all processes but the first.
+    fit. `config` names the model's config.json or a folder with it, `density` is the target's, None
+    without one.
     """
 
     num_steps: int
@@ -86,7 +85,8 @@ class DryRun:
     peak_bytes: int
     total_bytes: int
     memory: str
-    speed: ExpectedSpeed | None
+    config: str
+    density: float | None
     changes: dict[str, object]
     num_processes: int = 1
     is_sharded: bool = False
@@ -142,7 +142,8 @@ def dry_run(
         passes=num_tokens / text_tokens,
         total_bytes=total_bytes(),
         memory=_memory(),
-        speed=_speed(checkpoint, recipe, doing) if world.is_main_process else None,
+        config=checkpoint.origin,
+        density=None if recipe.l1_schedule == "constant" else 1 - recipe.target_sparsity,
         changes=changes,
         num_processes=world.num_processes,
         on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
@@ -287,7 +288,7 @@ def _build(
     short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
     probe = dataclasses.replace(recipe, **short)
     teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)
-    return build_trainer(checkpoint, teacher, probe, folder, data, Progress(silent=True))
+    return build_trainer(checkpoint, teacher, probe, folder, data, Progress())
 
 
 def _measure(
@@ -361,17 +362,6 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
-
-
-def _speed(
-    checkpoint: Checkpoint, recipe: Recipe, doing: Callable[[str], None]
-) -> ExpectedSpeed | None:
-    """Of the model at the target, where there is a GPU to measure it."""
-    if recipe.l1_schedule == "constant":
-        return None
-    if not torch.cuda.is_available():
-        return ExpectedSpeed((), (NO_GPU,))
-    return expected_speed(checkpoint.origin, 1 - recipe.target_sparsity, doing)
 
 
 def _free() -> None:

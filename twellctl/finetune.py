@@ -39,7 +39,6 @@ from twellctl.models.loading import (
     quiet_transformers,
 )
 from twellctl.report.write import write_run_page
-from twellctl.screens import ui
 from twellctl.training.answers import answers_of_run
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
@@ -134,8 +133,9 @@ def finetune(
     `settings` are the fields of `Recipe`, like `data=[...]` or `target_sparsity=0.97`; they win
     over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
     what the run began with. Weights are drawn for what `from_scratch.open_config` returns.
-    `recipe_file`, where a `Recipe` was read, is spared like all other inputs. Raises `TwellError`;
-    `Interrupted` after Ctrl-C, with a checkpoint that `resume` goes on from.
+    `recipe_file`, where a `Recipe` was read, is spared like all other inputs; `progress` receives
+    what the run reports. Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that
+    `resume` goes on from.
     """
     out, recipe_file = Path(out), recipe_file or file_of(recipe)
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
@@ -145,7 +145,8 @@ def finetune(
     check_report_to(recipe.report_to)
     inputs = run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    progress = (progress or Progress()) if world.is_main_process else Progress(silent=True)
+    progress = progress or Progress()
+    progress = progress if world.is_main_process else progress.of_another()
     how = {"resume": resume, "overwrite": overwrite}
     check_same(settings_of(public_recipe(recipe)) | how, "start all with the same command")
     with contextlib.ExitStack() as held:
@@ -189,7 +190,7 @@ def _finetune(
     in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
     blocks = in_all(lambda: run_blocks(run, recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
-    together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run)
+    together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run, progress)
     with quiet_transformers(), quiet_compiler(), told_once():
         try:
             progress.doing("loading the model")
@@ -293,10 +294,10 @@ def _lost(run: Path) -> str:
     return f"another process of this run has ended; {_kept(run)}"
 
 
-def _tell_of_the_lost(run: Path) -> None:
+def _tell_of_the_lost(run: Path, progress: Progress) -> None:
     """Of a process that waits for one that is gone, and will be killed."""
     if is_first_to_tell():
-        ui.fail(_lost(run))
+        progress.fail(_lost(run))
 
 
 def _kept(run: Path) -> str:

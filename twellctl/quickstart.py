@@ -88,10 +88,12 @@ def quickstart(
     seed: int = 0,
     note: Callable[[str], None] = lambda title: None,
     progress: Bar = lambda what: contextlib.nullcontext(_unseen),
+    run: Progress | None = None,
 ) -> QuickStarted:
     """Do the whole job into the folder `out`, in under three minutes on two CPU cores.
 
-    `note` is told each step; `progress(what)` gives, inside, what is told `(done, total)`.
+    `note` receives each step; `progress(what)` gives, inside, what receives `(done, total)`; `run`
+    what fine-tuning reports.
     """
     out = Path(out)
     if not 0 <= seed < 2**32:
@@ -99,7 +101,7 @@ def quickstart(
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
         with staged(out, overwrite=overwrite, not_ours=_not_ours) as stage:
-            tuned, text = _whole_job(stage, seed, note, progress)
+            tuned, text = _whole_job(stage, seed, note, progress, run)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
     return QuickStarted(
@@ -118,7 +120,7 @@ def _not_ours(folder: Path) -> str | None:
 
 
 def _whole_job(
-    out: Path, seed: int, note: Callable[[str], None], progress: Bar
+    out: Path, seed: int, note: Callable[[str], None], progress: Bar, run: Progress | None
 ) -> tuple[FineTuned, str]:
     """Everything, into the folder `out`; how fine-tuning ended, and what the export writes."""
     _write_corpus(out)
@@ -127,7 +129,7 @@ def _whole_job(
     note("convert: a ReLU model is fitted, layer by layer, without training")
     convert(out / "silu", out / "relu", data=[str(out / "train.jsonl")], **FIT)
     note("finetune: a price on what fires, the SiLU model as teacher")
-    tuned = _sparsify(out, seed)
+    tuned = _sparsify(out, seed, run)
     note("profile: which neurons fire")
     found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
     found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
@@ -221,7 +223,7 @@ def _pretrain(
         progress(done, STEPS)
 
 
-def _sparsify(out: Path, seed: int) -> FineTuned:
+def _sparsify(out: Path, seed: int, run: Progress | None) -> FineTuned:
     flags: dict[str, Any] = {
         "data": [str(out / "train.jsonl")],
         "eval_data": [str(out / "val.jsonl")],
@@ -229,12 +231,7 @@ def _sparsify(out: Path, seed: int) -> FineTuned:
         "seed": seed,
     }
     recipe = resolve_recipe("quickstart", flags)
-    return finetune(out / "relu", out / "sparse", recipe, progress=_Progress())
-
-
-class _Progress(Progress):
-    def stopping(self) -> None:
-        super().stopping("nothing will be kept")
+    return finetune(out / "relu", out / "sparse", recipe, progress=run)
 
 
 def _generate(folder: Path) -> str:

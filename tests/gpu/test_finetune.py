@@ -11,7 +11,6 @@ from twellctl.models.loading import load_model
 from twellctl.training import build
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.captured_part import CapturedPart
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.teacher import Teacher
 from twellctl.training.trainer import PARTS_BEFORE_CAPTURE
@@ -40,7 +39,7 @@ def test_compiled_is_as_plain(make_model, text_file, tmp_path, monkeypatch, bf16
     for how in (False, True):
         recipe = resolve_recipe(None, flags | {"compile": how})
         out = tmp_path / str(how)
-        done[how] = finetune(tmp_path / "relu", out, recipe, progress=Progress(silent=True))
+        done[how] = finetune(tmp_path / "relu", out, recipe)
     plain, compiled = done[False], done[True]
     assert compiled.cross_entropy == pytest.approx(plain.cross_entropy, rel=near)
     assert compiled.density_by_layer == pytest.approx(plain.density_by_layer, rel=0.03)
@@ -80,7 +79,7 @@ def test_recorded_steps_are_as_those_that_are_not(make_model, text_file, tmp_pat
             monkeypatch.setattr(build, "_captures", lambda recipe: False)
         out = tmp_path / str(how)
         recipe = resolve_recipe(None, flags)
-        done[how] = finetune(tmp_path / "relu", out, recipe, progress=Progress(silent=True))
+        done[how] = finetune(tmp_path / "relu", out, recipe)
     assert len(replayed) == 2 * 12 - PARTS_BEFORE_CAPTURE
     assert done[True].cross_entropy == pytest.approx(done[False].cross_entropy, rel=1e-4)
     assert done[True].density_by_layer == pytest.approx(done[False].density_by_layer, rel=0.01)

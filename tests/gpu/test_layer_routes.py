@@ -15,7 +15,6 @@ from twellctl.firing.synthetic import EVEN, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.sparsity import FfnPenalty
 
@@ -140,7 +139,7 @@ def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, m
     for name, route, compiled in (("dense", "dense", False), ("twell", "", True)):
         monkeypatch.setenv("TWELL_ROUTE", route)
         recipe = resolve_recipe(None, flags | {"compile": compiled})
-        done[name] = finetune(tmp_path / "relu", tmp_path / name, recipe, progress=Progress())
+        done[name] = finetune(tmp_path / "relu", tmp_path / name, recipe)
     said = capfd.readouterr().err
     assert said.count("is over TwELL") == 10
     assert done["twell"].cross_entropy == pytest.approx(done["dense"].cross_entropy, rel=2e-3)

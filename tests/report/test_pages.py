@@ -187,9 +187,7 @@ def test_pages_that_cannot_be_written_are_refused_before_any_work(
 @pytest.fixture(scope="module")
 def run(relu_llama, text_file, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    return finetune(
-        relu_llama, out, small(text_file, logging_steps=2), progress=Progress(silent=True)
-    )
+    return finetune(relu_llama, out, small(text_file, logging_steps=2))
 
 
 def test_a_run_leaves_its_page(run):
@@ -224,7 +222,7 @@ def test_the_first_kl_of_held_out_text_does_not_flatten_the_rest(run):
 def test_a_run_without_its_page_is_not_lost(relu_llama, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(write, "run_page", lambda *given: {}["steps"])
     said = []
-    progress = Progress(silent=True)
+    progress = Progress()
     monkeypatch.setattr(progress, "note", said.append)
     finetune(relu_llama, tmp_path / "out", small(text_file, max_steps=1), progress=progress)
     assert "run.html could not be drawn (KeyError: 'steps')" in said

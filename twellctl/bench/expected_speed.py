@@ -25,6 +25,7 @@ ROWS = (1, 16)
 PROMPT_TOKENS, NEW_TOKENS = 64, 48
 PREFILL_TOKENS, PREFILL_LAYERS, PREFILL_ROUNDS = 2048, 2, 3
 LAYER_BYTES = 24 << 30  # of all layers, in bf16, when a model decodes: half a minute's work
+NO_GPU = "that takes an NVIDIA GPU"
 LAYER_SHARE = 1 / 3  # of the free memory: copies of weights and the cache lie beside them
 
 Decode = Callable[[DecodeSettings], DecodeBench]
@@ -62,8 +63,10 @@ def expected_speed(
     """Of a model of the shape of `config`, a config.json or a folder with one, at `density`.
 
     What cannot be measured is among `missing`. `decode` and `prefill` measure; `device` as of a
-    bench.
+    bench; None takes a GPU.
     """
+    if device is None and not torch.cuda.is_available():
+        return ExpectedSpeed((), (NO_GPU,))
     try:
         shape = open_shape(config, None, context=CONTEXT)
     except TwellError as error:

@@ -267,16 +267,21 @@ def finetune(
     ui.doing("loading PyTorch and transformers")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
     if dry_run:
+        from twellctl.bench.expected_speed import expected_speed
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
         tried = try_out(model, settings, ui.note, ui.doing)
         if is_first:
-            tried_out(tried, as_flags(tried.changes))
+            has_target = tried.density is not None
+            speed = expected_speed(tried.config, tried.density, ui.doing) if has_target else None
+            tried_out(tried, speed, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
+    from twellctl.screens.run import RunScreen
 
-    result = run(model, out, settings, resume=resume, overwrite=overwrite, recipe_file=recipe_file)
+    how = {"resume": resume, "overwrite": overwrite, "recipe_file": recipe_file}
+    result = run(model, out, settings, **how, progress=RunScreen())
     if is_first:
         finetuned(result)
 
@@ -501,12 +506,14 @@ def quickstart(
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run
+    from twellctl.screens.run import RunScreen
 
     def note(title: str) -> None:
         ui.activity.over()
         ui.note(f"- {title}")
 
-    result = run(out, overwrite=overwrite, seed=seed, note=note, progress=ui.progress)
+    shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
+    result = run(out, overwrite=overwrite, seed=seed, **shown)
     quickstarted(result)
     if result.shortfalls:
         raise TwellError("; ".join(result.shortfalls))

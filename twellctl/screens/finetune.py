@@ -33,8 +33,8 @@ def finetuned(result: Any) -> None:
     ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
 
 
-def tried_out(result: Any, changes: str) -> None:
-    """What a fine-tuning run would take (a `DryRun`); `changes` as flags."""
+def tried_out(result: Any, speed: Any, changes: str) -> None:
+    """What a run would take (a `DryRun`) and bring (an `ExpectedSpeed`); `changes` as flags."""
     again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
     tokens = f"{result.num_tokens} tokens{again}"
     ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
@@ -46,7 +46,7 @@ def tried_out(result: Any, changes: str) -> None:
     ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
     for plan in result.on_several:
         ui.say(_on_several(plan))
-    _speed_to_expect(result.speed)
+    _speed_to_expect(speed)
     if result.checkpoint_bytes:
         size = result.checkpoint_bytes / 1e9
         ui.say(

@@ -1,152 +1,39 @@
-"""What a fine-tuning run shows: a live panel on a terminal, a line now and then elsewhere."""
+"""What a fine-tuning run reports while it works."""
 
-import threading
-import time
 from typing import Any
 
-from rich.live import Live
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 from transformers import TrainerCallback
 
-from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
 
 
 class Progress:
-    """The display of one run, on stderr; `silent` shows nothing (the other processes of a run)."""
-
-    def __init__(self, silent: bool = False):
-        self.silent = silent
-        self._live: Live | None = None
+    """Shows nothing; `screens.run.RunScreen` shows a run on stderr."""
 
     def doing(self, text: str) -> None:
-        """Say what lasts, while no step can be shown."""
-        if not self.silent:
-            ui.doing(text)
+        """Receives what lasts, while no step can be shown."""
 
-    def stopping(self, checkpoint: str = "a checkpoint will be kept") -> None:
-        """Answer a first Ctrl-C, in the middle of a step."""
-        text = f"stopping after this step; {checkpoint}; Ctrl-C once more stops now"
-        # a signal handler must not wait for locks that the code it interrupted may hold
-        threading.Thread(target=self.note, args=(text,)).start()
+    def note(self, text: str) -> None:
+        """Receives something for a line of its own."""
+
+    def fail(self, text: str) -> None:
+        """Receives why this process ends, where no error can be raised."""
+
+    def stopping(self) -> None:
+        """Answers a first Ctrl-C, in the middle of a step."""
 
     def first_line(
         self, recipe: Recipe, num_steps: int, num_blocks: int, resumed_at: int, has_teacher: bool
     ) -> None:
-        """Say what kind of run this is; `num_blocks` are there to train on."""
-        if recipe.l1_schedule == "constant":
-            price = f"price held constant at {recipe.l1:g}"
-        else:
-            price = (
-                f"price from {recipe.l1:g} on, steered until {1 - recipe.target_sparsity:.2%} of "
-                "the neurons fire"
-            )
-        teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"
-        rate = f"learning rate {recipe.learning_rate:.3g}"
-        start = f"resumed at step {resumed_at} of " if resumed_at else ""
-        steps = f"{start}{num_steps} steps of {recipe.step_tokens} tokens"
-        passes = num_steps * recipe.batch_size / num_blocks
-        again = f", the text {passes:.1f} times" if passes > 1.05 else ""
-        self.note(f"{price}; {teacher}; {rate}; {steps}{again}")
-
-    def note(self, text: str) -> None:
-        """Say something in a line of its own."""
-        if not self.silent:
-            ui.note(text)
+        """Receives what kind of run this is; `num_blocks` are there to train on."""
 
     def callback(self, trainer: Any, recipe: Recipe, num_neurons: int) -> TrainerCallback:
         """The hook into the Trainer that feeds this display."""
-        return _Show(self, trainer, recipe.step_tokens, num_neurons)
-
-    def show(
-        self, step: int, num_steps: int, left: str, figures: dict[str, str], *, line: bool
-    ) -> None:
-        """Show the figures of a step; `left` is the time to go, `line` says that one is due."""
-        if self.silent:
-            return
-        if ui.stderr.is_terminal:
-            if self._live is None:
-                ui.activity.over()
-                self._bar = Bar(
-                    TextColumn("step {task.completed} of {task.total}"),
-                    BarColumn(),
-                    TaskProgressColumn(),
-                    TextColumn("{task.fields[left]}"),
-                )
-                self._task = self._bar.add_task("", total=num_steps, left=left)
-                self._live = Live(console=ui.stderr, refresh_per_second=4)
-                self._live.start()
-            self._bar.update(self._task, completed=step, left=left)
-            self._live.update(_panel(self._bar, figures))
-        elif line:
-            ui.activity.over()
-            shown = [f"step {step}/{num_steps}", left, *(f"{k} {v}" for k, v in figures.items())]
-            ui.note("  ".join(filter(None, shown)))
+        return TrainerCallback()
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
-        ui.activity.over()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """The run is over."""
 
-
-class _Show(TrainerCallback):
-    def __init__(self, progress: Progress, trainer: Any, step_tokens: int, num_neurons: int):
-        self.progress, self.trainer = progress, trainer
-        self.step_tokens, self.num_neurons = step_tokens, num_neurons
-        self.began: tuple[float, int] | None = None
-        self.last_line = 0.0
-        self.figures: dict[str, str] = {}
-        self.held_out: dict[str, str] = {}
-        self.left = ""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.began is None:
-            self.began = (time.monotonic(), state.global_step)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        now, step, (started, first) = time.monotonic(), state.global_step, self.began
-        rate = (step - first) / max(now - started, 1e-9)
-        self.left = f"{ui.duration((state.max_steps - step) / rate)} left"
-        self.figures = self._figures(rate)
-        line = step % args.logging_steps == 0 or now - self.last_line > ui.LONGEST_SILENCE
-        line = line or step == state.max_steps
-        self.last_line = now if line else self.last_line
-        self._show(state, self.figures, line)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        held_out = f"{metrics['eval_loss']:.4f} at {metrics['eval_density']:.2%}"
-        if ui.stderr.is_terminal:  # a panel shows it for long, so it says of which step it is
-            self.held_out = {"held-out": f"{held_out} (step {state.global_step})"}
-            self._show(state, self.figures, False)
-        else:
-            self._show(state, {"held-out": held_out}, True)
-
-    def _show(self, state: Any, figures: dict[str, str], line: bool) -> None:
-        figures = figures | self.held_out
-        self.progress.show(state.global_step, state.max_steps, self.left, figures, line=line)
-
-    def _figures(self, rate: float) -> dict[str, str]:
-        report = self.trainer.report
-        return {
-            "tokens/s": f"{rate * self.step_tokens:.0f}",
-            "loss": f"{report.cross_entropy:.4f}",
-            "price": f"{report.l1:.3g}",
-            "neurons": f"{report.density * self.num_neurons:.1f}",
-            "density": f"{report.density:.2%}",
-        }
-
-
-def _panel(bar: Bar, figures: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    for name in figures:
-        grid.add_column(name)
-    grid.add_row(*figures, style="dim")
-    grid.add_row(*figures.values())
-    outer = Table.grid()
-    outer.add_row(bar)
-    outer.add_row(grid)
-    return outer
+    def of_another(self) -> "Progress":
+        """The display of a process that is not the first."""
+        return Progress()
