@@ -1,7 +1,6 @@
 """Profiles made by hand, for pages and advice."""
 
 from twellctl.firing.profiled import (
-    SHARES,
     KindDensity,
     LayerProfile,
     LayerSpeed,
@@ -16,13 +15,10 @@ SIZE = 1000
 def layer(density: float, **changes) -> LayerProfile:
     """A layer whose tokens all fire about so many neurons."""
     nnz = round(density * SIZE)
-    place = next(number for number, end in enumerate(SHARES) if density <= end)
-    tokens, neurons = [0] * len(SHARES), [0] * len(SHARES)
-    tokens[place], neurons[place], neurons[0] = 4096, SIZE - 20, 20
     fields = {
         "nnz_mean": density * SIZE, "nnz_p10": nnz // 2, "nnz_p50": nnz, "nnz_p90": 2 * nnz,
         "nnz_p99": 3 * nnz, "nnz_max": 4 * nnz, "density": density, "dead": 20, "slots": 32,
-        "overflow": 0.0005, "tokens_by_share": tuple(tokens), "neurons_by_share": tuple(neurons),
+        "overflow": 0.0005,
     }  # fmt: skip
     return LayerProfile(**fields | changes)
 
@@ -38,8 +34,6 @@ def profile(*layers: LayerProfile, **changes) -> Profile:
     densities = tuple(found.density for found in layers)
     mean = sum(densities) / len(densities)
     same = {"tokens": 2048, "density": mean, "layers": densities, "loss": 2.5}
-    tokens = [0] * len(SHARES)
-    tokens[8], tokens[9] = 4000, 96
     fields = {
         "model": "a/model", "fingerprint": "f" * 64, "data": ("code=a.txt", "b.txt"),
         "windows": 4, "seq_len": 1024, "tokens": 4096, "dtype": "bfloat16",
@@ -48,6 +42,6 @@ def profile(*layers: LayerProfile, **changes) -> Profile:
         "by_position": tuple(PositionDensity(**same, first=a, last=b)
                              for a, b in ((0, 0), (1, 1), (2, 1023))),
         "by_kind": tuple(KindDensity(**same, kind=kind) for kind in ("code", "b")),
-        "loss": 2.3456, "loss_error": 0.0123, "tokens_by_share": tuple(tokens),
+        "loss": 2.3456, "loss_error": 0.0123,
     }  # fmt: skip
     return Profile(**fields | changes)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from twellctl.errors import bounded, reason
 from twellctl.evaluation.losses import TokenLosses
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
-from twellctl.firing.counts import by_share
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import LayerProfile, Profile, Speed
 from twellctl.models.checkpoint import open_checkpoint
@@ -56,7 +55,6 @@ def profile(
 
     device = device or default_device()
     loaded = load_model(checkpoint, dtype=dtype_for(device), device=device)
-    told: list[Tensor] = []
     reading = TokenLosses(loaded, text.num_groups)
     try:
         counts = count_windows(
@@ -65,7 +63,6 @@ def profile(
             text,
             reading.read,
             lambda done, total: progress(done, total, "windows"),
-            lambda fired: told.append(fired.cpu()),
         )
     finally:
         reading.close()
@@ -75,7 +72,6 @@ def profile(
         why_not = "layers are timed in bf16 only"
     elif time_layers:
         timed, why_not = _timed(time_layers, loaded, text.ids, layers, progress)
-    size = checkpoint.own_neurons
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),
@@ -84,7 +80,7 @@ def profile(
         seq_len=seq_len,
         tokens=text.ids.numel(),
         **facts(loaded),
-        intermediate_size=size,
+        intermediate_size=checkpoint.own_neurons,
         tile=checkpoint.twell["tile"],
         layers=layers,
         by_position=text.by_position(counts, reading.losses),
@@ -92,7 +88,6 @@ def profile(
         loss=reading.losses.mean,
         loss_error=reading.losses.error(text.overlap),
         text_tokens=text.text_tokens,
-        tokens_by_share=by_share(torch.cat(told), size * len(layers)),
         speed=timed,
         without_speed=why_not,
     )

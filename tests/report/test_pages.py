@@ -10,7 +10,7 @@ import pytest
 from finetune_runs import small
 
 from twellctl.finetune import finetune
-from twellctl.firing.profiled import SHARES, read_profile
+from twellctl.firing.profiled import read_profile
 from twellctl.profile import profile
 from twellctl.report import write
 from twellctl.report.markup import escaped, tag
@@ -65,20 +65,15 @@ def test_a_page_is_called_by_the_models_name(model, called):
 
 def test_figures_of_a_profile_are_on_its_page(whole):
     for words in (
-        "What fires in a/model", "1.13 %", "2.3456", "± 0.0123", "Pearson's correlation of the two "
-        "is -0.99", "1.37x", "NVIDIA H200", "By kind of text", "By position in the window",
-        "twellctl 0.1.0+gabc", "layer 0 is faster dense",
+        "What fires in a/model", "1.13 %", "2.3456", "± 0.0123", "Pearson's correlation with the "
+        "neurons that fire is -0.99", "0.050%", "1.37x", "NVIDIA H200", "By kind of text",
+        "By position in the window", "twellctl 0.1.0+gabc", "layer 0 is faster dense",
     ):  # fmt: skip
         assert words in whole.text, words
     for words in (
         "layer 1: mean 4.0 neurons (0.400 %); median 4, 99 % of tokens at most 12, most 16",
-        "layer 0: 980 neurons (98.0 %) fire on 1.8 to 3.2 % of the tokens",
-        "layer 0: 20 neurons (2.00 %) fire on none of the tokens",
-        "4000 tokens (97.7 %) fire 0.32 to 0.56 % of the neurons",
         "layer 0: 0.80x with 20.0 neurons firing; 1.000 ms for 0.800 ms (dense compile)",
-        "layer 2, code: 1.00 %",
         "2-1023: 1.13 % of the neurons fire, 2048 tokens",
-        "layer 2: 32 slots; 0.050 % of the tokens overflow",
     ):
         assert words in whole.says, words
 
@@ -110,10 +105,10 @@ def test_markup_escapes_what_is_not_markup():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layers": (profiles.layer(0.0),), "tokens_by_share": (4096, *[0] * 17)},
+        {"layers": (profiles.layer(0.0),)},
         {"layers": (profiles.layer(1.0),)},
         {"layers": tuple(profiles.layer(0.01) for _ in range(300))},
-        {"by_position": (), "by_kind": (), "tokens_by_share": (), "loss": None},
+        {"by_position": (), "by_kind": (), "loss": None},
         {"loss_error": None, "speed": profiles.speed(1, 1, 1)},
     ],
 )
@@ -124,7 +119,7 @@ def test_odd_profiles_can_be_drawn(changes):
 
 def test_a_profile_of_the_first_form_can_be_drawn(relu_llama, text_file, tmp_path):
     found = profile(relu_llama, str(text_file), windows=2, seq_len=16)
-    old = {"nnz_p10", "nnz_p90", "tokens_by_share", "neurons_by_share", "loss", "loss_error"}
+    old = {"nnz_p10", "nnz_p90", "loss", "loss_error"}
     content = found.to_json()
     content["layers"] = [
         {k: v for k, v in one.items() if k not in old} for one in content["layers"]
@@ -203,7 +198,7 @@ def test_a_run_leaves_its_page(run):
     shown = [says for says in read.says if says.startswith("step 12: ")]
     assert any(f"{last['loss']:.4g} of each step's text" in says for says in shown)
     assert any(f"{last['held_out']:.4g} of held-out text" in says for says in shown)
-    assert any(says.startswith("layer 1, step 12: ") for says in read.says)
+    assert any(says.startswith("layer 1: ") for says in read.says)
 
 
 def test_the_first_kl_of_held_out_text_does_not_flatten_the_rest(run):
@@ -242,11 +237,3 @@ def test_long_runs_are_drawn_as_means(run):
     assert (
         max(len(re.findall(" ", points)) for points in re.findall('points="([^"]*)"', page)) < 300
     )
-
-
-def test_shares_of_the_histogram_have_no_exponents():
-    tokens = [0] * len(SHARES)
-    tokens[-1] = 4096
-    page = profile_page(profiles.profile(tokens_by_share=tuple(tokens)))
-    assert "100 %" in page
-    assert not re.search(r"\de[+-]\d", page)

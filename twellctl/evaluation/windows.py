@@ -25,13 +25,11 @@ def count_windows(
     text: GroupedWindows,
     read: Read,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    fired: Callable[[Tensor], object] = lambda fired: None,
 ) -> list[LayerCount]:
     """What fires in each layer of `model`, the one of `checkpoint`, in all windows of `text`.
 
     `read(ids, groups)`, both int64 `[B, S]` on the model's device, runs the model on some windows,
-    once. `progress(done, total)` receives windows, `fired` how many neurons of all layers fired for
-    each of their tokens, int64 `[B * S]`. `TwellError` if a gate is not finite.
+    once. `progress(done, total)` receives windows. `TwellError` if a gate is not finite.
     """
     tile, size, device = checkpoint.twell["tile"], checkpoint.own_neurons, model.device
     layers = range(checkpoint.ffn.num_layers)
@@ -44,14 +42,12 @@ def count_windows(
     for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
         ids, groups = ids.to(device), groups.to(device)
         rows = groups.flatten()
-        nnz = torch.zeros_like(rows)
 
-        def count(layer: int, *gates: Tensor, rows: Tensor = rows, nnz: Tensor = nnz) -> None:
-            nnz.add_(counts[layer].add(*gates, rows))
+        def count(layer: int, *gates: Tensor, rows: Tensor = rows) -> None:
+            counts[layer].add(*gates, rows)
 
         with FiredMeter(model, count, look):
             read(ids, groups)
-        fired(nnz)
         done += len(ids)
         progress(done, len(text.ids))
     _refuse_not_finite(checkpoint, counts)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_of, gated_ffns
-from twellctl.firing.profiled import SHARES, LayerProfile
+from twellctl.firing.profiled import LayerProfile
 
 Count = Callable[[int, Tensor, Tensor], None]
 Look = Callable[[int, Tensor], None]
@@ -78,11 +78,8 @@ class LayerCount:
         self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
         self.largest = torch.zeros(2, device=device)  # gate and hidden value, by their size
 
-    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`.
-
-        Returns how many neurons fired in each row, int64 `[M]`.
-        """
+    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> None:
+        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`."""
         fired = active != 0
         own = fired[:, : self.intermediate_size]
         nnz = own.sum(-1)
@@ -96,7 +93,6 @@ class LayerCount:
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
         self._enlarge(0, gate)
-        return nnz
 
     def look(self, hidden: Tensor) -> None:
         """See how large active gate times up becomes."""
@@ -132,23 +128,9 @@ class LayerCount:
             dead=int((by_neuron == 0).sum()),
             slots=slots,
             overflow=int(beyond[slots]) / num_rows,
-            tokens_by_share=by_share(torch.arange(len(nnz)), self.intermediate_size, nnz),
-            neurons_by_share=by_share(by_neuron, num_rows),
             largest_gate=float(self.largest[0]),
             largest_hidden=float(self.largest[1]),
         )
-
-
-def by_share(counts: Tensor, whole: int, weights: Tensor | None = None) -> tuple[int, ...]:
-    """How many of `counts` `[n]`, each a share of `whole`, lie in each bin of `SHARES`.
-
-    `weights` `[n]` says how many times each of them is counted.
-    """
-    ends = torch.tensor(SHARES, dtype=torch.float64, device=counts.device)
-    bins = torch.bucketize(counts.double() / whole, ends)
-    weights = torch.ones_like(counts) if weights is None else weights
-    found = torch.zeros(len(SHARES), dtype=torch.int64, device=counts.device)
-    return tuple(found.index_add_(0, bins, weights.to(torch.int64)).tolist())
 
 
 @dataclass(frozen=True)

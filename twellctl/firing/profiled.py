@@ -13,8 +13,6 @@ from twellctl.files.strict_json import read_json, to_json
 SCHEMA_VERSION = 1
 _TAKEN = {int: (int,), float: (int, float), str: (str,)}  # of JSON
 PROFILE_KEY = "nnz_mean"  # by which such a file is known
-# Upper ends of the bins of shares: none, up to 0.01 %, then quarters of a decade up to 100 %.
-SHARES = (0.0, *(10 ** (quarter / 4 - 4) for quarter in range(17)))
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,6 @@ class LayerProfile:
 
     `nnz_p99` is the smallest count that 99 % of the tokens do not exceed. `dead` neurons fired on
     no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
-    Two histograms over the bins of `SHARES`: `tokens_by_share` counts tokens by the share of the
-    neurons that fired, `neurons_by_share` neurons by the share of the tokens on which they fired.
     `largest_gate` is the largest gate by its size before the activation, `largest_hidden` the
     largest of active gate times up: what fp16 must hold.
     """
@@ -39,8 +35,6 @@ class LayerProfile:
     overflow: float
     nnz_p10: int | None = None
     nnz_p90: int | None = None
-    tokens_by_share: tuple[int, ...] = ()
-    neurons_by_share: tuple[int, ...] = ()
     largest_gate: float | None = None
     largest_hidden: float | None = None
 
@@ -128,9 +122,8 @@ class Profile:
 
     `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
     several windows. `loss` is the mean cross-entropy of the next token in nats, `loss_error` its
-    standard error over the windows. `tokens_by_share` counts tokens by the share of all layers'
-    neurons that fired. `intermediate_size` counts a model's own neurons, without those of a map,
-    which always fire. `speed` is None where it was not measured; `without_speed` says why.
+    standard error over the windows. `intermediate_size` counts a model's own neurons, without those
+    of a map, which always fire. `speed` is None if not measured; `without_speed` says why.
     """
 
     model: str
@@ -149,7 +142,6 @@ class Profile:
     by_kind: tuple[KindDensity, ...] = ()
     loss: float | None = None
     loss_error: float | None = None
-    tokens_by_share: tuple[int, ...] = ()
     speed: Speed | None = None
     without_speed: str | None = None
     text_tokens: int | None = None

@@ -15,7 +15,7 @@ from twellctl.report.page import Section, Tile, page
 
 RUN_PAGE = "run.html"  # beside the metrics that it shows
 BEYOND = 2  # times the largest KL of a step: a held-out one above it is not drawn
-MOST = 300  # points of a line, and columns of a heat map half as many; of more, means are drawn
+MOST = 300  # points of a line; of more, means are drawn
 
 Row = dict[str, Any]  # of metrics.jsonl
 
@@ -32,7 +32,7 @@ def run_page(name: str, rows: Sequence[Row], report: dict[str, Any]) -> str:
     sections = [
         Section("Loss", _loss(rows, report, steps)),
         Section("Neurons that fire", _density(rows, report, steps)),
-        Section("Neurons that fire, by layer", _by_layer(rows, report)),
+        Section("Neurons that fire, by layer", _by_layer(report)),
         Section("Price of a neuron", _one_line(rows, "price", "price", steps, "{:.2g}".format)),
         Section("Speed", _rate(rows, steps)),
         Section("Learning rate", _one_line(rows, "learning_rate", "learning rate", steps)),
@@ -105,38 +105,13 @@ def _density(rows: Sequence[Row], report: dict[str, Any], steps: Axis) -> list[M
     return _lines(series, steps, "share of the neurons that fire", share_axis(shares))
 
 
-def _by_layer(rows: Sequence[Row], report: dict[str, Any]) -> list[Markup | str]:
-    logged = [row for row in rows if row.get("density_by_layer")]
-    if not logged:
-        return []
-    groups = _groups(logged, MOST // 2)
-    means = [_means([row["density_by_layer"] for row in group]) for group in groups]
-    layers, count = len(means[0]), len(groups)
-    height = charts.row_height(layers)
-    axis = share_axis(share for column in means for share in column)
-    cells = [
-        charts.level(axis.at(share), layer, height, place / count, 1 / count,
-                     f"layer {layer}, step {groups[place][0]['step']}: {percent(share)}")
-        for place, column in enumerate(means)
-        for layer, share in enumerate(column)
-    ]  # fmt: skip
-    plot = charts.chart(
-        cells,
-        charts.row_ticks(layers),
-        charts.places(count, [f"{group[0]['step']:,}" for group in groups]),
-        label="Heat map of the density, a row a layer, a column a step",
-        x_name="step",
-        height=height * layers,
-        ruled=False,
-    )
-    ends = f"{short_percent(axis.low)} to {short_percent(axis.high)}, logarithmic; a row is a layer"
-    last = [(number, percent(share)) for number, share in enumerate(report["density_by_layer"])]
-    at_end = folded("At the end", table(["layer", "density"], last))
-    return [charts.key(("scale", ends)), plot, at_end]
-
-
-def _means(lists: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*lists, strict=True)]
+def _by_layer(report: dict[str, Any]) -> list[Markup | str]:
+    shares = report["density_by_layer"]
+    says = [f"layer {number}: {percent(share)}" for number, share in enumerate(shares)]
+    label = "Share of the neurons that fire at the end, by layer"
+    plot = charts.bar_chart(shares, short_percent, says, label=label, x_name="layer, at the end")
+    rows = [(number, percent(share)) for number, share in enumerate(shares)]
+    return [plot, folded("Table", table(["layer", "density"], rows))]
 
 
 def _rate(rows: Sequence[Row], steps: Axis) -> list[Markup | str]:
