@@ -9,6 +9,7 @@ are skipped.
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -175,11 +176,18 @@ def load_trusted(tmp_path_factory):
         _forget_remote_code()
 
 
+@pytest.fixture(scope="session")
+def export_llama(relu_llama, tmp_path_factory) -> Path:
+    """The tiny Llama, exported; read only."""
+    out = tmp_path_factory.mktemp("exports") / "exported"
+    export(relu_llama, out)
+    return out
+
+
 @pytest.fixture
-def exported(relu_llama, tmp_path) -> Path:
-    """An export of the tiny Llama that a test may spoil."""
-    export(relu_llama, tmp_path / "exported")
-    return tmp_path / "exported"
+def exported(export_llama, tmp_path) -> Path:
+    """A copy of that export, which a test may spoil."""
+    return Path(shutil.copytree(export_llama, tmp_path / "exported"))
 
 
 @pytest.fixture

@@ -17,11 +17,8 @@ NAMES = ("convert", "write", "finetune", "profile", "export", "evaluate")
 
 BEFORE = (
     "pass",
-    "import twellctl.convert, twellctl.export, twellctl.profile, twellctl.finetune",
-    "from twellctl.export import export; from twellctl.convert import Converted",
-    "import twellctl.quickstart",
+    "import twellctl.convert, twellctl.finetune; from twellctl.export import export",
     "from twellctl import *",
-    "import twellctl.cli.app; twellctl.cli.app.app",
 )
 # what twellctl imports is there already, twellctl itself is not
 AFRESH = """

@@ -5,31 +5,13 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_bundle import read_bundle
 
-BUNDLED = [
+BUNDLED = [  # what is read first, another module, and what is not Python
     "modeling_twell.py",
     "twell_bundle.py",
     "twell_config.py",
-    "twell_cubin.py",
-    "twell_driver.py",
-    "twell_few.py",
     "twell_ffn.py",
-    "twell_format.py",
-    "twell_fp8.py",
-    "twell_fp8_config.py",
     "twell_kernels/README.md",
-    "twell_kernels/ffn/few_hidden.cu",
-    "twell_kernels/ffn/gate_pack.cu",
     "twell_kernels/ptx/mma.cuh",
-    "twell_kernels/tile/few_product.cuh",
-    "twell_launch.py",
-    "twell_model.py",
-    "twell_nvrtc.py",
-    "twell_plan.py",
-    "twell_quantizer.py",
-    "twell_route.py",
-    "twell_sequence.py",
-    "twell_ways.py",
-    "twell_weights.py",
 ]
 
 

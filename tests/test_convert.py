@@ -170,10 +170,13 @@ def test_memory_and_imports(silu_llama, tmp_path):
 def test_help_is_quick_and_light():
     loaded = "print(*{'torch', 'transformers', 'numpy', 'asyncio'} & set(sys.modules), 'none')"
     seconds = "import time; print(time.process_time())"
-    runs = [run("--help", code=f"{loaded}; {seconds}").stdout.splitlines() for _ in range(4)]
-    assert any("Make a model sparse" in line for line in runs[0])
-    assert runs[0][-2] == "none"
-    assert min(float(lines[-1]) for lines in runs) < 0.4
+    for _ in range(4):  # a busy machine may be slow once
+        *lines, modules, used = run("--help", code=f"{loaded}; {seconds}").stdout.splitlines()
+        assert any("Make a model sparse" in line for line in lines)
+        assert modules == "none"
+        if float(used) < 0.4:
+            return
+    pytest.fail(f"{used} s")
 
 
 def test_a_hub_id_that_cannot_be_fetched(tmp_path):

@@ -64,7 +64,7 @@ def test_on_the_cpu_weights_stay_as_they_are(load):
     assert layouts(load(dtype=torch.bfloat16)) == {"by columns"}
 
 
-def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, as_if_on_a_gpu, monkeypatch):
+def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, family, as_if_on_a_gpu, monkeypatch):
     model = load()
     assert layouts(model) == {"by neurons"}
     pointers = [weight.data_ptr() for weight in model.parameters()]
@@ -78,8 +78,9 @@ def test_a_loaded_model_lies_by_neurons_and_is_the_same(load, as_if_on_a_gpu, mo
         assert (name, ours.shape) == (other, theirs.shape)
         assert torch.equal(ours, theirs), name
     torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-4)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(logits(compiled), logits(plain), rtol=0, atol=1e-4)
+    if family == "phi3":  # whose gate and up are one weight
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(logits(compiled), logits(plain), rtol=0, atol=1e-4)
 
 
 def test_moving_a_model_lays_it_down(load, monkeypatch):

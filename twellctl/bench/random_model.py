@@ -23,7 +23,8 @@ from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.synthetic import BIAS_STD, FULL
-from twellctl.models.checkpoint import open_config_file, refuse_quantised, refuse_unsupported
+from twellctl.models.checkpoint import open_config_file
+from twellctl.models.checks import refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
 
 BUILT_IN = {

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,10 @@ from typer.core import TyperCommand, TyperOption
 
 from twellctl.screens import ui
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder or a hub id.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 Quiet = Annotated[
     bool,

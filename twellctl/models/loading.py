@@ -33,7 +33,8 @@ from twellctl.bundle.twell_quantizer import with_own_layers
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.files.strict_json import read_file
 from twellctl.models.carried import CHAT_TEMPLATES
-from twellctl.models.checkpoint import ACTIVATION_KEYS, Checkpoint
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.checks import ACTIVATION_KEYS
 from twellctl.models.silu_form import factors, scaled, undo
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -4,13 +4,8 @@ from pathlib import Path
 
 from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError, shown
-from twellctl.models.checkpoint import (
-    Checkpoint,
-    ffn_shape,
-    open_config_file,
-    refuse_quantised,
-    refuse_unsupported,
-)
+from twellctl.models.checkpoint import Checkpoint, open_config_file
+from twellctl.models.checks import ffn_shape, refuse_quantised, refuse_unsupported
 from twellctl.models.loading import without_weights
 from twellctl.models.shards import TensorInfo
 from twellctl.training.recipe import Recipe

@@ -1,0 +1,295 @@
+"""The commands that make a model sparse. Nothing heavy is imported before one runs."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twellctl.cli.command import Model, Out, Overwrite, Revision
+from twellctl.cli.flags import made, takes
+from twellctl.errors import TwellError, UsageError
+from twellctl.fitting.settings import Fit
+from twellctl.screens import ui
+from twellctl.screens.convert import converted, fitting, planned
+from twellctl.screens.export import exported
+from twellctl.screens.finetune import finetuned, tried_out
+from twellctl.screens.quickstart import quickstarted
+from twellctl.training.recipe import Recipe
+
+
+@takes(Fit)
+def convert(
+    *,
+    model: Model,
+    out: Out,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what a fit would take: time and memory.")
+    ] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Make a model with SiLU or GELU gates ReLU.
+
+    With --data it is fitted: layer by layer, by least squares and without training, so that it
+    works at once. The same command again goes on where a killed one was. On several GPUs:
+    torchrun --nproc-per-node GPUS -m twellctl convert ...
+
+    Without --data config.json is edited and the weights are copied as they are. Such a model talks
+    noise until it is fine-tuned.
+    """
+    ui.doing(f"converting {model}")
+    from twellctl.convert import convert as run
+
+    settings = dataclasses.asdict(made(Fit, flags))
+    settings = {k: settings[k] for k in (flag.replace("-", "_") for flag in flags)}
+    if dry_run:
+        from twellctl.fitting.plan import plan
+
+        planned(plan(model, revision=revision, **settings))
+        return
+    how = {"revision": revision, "overwrite": overwrite}
+    converted(run(model, out, **how, doing=ui.doing, told=fitting, **settings), model)
+
+
+def write(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts to answer: a jsonl, JSON or parquet file of prompt, instruction, "
+            "question, or messages that end with a user's.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to write. [default: 20000000; each prompt answered once]"),
+    ] = None,
+    documents: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of texts that are documents, and no chats. [default: 0.5; 1 for a model "
+            "without a chat template]",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of an answer or a document at most. [default: 512, or what the context "
+            "leaves]"
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn. 0, for prompts: the likeliest.")
+    ] = 0.8,
+    batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Let a model write text to train on.
+
+    With --prompts it answers them. Else a chat model draws users' questions, and answers them; any
+    model writes documents behind a first word that is drawn. The sparse form of a chat model,
+    fine-tuned on them beside other text, keeps its manner and more of what it knew. MODEL may be
+    the sparse one, too. What is in OUT after Ctrl-C can be used.
+    """
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.screens.write import stages
+    from twellctl.write import write as run
+
+    doing, progress = stages()
+    done = run(
+        model,
+        out,
+        prompts=prompts,
+        tokens=tokens,
+        documents=documents,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        seed=seed,
+        revision=revision,
+        overwrite=overwrite,
+        doing=doing,
+        progress=progress,
+        note=ui.note,
+    )
+    ui.say(
+        f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "
+        f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
+    )
+    own = ui.word(done.out)
+    ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")
+
+
+@takes(Recipe)
+def finetune(
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A ReLU model folder; leave it out with --from-scratch."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE", help="More text, as after --data: so that --data *.jsonl works."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
+    ] = None,
+    from_scratch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="In the place of MODEL: train random weights of this config.json, or of the one "
+            "in this folder, with the tokenizer beside it.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would take, time, memory and disk, and, measured on a GPU, the "
+            "speed that it is to bring.",
+        ),
+    ] = False,
+    flags: dict[str, Any],
+) -> None:
+    """Make a ReLU model sparse.
+
+    Fine-tunes it with a price on every neuron that fires, steered until the target is met.
+
+    Flags win over the recipe, the recipe over the defaults. On several GPUs:
+    torchrun --nproc-per-node GPUS -m twellctl finetune ...
+    """
+    from twellctl.training.recipe import file_of, recipe_to_resume, resolve_recipe
+    from twellctl.training.trackers import check_report_to
+
+    if from_scratch is not None:
+        more = [*([] if out is None else [str(out)]), *(more or [])]
+        model, out = None, Path(model)
+    elif out is None:
+        raise UsageError("no OUT: name the folder to write")
+    if more and ("data" not in flags or "eval-data" in flags):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    if more:
+        flags["data"] += more
+    recipe_file = file_of(recipe)
+    settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
+    if from_scratch is not None:
+        from twellctl.training.from_scratch import open_config
+
+        model = open_config(from_scratch)
+    check_report_to(settings.report_to)
+    ui.doing("loading PyTorch and transformers")
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
+    if dry_run:
+        from twellctl.bench.expected_speed import expected_speed
+        from twellctl.dry_run import as_flags
+        from twellctl.dry_run import dry_run as try_out
+
+        tried = try_out(model, settings, ui.note, ui.doing)
+        if is_first:
+            has_target = tried.density is not None
+            speed = expected_speed(tried.config, tried.density, ui.doing) if has_target else None
+            tried_out(tried, speed, as_flags(tried.changes))
+        return
+    from twellctl.finetune import finetune as run
+    from twellctl.screens.run import RunScreen
+
+    how = {"resume": resume, "overwrite": overwrite, "recipe_file": recipe_file}
+    result = run(model, out, settings, **how, progress=RunScreen())
+    if is_first:
+        finetuned(result)
+
+
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
+    out: Out,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Slots of this 'profile --json' file; its figures for the model card."),
+    ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Speeds of this 'bench decode --json' file for the model card."),
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp8",
+            help="Round the weights of linear layers, but the LM head, to FP8 (e4m3) with a scale "
+            "for each row.",
+        ),
+    ] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Cut the weights into files of at most so much, like 2GB. [default: 5GB]"
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a folder that runs over TwELL, and densely in any engine.
+
+    Over TwELL with trust_remote_code=True, also where twellctl is not installed. ReLU is written as
+    a sharp SiLU: engines that know SiLU alone, like llama.cpp, mlx-lm and vLLM, compute the same.
+    """
+    ui.doing(f"checking the weights of {model} and writing them")
+    from twellctl.export import export as run
+
+    exported(
+        run(
+            model,
+            out,
+            profile=profile,
+            evaluation=evaluation,
+            bench=bench,
+            quantize=quantize,
+            shard_size=shard_size,
+            overwrite=overwrite,
+            note=ui.note,
+        )
+    )
+
+
+def quickstart(
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do the whole job on a tiny model.
+
+    The model is made here, without a download, and all is done in two or three minutes.
+    """
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.quickstart import quickstart as run
+    from twellctl.screens.run import RunScreen
+
+    def note(title: str) -> None:
+        ui.activity.over()
+        ui.note(f"- {title}")
+
+    shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
+    result = run(out, overwrite=overwrite, seed=seed, **shown)
+    quickstarted(result)
+    if result.shortfalls:
+        raise TwellError("; ".join(result.shortfalls))

@@ -1,0 +1,196 @@
+"""The commands that use a model. Nothing heavy is imported before one runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twellctl.cli import interrupts
+from twellctl.cli.command import Model
+from twellctl.errors import TwellError, UsageError, reason
+from twellctl.files.strict_json import parse_json
+from twellctl.screens import serving, ui
+from twellctl.screens.doctor import diagnosed
+from twellctl.screens.generate import generated
+
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A chat template (Jinja) in the place of the model's."),
+]
+TemplateArguments = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="What the chat template is to know: '{\"enable_thinking\": false}'."
+    ),
+]
+
+
+def template_arguments(given: str | None) -> dict[str, Any]:
+    """The object in --chat-template-kwargs; `UsageError` for what is none."""
+    try:
+        found = parse_json(given) if given else {}
+    except ValueError as error:
+        raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"chat-template-kwargs must be a JSON object, got {given}")
+    return found
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
+    ],
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draw. [default: another each time]")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Answer PROMPT through the chat template, or continue it as text. "
+            "[default: chat, if the tokenizer has a template]",
+        ),
+    ] = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
+) -> None:
+    """Continue or answer a prompt.
+
+    The text goes to stdout as it comes; tokens/s and, of a ReLU model, the share of neurons that
+    fired to stderr.
+    """
+    ui.doing(f"loading {model}")
+    from twellctl.generate import generate as run
+
+    text = ui.read_stdin() if prompt == "-" else prompt
+    made = run(
+        model,
+        text,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+        chat_template=chat_template,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        note=ui.note,
+    )
+    try:
+        ui.stream(made)
+    finally:
+        generated(made.figures)
+
+
+def serve_local(
+    model: Model,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; beyond this machine only with a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TWELL_API_KEY",
+            help="What clients must send as 'Authorization: Bearer KEY'. The variable is safer: "
+            "other users of this machine can read the command line.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another name of this server, behind a proxy for example; can be repeated. "
+            "Requests for, or from pages of, other names get 403.",
+        ),
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(help="How many choices are written side by side at most.")
+    ] = 64,
+    max_waiting: Annotated[int, typer.Option(help="How many more may wait; others get 429.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600,
+    drain: Annotated[
+        float,
+        typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
+    ] = 30,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model, for those that have a fixed name; can be repeated. "
+            "[default: the folder's name]",
+        ),
+    ] = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
+    own_sampling: Annotated[
+        bool,
+        typer.Option(
+            help="Where a request names no temperature, top_p, top_k, min_p or repetition_penalty, "
+            "take those of generation_config.json, else 1, 1, all, 0 and 1."
+        ),
+    ] = True,
+    access_log: Annotated[
+        bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
+    ] = True,
+) -> None:
+    """Serve a model through OpenAI's API, and a page to chat.
+
+    /v1/chat/completions, /v1/completions, /v1/models; the page at /, which shows what share of each
+    layer's neurons fires for each token; /health; /metrics for Prometheus; /v1 lists them all. To
+    this machine only, unless there is a key. Ctrl-C ends it once running answers are complete, a
+    second one at once.
+    """
+    from twellctl.serve_local import serve_local as run
+
+    run(
+        model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        allow_hosts=allow_host or (),
+        max_running=max_running,
+        max_waiting=max_waiting,
+        timeout=timeout,
+        drain=drain,
+        names=served_model_name or (),
+        chat_template=chat_template,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        own_sampling=own_sampling,
+        on_ready=serving.serving,
+        log=serving.log if access_log else None,
+        note=ui.note,
+    )
+    interrupts.ignore()  # one that came late, before the process has ended
+    serving.end()
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model folder to check as well; it is only read."),
+    ] = None,
+) -> None:
+    """Say what works here and what to install.
+
+    With a folder: whether its config.json fits its weights, and its code is unchanged.
+    """
+    ui.doing("looking at the machine, the libraries and the kernels")
+    from twellctl.doctor import doctor as run
+
+    diagnosis = run(model, note=ui.note)
+    diagnosed(diagnosis)
+    if diagnosis.broken:
+        raise TwellError("; ".join(diagnosis.broken))
