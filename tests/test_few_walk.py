@@ -46,7 +46,7 @@ def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
 def launched(M: int, K: int, N: int, *, full: bool = False, end: str = "", **how):
     """What few_pairs launches; `full`: with biases, a residual, counts."""
     x, dtype = torch.zeros(M, K).bfloat16(), torch.float8_e4m3fn if end else torch.bfloat16
-    weights = [torch.zeros(N, K, dtype=dtype) for _ in range(3)]
+    weights = [torch.empty(N, K, dtype=dtype) for _ in range(3)]
     scales = [torch.zeros(n) if end else None for n in (N, N, K)]
     biases = [torch.zeros(n, dtype=torch.bfloat16) if full else None for n in (N, N, K)]
     residual = torch.zeros_like(x) if full else None
@@ -63,7 +63,9 @@ def launched(M: int, K: int, N: int, *, full: bool = False, end: str = "", **how
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("M", [WALK_TOKENS[0], LINEAR_TOKENS, LINEAR_TOKENS + 1, 64])
-@pytest.mark.parametrize(("end", "K", "N"), OF_ALL)
+@pytest.mark.parametrize(
+    ("end", "K", "N"), [("", 64, 8), ("", 2048, 5632), (E4M3_END, 2048, 32768)]
+)
 def test_arguments_are_the_parameters_of_the_kernel(end, K, N, M, full):
     *gate, (name, grid, block, args, smem_bytes) = launched(M, K, N, full=full, end=end).made
     by_linear = M <= LINEAR_TOKENS or bool(end)
@@ -190,9 +192,9 @@ def check(problem, size, ways=None, seeds=(1,)):
     ],
 )
 def test_it_is_exact_on_whole_numbers(end, M, K, N, level, size):
-    for seed in (1, 2):
-        check(emulated.random_problem(M, K, N, level, seed, end), size)
-    check(emulated.random_problem(M, K, N, level, 3, end), size, ways=2 if end else 1)
+    check(emulated.random_problem(M, K, N, level, 1 + WALK_SIZES.index(size) % 2, end), size)
+    if size == WALK_SIZES[0]:
+        check(emulated.random_problem(M, K, N, level, 3, end), size, ways=2 if end else 1)
 
 
 @needs_emulator
@@ -210,7 +212,7 @@ def test_nothing_fires_and_everything_fires(end, K, N):
 
 @needs_emulator
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("num", [1, 7, 8, 9, 16, 17, 63, 65])
+@pytest.mark.parametrize("num", [1, 8, 9, 63, 65])
 def test_lists_end_anywhere(num, end):
     problem = emulated.random_problem(2, 128, 136, -9.0, num, end)
     problem.gate[0, torch.randperm(136)[:num]] = 3

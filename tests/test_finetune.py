@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,21 +129,13 @@ def test_two_processes_speak_with_one_voice(processes, relu_llama, text_file, tm
     assert not run_folder(out).exists()
 
 
-def test_two_processes_fail_together(relu_llama, tmp_path):
+def test_two_processes_fail_together(processes, relu_llama, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("one two three")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["finetune", str(relu_llama), str(tmp_path / "out"), f"--data={text}", "--seq-len=32"]
-    done = subprocess.run(
-        [*run, "-m", "twellctl", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1
+    words = ["finetune", relu_llama, tmp_path / "out", f"--data={text}", "--seq-len=32"]
+    told = processes("command", 2, *map(str, words))
+    assert [code for code, *_ in told] == [1, 1]
+    said = [line for *_, err in told for line in err.splitlines() if line.startswith("error: ")]
     assert said
     assert all("fewer than one batch" in line for line in said), said
     assert sorted(tmp_path.iterdir()) == [text]

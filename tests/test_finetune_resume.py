@@ -51,29 +51,6 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(
     assert done.first_cross_entropy == uninterrupted.first_cross_entropy
 
 
-def test_killed_run_resumes_from_the_last_complete_checkpoint(
-    uninterrupted, relu_llama, text_file, tmp_path
-):
-    out = tmp_path / "out"
-    recipe = small(text_file, save_steps=3)
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"save_steps": 3}).items()]
-    command = [sys.executable, "-m", "twellctl", "finetune", str(relu_llama), str(out)]
-    process = subprocess.Popen(
-        [*command, f"--data={text_file}", *flags], stderr=subprocess.PIPE, text=True
-    )
-    for line in process.stderr:
-        if re.match(r"step ([7-9]|10)/", line):
-            break
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    half = run_folder(out) / "checkpoint-99"  # as if it had been killed while writing one
-    half.mkdir()
-    (half / "model.safetensors").write_bytes(b"")
-    finetune(relu_llama, out, recipe, resume=True)
-    assert_same_weights(out, uninterrupted.out)
-
-
 def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, uninterrupted):
     out = tmp_path / "out"
     with pytest.raises(Interrupted):
@@ -121,7 +98,9 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
     assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
 
 
-def test_full_disk_while_the_optimizer_is_written(relu_llama, text_file, tmp_path, monkeypatch):
+def test_full_disk_while_the_optimizer_is_written(
+    uninterrupted, relu_llama, text_file, tmp_path, monkeypatch
+):
     """torch's zip writer says it with a RuntimeError of its own, and names no file."""
     save = torch.save
 
@@ -137,25 +116,18 @@ def test_full_disk_while_the_optimizer_is_written(relu_llama, text_file, tmp_pat
         finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3))
     monkeypatch.undo()
     finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3), resume=True)
-    finetune(relu_llama, tmp_path / "whole", small(text_file, save_steps=3))
-    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    assert_same_weights(tmp_path / "out", uninterrupted.out)
 
 
-@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"schedule": NaN}'])
-def test_a_checkpoint_whose_state_is_broken(relu_llama, text_file, tmp_path, content):
-    with pytest.raises(Interrupted):
-        finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(3))
-    state = run_folder(tmp_path / "out") / "checkpoint-3" / "twell_state.json"
-    state.write_text(content)
-    with pytest.raises(TwellError, match=r"twell_state\.json is not valid JSON .*remove that"):
-        finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
-
-
-def test_a_run_of_another_version_is_not_gone_on_with(relu_llama, text_file, tmp_path):
+def test_a_checkpoint_that_is_broken_or_of_another_version(relu_llama, text_file, tmp_path):
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(3))
     state = run_folder(tmp_path / "out") / "checkpoint-3" / "twell_state.json"
     before = json.loads(state.read_text())
+    for content in ("{", "[" * 100_000, '{"schedule": NaN}'):
+        state.write_text(content)
+        with pytest.raises(TwellError, match=r"twell_state\.json is not valid JSON .*remove that"):
+            finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
     state.write_text(json.dumps({k: v for k, v in before.items() if k != "run_format"}))
     with pytest.raises(TwellError, match="was begun by another version of twellctl, which trains"):
         finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
@@ -163,7 +135,7 @@ def test_a_run_of_another_version_is_not_gone_on_with(relu_llama, text_file, tmp
     finetune(relu_llama, tmp_path / "out", small(text_file), resume=True)
 
 
-@pytest.mark.parametrize("save_steps", [0, 1, 5])
+@pytest.mark.parametrize("save_steps", [0, 5])
 def test_a_run_whose_result_could_not_be_written_is_not_lost(
     uninterrupted, relu_llama, text_file, tmp_path, monkeypatch, save_steps
 ):
@@ -188,7 +160,7 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
         if fails == "killed":
             raise KeyboardInterrupt
 
-    out, recipe, said = tmp_path / "out", small(text_file), []
+    out, recipe, said = tmp_path / "out", small(text_file, max_steps=2), []
     with monkeypatch.context() as patched:
         patched.setattr(runs, "remove", removed)
         progress = Progress()
