@@ -97,8 +97,7 @@ def test_a_bare_machine(play, monkeypatch):
 )
 def test_the_extra_is_that_of_torchs_cuda(play, cuda, extra):
     play()
-    assert machine.install_advice(cuda).startswith(f"pip install 'cupy-{extra}")
-    assert "nvidia-cuda-nvrtc" in machine.install_advice(cuda)
+    assert machine.install_advice(cuda).endswith(f"[{extra}]'")
     advice = machine.find_cupy(cuda).advice
     assert advice == (machine.install_advice(cuda) if cuda else "")
 

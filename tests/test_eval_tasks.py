@@ -251,7 +251,7 @@ def test_files_that_hold_no_task_are_refused(tmp_path):
 def test_without_lm_eval_its_tasks_are_refused(monkeypatch, relu_llama, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    said = r"^arc_easy, .*commonsense_qa, boolq: .* pip install '?lm-eval"
+    said = r"^arc_easy, .*commonsense_qa, boolq: .* pip install 'twellctl\[eval\]'"
     with pytest.raises(TwellError, match=said):
         evaluate(relu_llama, tasks=["paper", "boolq"])
     with pytest.raises(TwellError, match="cannot be read"):  # a path is none of its names

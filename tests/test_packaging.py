@@ -4,9 +4,11 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -22,24 +24,33 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["twellctl", "kernels", "recipes", "tests"]
 DATA = {"kernels": (".cu", ".cuh", ".md"), "recipes": (".yaml", ".md")}
 STAYS = {"kernels/LAB.md", "kernels/MEASURED.md", "recipes/LAB.md"}  # in the checkout
-BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
+USED = """
+import sys, twellctl
+from twellctl import convert, export, load
+from twellctl.here.resources import bundle_files, resource_dir
+from twellctl.training.recipe import recipe_names
+convert(sys.argv[1], "relu"), export("relu", "exported")
+assert load("exported").generate("def ", max_tokens=2).text() is not None
+print(resource_dir("kernels"), recipe_names(), sorted(bundle_files()), sep="\\n")
+"""
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="no checkout around the tests"
 )
 
 
-def python(code: str, cwd: Path, **environment) -> str:
-    """What `code` prints in an interpreter that has no working folder on its sys.path."""
+def run(*words: object, cwd: Path) -> str:
+    """What a command prints; its interpreter has no working folder on its sys.path."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def python(code: str, cwd: Path) -> str:
+    return run(sys.executable, "-c", code, cwd=cwd)
 
 
 def sources(folder: str, suffixes: tuple[str, ...] = (".py",)) -> set[str]:
@@ -49,7 +60,7 @@ def sources(folder: str, suffixes: tuple[str, ...] = (".py",)) -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the sdist and the wheel, built from a copy of the checkout."""
+    """A folder with the sdist, built from a copy of the checkout, and the wheel built of it."""
     pytest.importorskip("setuptools", minversion="77", reason="setuptools >= 77 builds the wheel")
     copy = tmp_path_factory.mktemp("build")
     for path in ROOT.iterdir():
@@ -60,7 +71,11 @@ def built(tmp_path_factory) -> Path:
         for name in sources(folder, suffixes):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    python(BUILD, copy)
+    sdist = python(BUILD.format("sdist", "dist"), copy).splitlines()[-1]
+    with tarfile.open(copy / "dist" / sdist) as archive:
+        archive.extractall(copy / "unpacked", filter="data")
+    (unpacked,) = (copy / "unpacked").iterdir()
+    python(BUILD.format("wheel", str(copy / "dist")), unpacked)
     return copy / "dist"
 
 
@@ -89,17 +104,25 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built):
     assert wanted - STAYS <= names
 
 
-def test_an_installed_wheel_finds_its_data(built, tmp_path):
-    (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    found = python(
-        "from twellctl.here.resources import bundle_files, resource_dir\n"
-        "from twellctl.training.recipe import recipe_names\n"
-        "print(resource_dir('kernels'), recipe_names(), sorted(bundle_files()), sep='\\n')",
-        cwd=tmp_path,
-        PYTHONPATH=str(tmp_path),
-    ).splitlines()
-    assert found[0] == str(tmp_path / "twellctl" / "_data" / "kernels")
+def test_the_wheel_works_in_a_clean_environment(built, silu_llama, tmp_path):
+    """As from an index, and with no checkout; only the dependencies are those of this one."""
+    venv.create(tmp_path / "env", with_pip=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    for old in site.glob("setuptools*"):  # Python 3.11 brings one, too old for torch
+        shutil.rmtree(old)
+    found = [path for path in sys.path if path.endswith("-packages")]
+    (site / "dependencies.pth").write_text("\n".join(found))
+    programs = tmp_path / "env" / "bin"
+    pip = programs / "python", "-m", "pip", "install", "--no-index"
+    run(*pip, "--no-deps", "--ignore-installed", *built.glob("*.whl"), cwd=tmp_path)
+    try:
+        run(*pip, "twellctl[cuda13x]", cwd=tmp_path)
+    except AssertionError as error:  # all else that it wants is there, and no other twellctl is
+        assert "No matching distribution found for cupy-cuda13x" in str(error)  # noqa: PT017
+    said = run(programs / "twellctl", "--version", cwd=tmp_path)
+    assert said == f"twellctl {twellctl.__version__}"
+    found = run(programs / "python", "-c", USED, silu_llama, cwd=tmp_path).splitlines()
+    assert found[0] == str(site / "twellctl" / "_data" / "kernels")
     assert all(name in found[1] for name in ("paper", "quickstart", "standard"))
     assert found[2] == str(sorted(bundle_files()))
 

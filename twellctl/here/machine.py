@@ -3,7 +3,6 @@
 Nothing here may fail for want of what it looks for.
 """
 
-import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -112,20 +111,8 @@ def install_advice(cuda: str | None) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs what an extra of twellctl is, by the packages' own names.
-
-    twellctl itself comes from no index, so `twellctl[EXTRA]` would be another's package.
-    """
-    from packaging.requirements import Requirement
-
-    found = []
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for requirement in map(Requirement, importlib.metadata.requires("twellctl") or ()):
-            marker = requirement.marker
-            if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
-                requirement.marker = None
-                found.append(f"'{requirement}'")
-    return f"pip install {' '.join(found)}" if found else f"install the extra {extra} of twellctl"
+    """The command that installs an extra of twellctl. pip keeps the twellctl that is installed."""
+    return f"pip install '{'twellctl' if version_of('twellctl') else '.'}[{extra}]'"
 
 
 def extra(cuda: str | None) -> str:
