@@ -13,8 +13,8 @@ from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe
 
 COMMANDS = (
-    "convert", "write", "finetune", "profile", "export", "quickstart", "generate", "serve-local",
-    "doctor", "eval", "bench model", "bench decode",
+    "convert", "write", "finetune", "profile", "export", "quickstart", "generate", "chat",
+    "serve-local", "doctor", "eval", "bench model", "bench decode",
 )  # fmt: skip
 
 

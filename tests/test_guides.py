@@ -5,6 +5,7 @@ runs first, from nothing but the model and the data that it downloads; the guide
 """
 
 import functools
+import io
 import json
 import re
 import shlex
@@ -41,7 +42,7 @@ SMALL = {
     "profile": {"windows": 2, "seq_len": 32},
     "eval": {"windows": 2, "seq_len": 32, "prompts": "prompts.jsonl"},
     "compare": {"limit": 2, "max_tokens": 8},
-    "generate": {"max_tokens": 4},
+    "chat": {"max_tokens": 4},
     "model": {"device": "cpu", "tokens": 64, "seq_len": 32, "rounds": 1},
     "decode": {"device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10, "generate": None},
 }  # fmt: skip
@@ -140,6 +141,7 @@ def stand_ins(monkeypatch):
     done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
     monkeypatch.setattr(serve_local, "serve_local", end)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     for name in ("write", "convert", "finetune"):
         less = functools.partial(getattr(twellctl, name), **SMALL[name])
         monkeypatch.setattr(sys.modules[f"twellctl.{name}"], name, less)

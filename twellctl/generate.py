@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from twellctl.decoding.scheduler import Scheduler
 
 MAX_TOKENS = 256
+Message = dict[str, str]  # role and content
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Loaded:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | list[Message],
         *,
         max_tokens: int | None = None,
         temperature: float = 0.0,
@@ -163,14 +164,17 @@ class Loaded:
     ) -> Generation:
         """The text after `prompt`, to iterate, or at once by `text()`; all else as in `generate`.
 
-        One at a time: the one before must have been read to its end.
+        `prompt` may be a conversation, too, whose next turn is the model's; it is cut where the
+        context ends. One at a time: the one before must have been read to its end, or closed.
         """
         _check_numbers(max_tokens, temperature, top_p, top_k, seed)
         _check_text(prompt)
-        chat = _is_chat(self.checkpoint, self.tokenizer, chat)
+        chat = _is_chat(self.checkpoint, self.tokenizer, isinstance(prompt, list) or chat)
         template = chat_template_kwargs or {}
         tokens = _encoded(self.checkpoint, self.tokenizer, prompt, chat, template)
-        budget = max_tokens or min(MAX_TOKENS, _room(self.scheduler, tokens))
+        budget = max_tokens or MAX_TOKENS
+        if max_tokens is None or isinstance(prompt, list):
+            budget = min(budget, _room(self.scheduler, tokens))
         sampling = Sampling(budget, temperature, top_p, top_k, seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
 
@@ -210,9 +214,10 @@ def _check_numbers(
         raise UsageError(f"seed must be -2^63 to 2^63 - 1, got {seed}")
 
 
-def _check_text(prompt: str) -> None:
+def _check_text(prompt: str | list[Message]) -> None:
+    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
     try:
-        prompt.encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid Unicode: give it as UTF-8") from error
 
@@ -229,15 +234,16 @@ def _is_chat(
 def _encoded(
     checkpoint: Checkpoint,
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: str,
+    prompt: str | list[Message],
     chat: bool,
     template: dict[str, Any],
 ) -> list[int]:
     if not chat:
         tokens = encode_text(tokenizer, prompt)
     else:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            tokens = encode_chat(tokenizer, [{"role": "user", "content": prompt}], **template)
+            tokens = encode_chat(tokenizer, turns, **template)
         except ValueError as error:
             raise TwellError(f"{checkpoint.name}: {error}; try --no-chat") from error
     if not tokens:

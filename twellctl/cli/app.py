@@ -50,6 +50,7 @@ command(app, "eval exported --reference owner/model --data heldout.jsonl", group
 command(app, "compare owner/model exported", group=USE)(measure.compare)
 app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 command(app, "generate exported 'Once upon a time'", group=USE)(use.generate)
+command(app, "chat exported", group=USE)(use.chat)
 command(app, "serve-local exported --port 8000", group=USE)(use.serve_local)
 command(app, "quickstart --out demo", group=MAKE)(make.quickstart)
 command(app, "doctor exported", group=USE)(use.doctor)

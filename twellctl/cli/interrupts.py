@@ -5,9 +5,11 @@ abort on it, or raise an error of its own in its place; in a finalizer it is pri
 is kept in mind here that Ctrl-C came, for whoever tells of the error that followed.
 """
 
+import contextlib
 import signal
 import sys
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _AGAIN_SECONDS = 0.01
@@ -35,6 +37,29 @@ def heed_no_more() -> None:
 def ignore() -> None:
     """All is done, and is to end as if no other Ctrl-C came."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def first_kept() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C only makes what is given true; the next one is as ever."""
+    before, kept = signal.getsignal(signal.SIGINT), []
+
+    def keep(signum: int, frame: types.FrameType | None) -> None:
+        kept.append(signum)
+        signal.signal(signal.SIGINT, before)
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, keep)
+    try:
+        yield lambda: bool(kept)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def forget() -> None:
+    """A Ctrl-C that came is dealt with: errors from here on are none of its consequences."""
+    global _came
+    _came = False
 
 
 def came() -> bool:

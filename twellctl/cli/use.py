@@ -24,6 +24,19 @@ TemplateArguments = Annotated[
     ),
 ]
 
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
+]
+Temperature = Annotated[
+    float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
+]
+TopP = Annotated[
+    float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
+]
+TopK = Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the draw. [default: another each time]")]
+
 
 def template_arguments(given: str | None) -> dict[str, Any]:
     """The object in --chat-template-kwargs; `UsageError` for what is none."""
@@ -41,20 +54,11 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
     ],
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the draw. [default: another each time]")
-    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -92,6 +96,33 @@ def generate(
         ui.stream(made)
     finally:
         generated(made.figures)
+
+
+def chat(
+    model: Model,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to answer.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: TemplateArguments = None,
+) -> None:
+    """Talk with a model.
+
+    A line is a message; what was said before goes with it. /new begins again, /system TEXT says how
+    to answer and begins again, /exit or the end of input ends. Ctrl-C stops an answer.
+    """
+    arguments = template_arguments(chat_template_kwargs)
+    ui.doing(f"loading {model}")
+    from twellctl.chat import Chat
+    from twellctl.cli.conversation import converse
+    from twellctl.generate import load
+
+    loaded = load(model, chat_template=chat_template, note=ui.note)
+    how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    converse(Chat(loaded, system, **how, seed=seed, chat_template_kwargs=arguments))
 
 
 def serve_local(

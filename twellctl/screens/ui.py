@@ -84,10 +84,29 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
+def read_line(prompt: str) -> str | None:
+    """The next line of stdin, asked for on a terminal; None at its end. `TwellError` as below."""
+    activity.over()
+    if not sys.stdin.isatty():
+        line = sys.stdin.buffer.readline()
+        return _decoded(line) if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, from here on lines can be edited and come again
+    try:
+        return input(prompt)
+    except EOFError:
+        sys.stdout.write("\n")
+        return None
+
+
 def read_stdin() -> str:
     """All of stdin, less the newline at its end. `TwellError` if it is no text."""
+    return _decoded(sys.stdin.buffer.read())
+
+
+def _decoded(given: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return given.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise TwellError(f"stdin is not UTF-8 (byte {error.start}): convert it") from error
 
