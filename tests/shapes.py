@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-TINY_CONFIG = str(Path(__file__).with_name("tiny_config.json"))  # 2 layers of 256 x 512
+TINY_CONFIG = str(Path(__file__).with_name("tiny_config.json"))  # 2 layers of 128 x 256
 
 FAMILIES = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
