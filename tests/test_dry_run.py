@@ -43,16 +43,12 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_says_what_lasts(relu_llama, text_file):
-    told = []
-    dry_run(relu_llama, small(text_file), doing=told.append)
+def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
+    recipe, told = small(text_file, max_steps=50), []
+    found = dry_run(relu_llama, recipe, doing=told.append)
     assert told[:2] == ["reading the first of the text", "loading the model"]
     assert told[2:] == [f"taking step {n} of 5 to measure" for n in range(1, 6)]
-
-
-def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
-    recipe = small(text_file, max_steps=50)
-    found = dry_run(relu_llama, recipe)
+    assert found.checkpoint_bytes == 0
     assert found.tokens_per_second > 0
     assert found.seconds == found.num_tokens / found.tokens_per_second
     assert found.num_tokens == 50 * 4 * 32
@@ -72,21 +68,17 @@ def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
     assert found.passes == pytest.approx(2, rel=0.02)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".txt"])
-def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, tmp_path, suffix):
+def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, tmp_path):
     texts = list(read_texts([str(text_file)], "text"))
-    file = tmp_path / f"text{suffix}"
-    if suffix == ".parquet":  # which compresses it
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, compression="zstd")
-    elif suffix == ".jsonl":
-        rows = [json.dumps({"more": "x" * 2000, "text": text}) for text in texts]
-        file.write_text("\n\n".join(rows))
-    else:
-        file.write_text("".join(texts))
+    files = [tmp_path / f"text{suffix}" for suffix in (".parquet", ".jsonl", ".txt")]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, files[0], compression="zstd")  # which compresses it
+    rows = [json.dumps({"more": "x" * 2000, "text": text}) for text in texts]
+    files[1].write_text("\n\n".join(rows))
+    files[2].write_text("".join(texts))
     how = {"max_steps": None, "epochs": 1, "batch_size": 16}
-    wanted = dry_run(relu_llama, small(text_file, **how)).num_steps
-    found = dry_run(relu_llama, small(file, **how)).num_steps
-    assert found == pytest.approx(wanted, rel=0.03)
+    wanted, *found = (dry_run(relu_llama, small(f, **how)).num_steps for f in (text_file, *files))
+    assert found == pytest.approx([wanted] * 3, rel=0.03)
 
 
 def test_text_that_is_read_again_is_said_so(cli, relu_llama, text_file, tmp_path):
@@ -150,7 +142,6 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     tried_out(found, None, "")
     told = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
     assert told in capsys.readouterr().out
-    assert dry_run(relu_llama, small(text_file, save_steps=0, max_steps=2)).checkpoint_bytes == 0
 
 
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):
@@ -212,7 +203,7 @@ def test_a_model_that_cannot_be_loaded_is_not_loaded_again(relu_llama, text_file
     assert found.changes["param_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("micro", "seconds"), [(8, 2), (4, 3), (2, 5), (1, 9)])
+@pytest.mark.parametrize(("micro", "seconds"), [(8, 2), (2, 5)])
 def test_a_step_of_many_parts_has_one_optimizer_step(
     relu_llama, text_file, monkeypatch, micro, seconds
 ):

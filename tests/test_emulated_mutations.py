@@ -177,9 +177,6 @@ MUTATIONS = {
     "the neighbour's columns of x": Mutation(
         step_e4m3, STEP, "        clear_dealt();\n", wrong="assert"
     ),
-    "another column's scale": Mutation(
-        step_e4m3, FFN, "kQuad * own.first + thread(), bits);", "thread(), bits);", "assert"
-    ),
     "no barrier of the cluster": Mutation(
         few,
         FEW_DOWN,
@@ -310,6 +307,9 @@ MUTATIONS |= {
     )
 }
 MORE = {
+    "another column's scale": Mutation(
+        step_e4m3, FFN, "kQuad * own.first + thread(), bits);", "thread(), bits);", "assert"
+    ),
     "no arrive": Mutation(
         step,
         PRODUCTS,
@@ -354,7 +354,26 @@ MORE = {
         walk, WALK, "    cluster_wait();", wrong="may not have begun"
     ),
 }
-ALL = MUTATIONS | (MORE if EVERY_CASE else {})
+# found by the same test as others of their kind
+LIKE_OTHERS = {
+    "e4m3: columns side by side",
+    "e4m3: sums of the other plane",
+    "e4m3: one half of the weights",
+    "h in e4m3: -0 as 0",
+    "h in e4m3: no bias",
+    "h in e4m3: fired in one half",
+    "walk over e4m3: one half of a row",
+    "walk over e4m3: no scale of the token",
+    "pairs over e4m3: half of x",
+    "pairs over e4m3: columns exchanged",
+    "pairs over e4m3: x not taken back",
+    "pairs over e4m3: the batch before's scale",
+    "few heavy rows: no scale of the token",
+    "few heavy rows: without the rest",
+    "few heavy rows: too many slots taken as whole",
+}
+assert MUTATIONS.keys() > LIKE_OTHERS
+ALL = MUTATIONS | MORE if EVERY_CASE else MUTATIONS.keys() - LIKE_OTHERS
 
 
 @pytest.mark.parametrize(
@@ -368,9 +387,9 @@ def test_without_a_mistake(run):
     run(EmulatedKernels())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_a_mistake(name):
-    mutation, sources = ALL[name], kernel_files()
+    mutation, sources = (MUTATIONS | MORE)[name], kernel_files()
     text = sources[mutation.file].decode()
     assert text.count(mutation.original) == 1
     mutated = text.replace(mutation.original, mutation.mutated).encode()
