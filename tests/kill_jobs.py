@@ -22,7 +22,14 @@ from twellctl.finetune import finetune
 from twellctl.quickstart import quickstart
 from twellctl.training.recipe import run_folder
 
-QUICK = {"max_steps": 3, "eval_blocks": 2, "eval_steps": 2, "save_steps": 1, "batch_size": 4}
+QUICK = {
+    "seq_len": 32,
+    "max_steps": 3,
+    "eval_blocks": 2,
+    "eval_steps": 2,
+    "save_steps": 1,
+    "batch_size": 4,
+}
 
 
 def converted(model, text, out, overwrite):
@@ -49,6 +56,7 @@ def whole(model, text, out, overwrite):
 
     resolve = quickstart_module.resolve_recipe
     quickstart_module.STEPS = 2
+    quickstart_module.FIT |= {"tokens": 4096, "steps": 2}
     quickstart_module._write_corpus = write_corpus
     quickstart_module.resolve_recipe = lambda name, flags: resolve(name, flags | QUICK)
     quickstart(out, overwrite=overwrite, seed=int(model))
