@@ -5,6 +5,7 @@ The processes of a session share what they compile through a folder, which conft
 
 import fcntl
 import functools
+import hashlib
 import math
 import os
 import pickle
@@ -42,7 +43,8 @@ def nvrtc(major: int) -> Nvrtc:
 def compiled(name: str, arch: str, major: int = 13) -> Cubin:
     """The cubin of a source; skips the test without that NVRTC."""
     library = nvrtc(major)
-    made = Path(os.environ["TWELL_TEST_BUILDS"]) / f"{Path(name).stem}-{arch}-{major}"
+    read = repr((name, sorted(compiled_files(name, SOURCES, arch).items()), library.version, arch))
+    made = Path(os.environ["TWELL_TEST_BUILDS"]) / hashlib.sha256(read.encode()).hexdigest()
     with made.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
         file.seek(0)

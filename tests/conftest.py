@@ -2,8 +2,9 @@
 
 In the environment: TWELL_TEST_KILLS, how often each command is killed at a random moment (else 1);
 TWELL_TEST_EVERY_CASE, set: kernels are emulated at all sizes and with every mistake, not only the
-main ones; TWELL_TEST_MODEL, the folder of a real pretrained SiLU model, without which some tests
-are skipped.
+main ones; TWELL_TEST_BUILDS, a folder that keeps what is compiled for the next session of this
+machine; TWELL_TEST_MODEL, the folder of a real pretrained SiLU model, without which some tests are
+skipped.
 """
 
 import gc
@@ -60,7 +61,7 @@ def stdlib_texts(count: int) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """What is compiled once for all processes of a session (compiled.py) lies in one folder."""
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and "TWELL_TEST_BUILDS" not in os.environ:
         builds = tempfile.TemporaryDirectory(prefix="twell-builds-")
         os.environ["TWELL_TEST_BUILDS"] = builds.name
         config.add_cleanup(builds.cleanup)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,47 +37,22 @@ def test_it_goes_into_our_cache_where_it_has_no_place(library, tmp_path):
     assert sys.pycache_prefix == str(tmp_path / "cache" / "bytecode")
 
 
-def test_nothing_changes_where_it_is_there(library):
-    place = importlib.util.cache_from_source(str(library))
-    os.mkdir(os.path.dirname(place))
-    open(place, "wb").close()
+@pytest.mark.parametrize("why", ["is there", "can be written", "others may write", "set", "unset"])
+def test_nothing_changes_where(library, tmp_path, monkeypatch, why):
+    prefix = "/their/own" if why == "set" else None
+    monkeypatch.setattr(sys, "pycache_prefix", prefix)
+    monkeypatch.setattr(sys, "dont_write_bytecode", why == "unset")
+    if why == "is there":
+        place = Path(importlib.util.cache_from_source(str(library)))
+        place.parent.mkdir()
+        place.touch()
+    elif why == "can be written":
+        monkeypatch.setattr(bytecode.os, "access", lambda path, mode: path == library.parent)
+    elif why == "others may write":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache").chmod(0o777)
     keep_bytecode()
-    assert sys.pycache_prefix is None
-
-
-def test_nothing_changes_where_it_can_be_written(library, monkeypatch):
-    monkeypatch.setattr(bytecode.os, "access", lambda path, mode: path == library.parent)
-    keep_bytecode()
-    assert sys.pycache_prefix is None
-
-
-def test_a_folder_for_it_that_cannot_be_written_is_no_place(library, monkeypatch):
-    (library.parent / "__pycache__").mkdir()
-    monkeypatch.setattr(bytecode.os, "access", lambda path, mode: path == library.parent)
-    keep_bytecode()
-    assert sys.pycache_prefix
-
-
-def test_not_into_a_folder_that_others_may_write(library, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    keep_bytecode()
-    assert sys.pycache_prefix is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("pycache_prefix", "/their/own"), ("dont_write_bytecode", True)]
-)
-def test_what_the_user_has_set_stays(library, monkeypatch, name, value):
-    monkeypatch.setattr(sys, name, value)
-    keep_bytecode()
-    assert sys.pycache_prefix == (value if name == "pycache_prefix" else None)
-
-
-def test_without_torch_there_is_nothing_to_keep(library, monkeypatch):
-    monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda name: None)
-    keep_bytecode()
-    assert sys.pycache_prefix is None
+    assert sys.pycache_prefix == prefix
 
 
 def test_the_next_start_finds_it(tmp_path):
