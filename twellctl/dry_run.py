@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -283,8 +284,8 @@ def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]
 def _build(
     checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
 ) -> SparseTrainer:
-    short = {"max_steps": STEPS, "max_tokens": None, "batch_size": recipe.micro_batch_size}
-    short["batch_size"] *= PartialState().num_processes
+    short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None}
+    short["batch_size"] = recipe.micro_batch_size * PartialState().num_processes
     short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
     probe = dataclasses.replace(recipe, **short)
     teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)

@@ -186,7 +186,8 @@ async def _start(runner: web.AppRunner, listener: socket.socket) -> None:
     try:
         await web.SockSite(runner, listener).start()
     except OSError as error:
-        raise _no_address(*listener.getsockname()[:2], error) from error
+        host, port = listener.getsockname()[:2]
+        raise _no_address(host, port, error) from error
 
 
 def _served_name(checkpoint: Checkpoint) -> str:

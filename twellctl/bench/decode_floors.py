@@ -32,7 +32,8 @@ def step_bytes(model: nn.Module, unions: tuple[float, ...] | None, rows: int) ->
     ffns = gated_ffns(model)
     for ffn, union in zip(ffns, unions or (1.0,) * len(ffns), strict=True):
         down = ffn.down_proj.weight
-        total -= 2 * down.nbytes - (ffn_bytes(*down.shape, down.itemsize, union) - down.nbytes)
+        K, N = down.shape
+        total -= 2 * down.nbytes - (ffn_bytes(K, N, down.itemsize, union) - down.nbytes)
     return total
 
 

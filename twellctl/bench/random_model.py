@@ -114,7 +114,8 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
     None is a Llama of 1.5B. `layers` are taken in the place of the config's. The model's context is
     cut to `context` tokens, which tables and caches are made for. `TwellError` names what is wrong.
     """
-    name, given = "random Llama", BUILT_IN
+    name = "random Llama"
+    given: dict[str, Any] = BUILT_IN
     if config is not None:
         name, given = config, open_config_file(config)[1]
         given.pop("twell", None)  # of other weights

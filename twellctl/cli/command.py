@@ -24,7 +24,8 @@ Quiet = Annotated[
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
     if wanted:
-        for each in context.command.params:
+        every: list[Any] = context.command.params
+        for each in every:
             each.hidden = False
         if text := context.get_help():  # rich prints by itself
             ui.say(text)
@@ -51,6 +52,7 @@ class _Command(TyperCommand):
     """
 
     shown: tuple[str, ...] = ()
+    params: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -113,7 +115,7 @@ def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., N
             raise ReaderLeft from error
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = inspect.Signature([*own, *options])
+    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
     return run
 

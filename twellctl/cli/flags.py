@@ -77,7 +77,7 @@ def _with_options(texts: dict[str, tuple[Field, str]]) -> Callable[[Command], Co
             run(**given, flags={k: v for k, v in flags.items() if v not in (None, [], ())})
 
         with_options.__name__, with_options.__doc__ = run.__name__, run.__doc__
-        with_options.__signature__ = inspect.Signature(parameters)
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_options
 
@@ -103,7 +103,7 @@ def _parameter(flag: str, field: Field, text: str, group: str | None) -> inspect
         flag.replace("-", "_").lower(),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[(list[kind] if many else kind) | None, declared],
+        annotation=Annotated[(list[kind] if many else kind) | None, declared],  # type: ignore[valid-type]
     )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -78,7 +79,7 @@ def told_of_decoder(model: PreTrainedModel) -> str:
     return TOLD[kind] if why is None else f"{TOLD[kind]} ({why})"
 
 
-def _choose(model: PreTrainedModel) -> tuple[type[Decoder], str | None]:
+def _choose(model: PreTrainedModel) -> tuple[Any, str | None]:
     """The best decoder's class, and what stands against the next better one."""
     why = None
     for kind in DECODERS:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 from twellctl.files.strict_json import to_json
 from twellctl.firing.profiled import KindDensity
@@ -330,7 +330,7 @@ class Evaluation:
 
     def to_json(self) -> dict:
         """The content of the file: its version first, then all fields, mean and verdict last."""
-        more = {"mean": self.mean, "verdict": self.verdict}
+        more: dict[str, Any] = {"mean": self.mean, "verdict": self.verdict}
         told = {key: None if value is None else asdict(value) for key, value in more.items()}
         return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | told
 

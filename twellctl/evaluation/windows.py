@@ -43,8 +43,8 @@ def count_windows(
         ids, groups = ids.to(device), groups.to(device)
         rows = groups.flatten()
 
-        def count(layer: int, *gates: Tensor, rows: Tensor = rows) -> None:
-            counts[layer].add(*gates, rows)
+        def count(layer: int, gate: Tensor, active: Tensor, rows: Tensor = rows) -> None:
+            counts[layer].add(gate, active, rows)
 
         with FiredMeter(model, count, look):
             read(ids, groups)

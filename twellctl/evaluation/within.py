@@ -28,7 +28,7 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 OF_ITSELF = {"prlimit64": (302, 261)}  # may be called with process 0, itself
 FOR_THREADS = {"clone": (56, 220)}
 TO_READ = {"openat": (257, 56)}  # asked only where Landlock is not there
-REFUSED = {
+REFUSED: dict[int, dict[str, tuple]] = {
     EAGAIN: {"fork": (57, None), "vfork": (58, None)},
     ENOSYS: {"clone3": (435, 435), "openat2": (437, 437)},  # callers go on with the older ones
     EACCES: {"socket": (41, 198), "io_uring_setup": (425, 425)},
@@ -158,7 +158,7 @@ def filter_of(audit: int, column: int, files: bool) -> bytes:
             if numbers[column] is not None:
                 made += [one(EQUAL, numbers[column], 0, 1), one(RETURN, REFUSE | error)]
     # (calls, where an argument stands, its bits, what follows if some are set, and if none is)
-    asked = [(FOR_THREADS, 16, THREAD, ALLOW, REFUSE | EAGAIN)]
+    asked: list[tuple] = [(FOR_THREADS, 16, THREAD, ALLOW, REFUSE | EAGAIN)]
     asked += [(OF_ITSELF, 16, 0xFFFFFFFF, REFUSE | EPERM, ALLOW)]
     asked += [] if files else [(TO_READ, 32, WRITING, REFUSE | EACCES, ALLOW)]
     for calls, place, bits, some, none in asked:

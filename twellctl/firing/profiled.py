@@ -216,7 +216,7 @@ def _made(kind: Any, value: Any, where: str) -> Any:
     """`value`, read from JSON, as a `kind`; `ValueError` says where it is none."""
     if isinstance(kind, UnionType):  # of something and None
         return None if value is None else _made(kind.__args__[0], value, where)
-    if is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         given = {name: value[name] for name in hints if name in value}
         made = {name: _made(hints[name], part, f"{where}.{name}") for name, part in given.items()}

@@ -309,8 +309,8 @@ def _metrics(figures: Figures) -> list[Metric]:
         by = _judged_by(task)
         found.append((cell(task["task"]), by, by, task["accuracy"][by]["mean"]))
     return [
-        Metric(*fields, value)
-        for *fields, value in found
+        Metric(text, by, about, value)
+        for text, by, about, value in found
         if isinstance(value, float) and abs(value) < LARGEST
     ]
 

@@ -8,6 +8,7 @@ keeps two. The shifts of gates have a rate of their own. Several processes share
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five ti
 class Muon(torch.optim.AdamW):
     """AdamW, except for groups with `matrices` true: they take Muon's step."""
 
+    param_groups: list[dict[str, Any]]
     _owners: dict[Tensor, int] | None = None
 
     @torch.no_grad()

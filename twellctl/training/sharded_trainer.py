@@ -87,7 +87,12 @@ class ShardedTrainer(SparseTrainer):
         """Once the checkpoint that was begun is written it counts."""
         if self._writer.ended(wait):
             folder, state = self._unfinished
-            in_all(lambda: self.is_world_process_zero() and self.complete(folder, state))
+
+            def complete() -> None:
+                if self.is_world_process_zero():
+                    self.complete(folder, state)
+
+            in_all(complete)
 
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         if not is_sharded_checkpoint(Path(checkpoint)):

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 SECONDS = 25.0  # less than launchers wait before they kill
 _LOOKS = 25  # in that time, whether the main thread has answered
 _heard = threading.Event()
-_ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: _heard.set() or 0)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _ask(_: None) -> int:
+    _heard.set()
+    return 0
 
 
 @contextlib.contextmanager
