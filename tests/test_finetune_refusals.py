@@ -169,7 +169,7 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
 
 
 def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
-    settings = {"learning_rate": 3.0, "optimizer": "adamw", "soften": 0.0, "eval_steps": 2}
+    settings = {"learning_rate": 3.0, "optimizer": "adamw", "eval_steps": 2}
     settings |= {"max_grad_norm": 1e9, "lr_scheduler": "constant"}
     recipe = small(text_file, max_steps=40, **settings)
     said = r"above the \d\.\d+ that the ReLU model began with, since step \d+, .*checkpoint: none$"
@@ -197,7 +197,7 @@ def test_a_lost_run_leaves_the_last_good_checkpoint(
 ):
     out = tmp_path / "out"
     settings = {"eval_steps": 2, "learning_rate": 1e-9, "save_steps": save_steps}
-    recipe = small(text_file, max_steps=40, l1_schedule="constant", soften=0.0, **settings)
+    recipe = small(text_file, max_steps=40, l1_schedule="constant", **settings)
     with pytest.raises(TwellError, match=r"since step 16, .*checkpoint: \S+$") as lost:
         finetune(relu_llama, out, recipe, progress=SpoilWeights())
     kept = run_folder(out) / f"checkpoint-{good}"
@@ -228,15 +228,15 @@ def test_when_a_run_is_lost(losses, leeway, is_lost, settled):
     assert HeldOutLosses(list(zip(early, losses, strict=True)), leeway).lost_since(settled) is None
 
 
-@pytest.mark.parametrize(("soften", "ends"), [(0.0, True), (0.35, False)])
-def test_no_run_is_lost_while_the_goal_falls_or_gates_soften(soften, ends):
-    """Of 100 steps the goal falls for 30."""
+@pytest.mark.parametrize(("steps", "ends"), [(100, True), (120, False)])
+def test_no_run_is_lost_while_the_goal_falls(steps, ends):
+    """For 30 % of so short a run."""
     trainer = SparseTrainer.__new__(SparseTrainer)
     losses = [{"step": s, "eval_loss": 2.0 if s == 0 else 2.5} for s in (0, 20, 31, 32, 33)]
     trainer.state = SimpleNamespace(
-        log_history=[*losses, {"step": 1, "loss": 9.0}], max_steps=100, best_model_checkpoint=None
+        log_history=[*losses, {"step": 1, "loss": 9.0}], max_steps=steps, best_model_checkpoint=None
     )
-    trainer.leeway, trainer.soften, trainer.schedule = 0.0, soften, TargetL1(1e-3, 0.05, 100)
+    trainer.leeway, trainer.schedule = 0.0, TargetL1(1e-3, 0.05, steps)
     lost = pytest.raises(TwellError, match=r"is 2\.5000, above the 2\.0000 .*since step 31")
     with lost if ends else contextlib.nullcontext():
         trainer._stop_if_lost()

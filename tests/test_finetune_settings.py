@@ -21,6 +21,7 @@ from twellctl.models.loading import load_tokenizer
 from twellctl.text.blocks import read_blocks, token_stream, write_tokens
 from twellctl.training import runs
 from twellctl.training.arguments import micro_batch
+from twellctl.training.optimizer import default_rate
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
@@ -217,6 +218,8 @@ def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file,
     rate = resolve_recipe(tmp_path / "out/recipe.yaml").learning_rate
     assert rate == pytest.approx(0.015 * float(rms), rel=0.05)
     assert f"{rate:.1e}" == f"{rate:e}".replace("00000e", "e")  # two digits
+    works = open_checkpoint(tmp_path / "out")  # and shall stay so
+    assert default_rate(works) == pytest.approx(0.1 * rate, rel=0.1)
 
 
 @pytest.mark.parametrize(("limit", "share"), [(2000, 0.5), (6000, 0.3)])

@@ -1,4 +1,4 @@
-"""Priced gates: SiLU at first, ReLU at last, the gradients, the shifts, and what is stored."""
+"""Priced gates: ReLU with the gradients of a soft one, the shifts, and what is stored."""
 
 import dataclasses
 import json
@@ -39,15 +39,8 @@ def draw_shifts(gates: PricedGates) -> None:
         gate.direction.copy_(torch.randn(gate.direction.shape, generator=g) / 4)
 
 
-def test_soft_at_width_one_is_silu(relu_llama, ids):
-    model, gates = priced(relu_llama)
-    gates.begin(TOKENS, width=1.0)
-    silu = load_model(open_checkpoint(relu_llama), activation="silu")
-    assert torch.allclose(model(ids).logits, silu(ids).logits, atol=1e-5)
-
-
 @pytest.mark.parametrize("training", [False, True])
-def test_hard_is_relu_and_counts_what_fires(relu_llama, ids, training):
+def test_it_is_relu_and_counts_what_fires(relu_llama, ids, training):
     model, gates = priced(relu_llama)
     model.train(training)
     gates.begin(TOKENS)
@@ -63,8 +56,7 @@ def test_hard_is_relu_and_counts_what_fires(relu_llama, ids, training):
     assert penalty.item() == pytest.approx(96 * sum(expected) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("width", [None, 0.7])
-def test_gradients_are_those_of_the_soft_relu(width):
+def test_gradients_are_those_of_the_soft_relu():
     gate = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     host = torch.nn.Module()
     host.mlp = torch.nn.Module()
@@ -72,13 +64,13 @@ def test_gradients_are_those_of_the_soft_relu(width):
         setattr(host.mlp, name, torch.nn.Linear(*size))
     host.mlp.act_fn = torch.nn.ReLU()
     gates = PricedGates(host)
-    gates.begin(5, 0.3 * 0.5, width)
+    gates.begin(5, 0.3 * 0.5)
     up = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = gate.clone().requires_grad_()
     (host.mlp.act_fn.train()(x) * up).sum().backward()
 
     y = gate.clone().requires_grad_()
-    soft = torch.sigmoid(y / (width or SLOPE))
+    soft = torch.sigmoid(y / SLOPE)
     (y * soft * up).sum().add(0.3 * 0.5 * soft.sum() / 5).backward()
     assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 

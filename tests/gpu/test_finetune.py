@@ -63,12 +63,12 @@ def in_float32(monkeypatch):
 
 
 def test_recorded_steps_are_as_those_that_are_not(make_model, text_file, tmp_path, monkeypatch):
-    """Two parts a step, evaluations between, gates soft for a while: what changes is in tensors."""
+    """Two parts a step, evaluations between: what changes is in tensors."""
     in_float32(monkeypatch)
     convert(make_model("llama", initializer_range=0.05), tmp_path / "relu")
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
     flags |= {"max_steps": 12, "eval_steps": 5, "eval_blocks": 4, "save_steps": 0}
-    flags |= {"learning_rate": 1e-3, "soften": 0.5, "compile": True}
+    flags |= {"learning_rate": 1e-3, "compile": True}
     replayed, done = [], {}
     replay = CapturedPart.__call__
     monkeypatch.setattr(

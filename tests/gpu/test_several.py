@@ -25,7 +25,7 @@ pytestmark = [
 ]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}
 FLAGS = {"seq-len": 64, "batch-size": 8, "max-steps": 12, "save-steps": 5, "eval-blocks": 4}
-FLAGS |= {"learning-rate": 1e-3, "soften": 0.5, "teacher-weight": 0.5}
+FLAGS |= {"learning-rate": 1e-3, "teacher-weight": 0.5}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 

@@ -86,9 +86,8 @@ def build_trainer(
     sharded = is_to_be_sharded(checkpoint, recipe)
     model = _student(checkpoint, recipe, sharded)
     fresh, num_neurons = checkpoint.is_only_converted, checkpoint.own_neurons
-    soften = recipe.soften if fresh and recipe.penalty == "count" else 0.0
     progress.doing("looking at what the layers read")
-    penalty = _penalty(model, recipe, train, soften, checkpoint.map_neurons)
+    penalty = _penalty(model, recipe, train, checkpoint.map_neurons)
     if recipe.gradient_checkpointing:
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
@@ -102,7 +101,6 @@ def build_trainer(
         teacher_weight=recipe.teacher_weight,
         states=_states(model, taught_by, recipe),
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
-        soften=soften,
         leeway=0.0 if fresh else LEEWAY,
         compiled=recipe.compile,
         captures=_captures(recipe) and not sharded,
@@ -170,14 +168,14 @@ def _states(
 
 
 def _penalty(
-    model: PreTrainedModel, recipe: Recipe, train: Blocks, soften: float, map_neurons: int
+    model: PreTrainedModel, recipe: Recipe, train: Blocks, map_neurons: int
 ) -> PricedGates | FfnPenalty:
     if recipe.penalty == "count":
         gates = PricedGates(model, recipe.l1_normalizer, map_neurons)
         device = model.device
         batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            gates.find_directions(model.train(), batches, width=1.0 if soften else None)
+            gates.find_directions(model.train(), batches)
         return gates
     return FfnPenalty(model, recipe.l1_normalizer, compiled=bool(recipe.compile))
 

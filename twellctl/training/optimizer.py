@@ -28,7 +28,8 @@ REST_RATE = 0.5  # AdamW's rate for the rest, in rates of Muon
 EMBEDDINGS_EPS = 0.1  # AdamW's eps for embeddings and head, in even shares of a clipped gradient
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
-RATE_BY_SIZE = 0.015  # the default, over the rms of weights: 0.3 % of a matrix a step (LAB.md)
+RATE_BY_SIZE = 0.015  # over the rms of weights: 0.3 % of a matrix a step (LAB.md)
+OF_WHAT_WORKS = 0.1  # of that, where a model is as it shall stay: more costs it rare knowledge
 DRAWN_STD = 0.02  # of random weights, unless their config says otherwise
 AT_ONCE = 1 << 26  # weights that are orthogonalised together
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five times within 0.7-1.2
@@ -199,11 +200,11 @@ def make_optimizer(
 
 
 def default_rate(checkpoint: Checkpoint) -> float:
-    """`RATE_BY_SIZE` times the rms of the middle layer's FFN weights.
+    """`RATE_BY_SIZE` times the rms of the middle layer's FFN weights, or `OF_WHAT_WORKS` of it.
 
-    To two digits, so that all processes have the same. What a layer gives after a norm does not
-    depend on the size of its weights, so a step is a share of that. `TwellError` for weights that
-    are all zero.
+    The former for random weights, and for a model whose activation was swapped. To two digits, so
+    that all processes have the same. What a layer gives after a norm does not depend on the size of
+    its weights, so a step is a share of that. `TwellError` for weights that are all zero.
     """
     if not checkpoint.shards:
         return _two_digits(RATE_BY_SIZE * (checkpoint.config.get("initializer_range") or DRAWN_STD))
@@ -217,7 +218,8 @@ def default_rate(checkpoint: Checkpoint) -> float:
             f"the FFN weights of layer {layer} are all zero, so give --learning-rate: the default "
             "is a share of their size"
         )
-    return _two_digits(RATE_BY_SIZE * math.sqrt(squares / count))
+    share = 1.0 if checkpoint.is_only_converted else OF_WHAT_WORKS
+    return _two_digits(share * RATE_BY_SIZE * math.sqrt(squares / count))
 
 
 def _two_digits(x: float) -> float:

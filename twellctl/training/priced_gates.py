@@ -14,8 +14,7 @@ of the weights, exactly: `W_gate -= shift direction^T`. So what is stored is a p
 Gradients are those of the soft ReLU `gate * soft` with `soft = sigmoid(gate / SLOPE)`, and the
 price is that of `soft`: a gate near zero feels what its neuron is worth and what it costs,
 whichever side it is on. What fires keeps its value: unlike an L1 penalty the price does not shrink
-it. Early on the soft ReLU is the forward too. Of width 1 it is SiLU, exactly, so that a converted
-model starts as what it was and hardens without a jump.
+it.
 
 The price is never part of the loss tensor. It is added in the backward pass, which is right under
 every kind of gradient checkpointing, where a sum collected on the side would be counted twice.
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
 from twellctl.training.processes import is_one_of_several
 
-SLOPE = 0.05  # width of the sigmoid of the backward pass, once the forward is a ReLU
+SLOPE = 0.05  # width of the sigmoid of the backward pass
 RIDGE = 1e-2  # of the mean square of an input, added to each when a direction is fitted
 TOKENS_A_WEIGHT = 8  # so many tokens for each weight of a direction, to fit it
 
@@ -38,14 +37,14 @@ TOKENS_A_WEIGHT = 8  # so many tokens for each weight of a direction, to fit it
 class PricedGate(nn.Module):
     """In the place of an FFN's activation, behind a product that `shifted` corrects."""
 
-    def __init__(self, num_neurons: int, hidden_size: int, map_neurons: int, settings: Tensor):
+    def __init__(self, num_neurons: int, hidden_size: int, map_neurons: int, price: Tensor):
         super().__init__()
         self.num_own = num_neurons - map_neurons
-        device = settings.device
+        device = price.device
         self.shift = nn.Parameter(torch.zeros(num_neurons, device=device))
         direction = torch.zeros(hidden_size, device=device)
         self.register_buffer("direction", direction, persistent=False)
-        self.settings = settings  # of all layers: (1 while soft else 0, width, price of one neuron)
+        self.price = price  # of one neuron, the same in all layers
         self.fired = torch.zeros((), device=device)
 
     def shifted(self, product: nn.Module, args: tuple[Tensor], gate: Tensor) -> Tensor:
@@ -58,25 +57,21 @@ class PricedGate(nn.Module):
     def forward(self, gate: Tensor) -> Tensor:
         fires = gate > 0
         self.fired = fires[..., : self.num_own].sum(dtype=torch.float32)
-        return _Fire.apply(gate, self.settings) if self.training else torch.where(fires, gate, 0)
+        return _Fire.apply(gate, self.price) if self.training else torch.where(fires, gate, 0)
 
 
 class _Fire(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, settings: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, settings)
-        values = gate.float()
-        soft = torch.sigmoid(values / settings[1])
-        active = values * torch.where(settings[0] > 0, soft, (values > 0).float())
-        # compiled by torch 2.11 what ends in a conversion of nothing has no gradient
-        return active if active.dtype == gate.dtype else active.to(gate.dtype)
+    def forward(ctx, gate: Tensor, price: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, price)
+        return gate.relu()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        stored, settings = ctx.saved_tensors
+        stored, price = ctx.saved_tensors
         gate, grad = stored.float(), grad.float()
-        soft = torch.sigmoid(gate / settings[1])
-        slope = soft * (1 - soft) / settings[1] * (grad * gate + settings[2])
+        soft = torch.sigmoid(gate / SLOPE)
+        slope = soft * (1 - soft) / SLOPE * (grad * gate + price)
         return (grad * soft + slope).to(stored.dtype), None
 
 
@@ -93,10 +88,10 @@ class PricedGates:
         self.hidden_size, num_neurons = self.ffns[0].down_proj.weight.shape
         self.num_neurons = num_neurons - map_neurons
         self.normalizer = normalizer
-        settings = torch.zeros(3, device=next(model.parameters()).device)
+        self._price = torch.zeros((), device=next(model.parameters()).device)
         sizes = num_neurons, self.hidden_size, map_neurons
-        self.gates = [PricedGate(*sizes, settings) for _ in self.ffns]
-        self._settings, self._written, self._num_tokens = settings, None, 0
+        self.gates = [PricedGate(*sizes, self._price) for _ in self.ffns]
+        self._num_tokens = 0
         self._stock = [activation_of(ffn) for ffn in self.ffns]
         self._hooks = []
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
@@ -104,17 +99,12 @@ class PricedGates:
             self._hooks.append(gate_and_up(ffn)[0].register_forward_hook(gate.shifted))
 
     @torch.no_grad()
-    def find_directions(
-        self, model: nn.Module, batches: Iterable[Tensor], width: float | None = None
-    ) -> None:
-        """Fit each layer's direction on `batches` of ids `[B, L]`, some 8 tokens a weight.
-
-        `width`: that of the soft gate, as of `begin`.
-        """
+    def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
+        """Fit each layer's direction on `batches` of ids `[B, L]`, some 8 tokens a weight."""
         moments = [_Moments(ffn, self.hidden_size) for ffn in self.ffns]
         wanted = TOKENS_A_WEIGHT * self.hidden_size
         for ids in batches:
-            self.begin(ids.numel(), width=width)
+            self.begin(ids.numel())
             model(input_ids=ids, use_cache=False)
             if (wanted := wanted - ids.numel()) <= 0:
                 break
@@ -159,20 +149,15 @@ class PricedGates:
         for ffn, stock in zip(self.ffns, self._stock, strict=True):
             setattr(ffn, activation_name(ffn), stock)
 
-    def begin(self, num_tokens: int, l1: float = 0.0, width: float | None = None) -> None:
+    def begin(self, num_tokens: int, l1: float = 0.0) -> None:
         """Before a forward pass.
 
-        `l1` is the price of a neuron that fires, times what the rest of the loss is multiplied by;
-        `width` that of the soft gate, None: a step.
+        `l1` is the price of a neuron that fires, times what the rest of the loss is multiplied by.
         """
         price = l1 / (len(self.gates) * num_tokens)
         if self.normalizer == "mean":
             price /= self.num_neurons
-        soft = width is not None
-        settings = [float(soft), width if soft else SLOPE, price]
-        if settings != self._written:
-            self._settings.copy_(torch.tensor(settings))
-            self._written = settings
+        self._price.fill_(price)
         self._num_tokens = num_tokens
 
     def measured(self) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class Recipe:
         choices=("sum", "mean"),
     )
     target_sparsity: float = setting(
-        0.95, "Share of neurons that shall be zero for a token (target schedule).", above=0, below=1
+        0.85, "Share of neurons that shall be zero for a token (target schedule).", above=0, below=1
     )
     teacher: str = setting(
         "auto",
@@ -90,13 +90,6 @@ class Recipe:
         "Weight, for each layer, of the relative squared distance between what it gives and what "
         "the teacher's gives, where the two have the same shape.",
         at_least=0,
-    )
-    soften: float = setting(
-        0.15,
-        "Share of the run over which the SiLU of a freshly converted model hardens into a "
-        "ReLU (penalty count).",
-        at_least=0,
-        at_most=1,
     )
 
     epochs: float = setting(
@@ -121,9 +114,9 @@ class Recipe:
     )
     learning_rate: float | None = setting(
         None,
-        "Peak learning rate. [default: 0.015 times the rms of the middle layer's FFN weights, or "
-        "of what random ones are drawn with, so that a step of Muon moves a matrix by 0.3 % of its "
-        "size]",
+        "Peak learning rate. [default: 0.0015 times the rms of the middle layer's FFN weights, so "
+        "that a step of Muon moves a matrix by 0.03 % of its size; ten times that for random "
+        "weights and for a model whose activation was only swapped]",
         above=0,
     )
     lr_scheduler: str = setting(

@@ -71,8 +71,8 @@ class FfnPenalty:
             del ffn.twell_meter
             ffn.__dict__.pop("forward", None)
 
-    def begin(self, num_tokens: int, l1: float = 0.0, width: float | None = None) -> None:
-        """Before a forward pass; as of `PricedGates`, but there is no soft gate."""
+    def begin(self, num_tokens: int, l1: float = 0.0) -> None:
+        """Before a forward pass; as of `PricedGates`."""
         for meter in self._meters:
             meter.price = l1 / len(self.ffns)
 

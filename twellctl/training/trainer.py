@@ -26,7 +26,7 @@ from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
-from twellctl.training.priced_gates import SLOPE, PricedGates
+from twellctl.training.priced_gates import PricedGates
 from twellctl.training.replicas import Replicas
 from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 from twellctl.training.sharded_checkpoints import is_sharded_checkpoint, read_training_state
@@ -77,7 +77,6 @@ class SparseTrainer(Trainer):
         teacher_weight: float,
         states: LayerStates | None,
         routes: LayerRoutes | None,
-        soften: float,
         leeway: float,
         compiled: bool,
         captures: bool,
@@ -102,7 +101,6 @@ class SparseTrainer(Trainer):
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
         self.states = states
         self.routes = routes
-        self.soften = soften
         self.leeway = leeway
         self.note = note
         self._captures, self._captured, self._parts_run = captures, None, 0
@@ -219,7 +217,7 @@ class SparseTrainer(Trainer):
 
     def _set_penalty(self, ids: Tensor) -> None:
         scale = 1 / self.current_gradient_accumulation_steps
-        self.penalty.begin(ids.numel(), self.schedule.l1 * scale, self._width())
+        self.penalty.begin(ids.numel(), self.schedule.l1 * scale)
         if self.states is not None:
             self.states.scale = scale
 
@@ -229,11 +227,6 @@ class SparseTrainer(Trainer):
         penalty, densities = self.penalty.measured()
         parts = torch.stack([losses.cross_entropy, losses.teacher_kl, penalty])
         return losses.loss, torch.cat([parts, densities])
-
-    def _width(self) -> float | None:
-        """Of the soft gate: from SiLU's 1 down to `SLOPE` while `soften` lasts, then a step."""
-        progress = self.state.global_step / self.state.max_steps
-        return SLOPE ** (progress / self.soften) if progress < self.soften else None
 
     def finish_step(self, interrupted: bool) -> bool:
         """After an optimizer step: move the schedule; True if a process was interrupted."""
@@ -289,7 +282,7 @@ class SparseTrainer(Trainer):
     def _stop_if_lost(self) -> None:
         """Raise if the run is lost; while the goal still falls, none is."""
         held_out = self._held_out_losses()
-        since = held_out.lost_since(max(self.soften, self.schedule.ramp) * self.state.max_steps)
+        since = held_out.lost_since(self.schedule.ramp * self.state.max_steps)
         if since is None:
             return
         (_, first), (_, now) = held_out.losses[0], held_out.losses[-1]
