@@ -138,7 +138,8 @@ def test_documents_begin_as_the_tokenizer_begins_texts(tokenizer, single):
 def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, kind, share):
     empty = Chats if kind == "chats" else Documents
     monkeypatch.setattr(empty, "row", lambda *given: None)
-    with pytest.raises(TwellError, match=f"the model ended 101 {kind} in a row before their first"):
+    monkeypatch.setattr(sys.modules["twellctl.write"], "_PATIENCE", 10)
+    with pytest.raises(TwellError, match=f"the model ended 11 {kind} in a row before their first"):
         write(silu_llama, tmp_path / "own.jsonl", **SMALL | {"tokens": 10**6, "documents": share})
 
 

@@ -48,8 +48,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "is_sparse"),
+    # the dense form differs in the FFN alone
+    [(case, True) for case in CASES] + [(case, False) for case in ("llama", "biases", "phi3")],
+)
 def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_sparse):
     family, changes = CASES[case]
     model = tiny(family, **SIZES | changes)
@@ -73,7 +76,6 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {"hidden_act": "silu"}),
         ("llama", {"hidden_act": "silu", "mlp_bias": True}),
         ("phi3", {"hidden_act": "gelu", "hidden_size": 256}),
     ],
@@ -85,12 +87,12 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
     prompts = [[1 + row, 7, 400 - row] for row in range(100)]
-    known = [generated(model, prompt, 12) for prompt in prompts]
+    known = [generated(model, prompt, 12) for prompt in prompts[::11]]
     decoder, rows = KernelDecoder(model), []
     step = decoder.step
     decoder.step = lambda *inputs: rows.append(len(inputs[0])) or step(*inputs)
     found, tokens = run(open_scheduler(model, max_running=100, decoder=decoder), prompts, 12)
-    assert found == known
+    assert found[::11] == known
     assert max(rows) == 100
     assert {token.densities for token in tokens} == {()}
 

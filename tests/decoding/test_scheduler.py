@@ -91,7 +91,7 @@ def test_many_sequences_some_of_which_wait():
     assert_nothing_is_held(scheduler)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_and_goes_tokens_are_right_and_pages_are_free_at_the_end(seed):
     draw = random.Random(seed)
     decoder = HistoryDecoder()
