@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 
 from finetune_runs import small
+from typer.main import get_command
 
 from twellctl import quickstart as quickstart_module
+from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.files import outputs
@@ -30,6 +32,17 @@ QUICK = {
     "save_steps": 1,
     "batch_size": 4,
 }
+PIPELINE = """
+model: {model}
+out: {out}
+write: {{tokens: 400, max-tokens: 20, batch-size: 8}}
+convert: {{data: "{text}", tokens: 1024, seq-len: 32, steps: 4, step-tokens: 64, eval-windows: 2}}
+finetune: {{data: ["{text}", "{out}/answers.jsonl"], max-steps: 6, seq-len: 32, batch-size: 4,
+  eval-blocks: 2, save-steps: 1}}
+eval: {{data: "{text}", windows: 2, seq-len: 32}}
+profile: {{windows: 2, seq-len: 32}}
+export: {{}}
+"""
 
 
 def converted(model, text, out, overwrite):
@@ -62,6 +75,13 @@ def whole(model, text, out, overwrite):
     quickstart(out, overwrite=overwrite, seed=int(model))
 
 
+def piped(model, text, out, overwrite):
+    """`twellctl run`, all steps."""
+    file = Path(f"{out}.yaml")
+    file.write_text(PIPELINE.format(model=model, text=text, out=out), encoding="utf-8")
+    get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
+
+
 JOBS = {job.__name__: job for job in (converted, exported, finetuned, whole)}
 
 
@@ -81,7 +101,7 @@ def _forked(job, *words) -> int:
 def fork_and_kill(job, model, text, out, overwrite, seconds) -> tuple[int, float]:
     """Kills it after so many seconds: its exit code, and how many it ran."""
     began = time.monotonic()
-    child = _forked(JOBS[job], model, text, out, overwrite)
+    child = _forked((JOBS | {"piped": piped})[job], model, text, out, overwrite)
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         ran = time.monotonic() - began

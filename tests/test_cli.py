@@ -13,7 +13,7 @@ from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe
 
 COMMANDS = (
-    "convert", "write", "finetune", "profile", "export", "quickstart", "generate", "chat",
+    "convert", "write", "finetune", "profile", "export", "run", "quickstart", "generate", "chat",
     "serve-local", "doctor", "eval", "bench model", "bench decode",
 )  # fmt: skip
 

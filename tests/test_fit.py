@@ -283,7 +283,7 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     def told(done, total, differ, left):
         raise Killed
 
-    how = QUICK | {"data": [str(text_file)], "steps": 5, "step_tokens": 64}
+    how = QUICK | {"data": (str(text_file),), "steps": 5, "step_tokens": 64}  # as flags come
     with pytest.raises(Killed):
         convert(source, tmp_path / "out", told=told, **how)
     assert (tmp_path / "out.run" / "layer-000.safetensors").is_file()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+import yaml
 from shapes import write_config
 from small_benches import count_less
 
@@ -31,7 +32,6 @@ for folder in ("kernels", "recipes", "twellctl"):
     PAGES += sorted((ROOT / folder).rglob("*.md"))
 GUIDES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LAB.md", "MEASURED.md")]
 MODELS = ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "owner/model")
-# None: switched off
 SMALL = {
     "write": {"max_tokens": 8},
     "convert": {"tokens": 2000, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2},
@@ -43,8 +43,11 @@ SMALL = {
     "eval": {"windows": 2, "seq_len": 32, "prompts": "prompts.jsonl"},
     "compare": {"limit": 2, "max_tokens": 8},
     "chat": {"max_tokens": 4},
+    "run": {"keep_going": "on"},
     "model": {"device": "cpu", "tokens": 64, "seq_len": 32, "rounds": 1},
-    "decode": {"device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10, "generate": None},
+    "decode": {
+        "device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10, "generate": "off",
+    },
 }  # fmt: skip
 # what another test runs, or nothing here: downloads, .ci/run and the engines of others
 ELSEWHERE = (
@@ -82,9 +85,8 @@ def anchors(page: Path) -> set[str]:
 def small(name: str) -> list[str]:
     """The options of `SMALL` for the command `name`."""
     options = SMALL.get(name, {}).items()
-    return [f"--{flag_name(key)}={value}" for key, value in options if value is not None] + [
-        f"--no-{flag_name(key)}" for key, value in options if value is None
-    ]
+    switches = {"on": "--{}", "off": "--no-{}"}
+    return [switches.get(value, "--{}={}").format(flag_name(key), value) for key, value in options]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -167,6 +169,10 @@ def shop(tmp_path_factory, make_model, text_file):
     (folder / "prompts.jsonl").write_text('{"prompt": "Why?"}')
     (folder / "mine.yaml").write_text(*blocks(ROOT / "recipes/README.md", "yaml"))
     write_config(folder / "Llama-3.1-8B")
+    pipeline = yaml.safe_load(*blocks(ROOT / "twellctl/cli/README.md", "yaml"))
+    for name in {*SMALL} & {*pipeline} - {"model"}:
+        pipeline[name] |= {flag_name(key): value for key, value in SMALL[name].items()}
+    (folder / "coder.yaml").write_text(yaml.safe_dump(pipeline))
     for name in ("train", "heldout", "chat", "src/code", "more-text/1"):
         shutil.copyfile(text_file, folder / f"{name}.jsonl")
     return folder

@@ -117,6 +117,21 @@ def test_at_random_moments(run, sources, results, text_file, tmp_path, job, over
         assert beside(out) == set()
 
 
+@pytest.mark.timeout(3600)
+def test_a_pipeline_goes_on(run, silu_llama, text_file, tmp_path):
+    """Killed twice it ends with the same bits as one that was not."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    code, seconds = run("piped", silu_llama, text_file, one, False)
+    assert code == 0
+    for share in (0.4, 0.4):
+        code, _ = run("piped", silu_llama, text_file, other, False, share * seconds)
+        print(code, sorted(path.name for path in other.iterdir()))
+        assert code == -signal.SIGKILL
+    assert run("piped", silu_llama, text_file, other, False)[0] == 0
+    assert state(one) == state(other)
+    assert (one / "answers.jsonl").read_bytes() == (other / "answers.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
 def test_before_each_thing_done_to_the_disk(ask, sources, tmp_path, can_exchange):
     (first, second), out = sources["converted"], tmp_path / "out"

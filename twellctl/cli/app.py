@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli import bench, make, measure, use
+from twellctl.cli import bench, make, measure, pipeline, use
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.screens import ui
 from twellctl.version import __version__
@@ -52,5 +52,6 @@ app.add_typer(bench.app, name="bench", rich_help_panel=USE)
 command(app, "generate exported 'Once upon a time'", group=USE)(use.generate)
 command(app, "chat exported", group=USE)(use.chat)
 command(app, "serve-local exported --port 8000", group=USE)(use.serve_local)
+command(app, "run coder.yaml", group=MAKE)(pipeline.run)
 command(app, "quickstart --out demo", group=MAKE)(make.quickstart)
 command(app, "doctor exported", group=USE)(use.doctor)

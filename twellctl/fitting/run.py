@@ -165,7 +165,8 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
 
 
 def _settings(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
-    return dataclasses.asdict(fit) | {"model": checkpoint.origin}
+    """As JSON has them: its lists are no tuples."""
+    return dataclasses.asdict(fit) | {"data": list(fit.data), "model": checkpoint.origin}
 
 
 def _not_ours(run: Path) -> str | None:

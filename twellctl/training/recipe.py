@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.errors import TwellError, UsageError, bounded, reason, shown
-from twellctl.files.strict_json import read_file
+from twellctl.errors import TwellError, UsageError, bounded, shown
 from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
-_MOST_BYTES = 1 << 20  # of a recipe's file
 UNNAMED_TEACHER = "a local model"  # in the place of its path
 
 
@@ -253,9 +251,7 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
             f"recipe must be a file, a shipped recipe's name or a Recipe, got {shown(recipe)}: "
             "single settings are keywords"
         )
-    import yaml
-
-    from twellctl.training.recipe_file import parse_settings
+    from twellctl.training.recipe_file import read_settings
 
     path = Path(recipe)
     if str(recipe) in recipe_names():
@@ -263,15 +259,7 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
     if not os.path.exists(path):
         known = ", ".join(recipe_names())
         raise UsageError(f"no recipe {recipe}: give a YAML file, or one of {known}")
-    try:
-        content, twice = parse_settings(read_file(path, _MOST_BYTES).decode("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TwellError(f"recipe {recipe} is not valid YAML: {reason(error)}") from error
-    if not isinstance(content, dict):
-        raise TwellError(f"recipe {recipe} must hold 'key: value' lines, got {shown(content)}")
-    if twice:
-        raise TwellError(f"recipe {recipe} gives {', '.join(twice)} more than once: keep one")
-    return content
+    return read_settings(path, f"recipe {recipe}")
 
 
 def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[str, Any], list[str]]:

@@ -6,11 +6,15 @@ numbers are text here, which the setting then takes or refuses, and aliases and 
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-_DEPTH = 2  # a mapping of lists
+from twellctl.errors import TwellError, reason, shown
+from twellctl.files.strict_json import read_file
+
+_MOST_BYTES = 1 << 20
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,9 +39,22 @@ for _tag, _written, _first in (
     )
 
 
-def parse_settings(text: str) -> tuple[Any, list[str]]:
+def read_settings(path: Path, name: str, depth: int = 2) -> dict[str, Any]:
+    """The settings in a file, `depth` deep: a mapping of lists. `TwellError` calls it by `name`."""
+    try:
+        content, twice = _parsed(read_file(path, _MOST_BYTES).decode("utf-8"), depth)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TwellError(f"{name} is not valid YAML: {reason(error)}") from error
+    if not isinstance(content, dict):
+        raise TwellError(f"{name} must hold 'key: value' lines, got {shown(content)}")
+    if twice:
+        raise TwellError(f"{name} gives {', '.join(twice)} more than once: keep one")
+    return content
+
+
+def _parsed(text: str, depth: int) -> tuple[Any, list[str]]:
     """(what `text` holds, the keys that it gives more than once); `yaml.YAMLError` if it cannot."""
-    _refuse_what_no_recipe_needs(text)
+    _refuse_what_no_recipe_needs(text, depth)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -50,7 +67,7 @@ def parse_settings(text: str) -> tuple[Any, list[str]]:
     return content, sorted({key for key in keys if keys.count(key) > 1})
 
 
-def _refuse_what_no_recipe_needs(text: str) -> None:
+def _refuse_what_no_recipe_needs(text: str, most: int) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
@@ -59,5 +76,5 @@ def _refuse_what_no_recipe_needs(text: str) -> None:
             raise yaml.YAMLError(f"it uses a tag, {event.tag}: leave it out")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEPTH:
+        if depth > most:
             raise yaml.YAMLError("it is nested too deep: a recipe is key: value lines")

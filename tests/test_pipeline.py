@@ -1,0 +1,90 @@
+"""run: which steps are taken, what is refused before the first one, and where it stops.
+
+That a killed one goes on is in test_killed.py.
+"""
+
+import json
+
+import pytest
+
+STEPS = """
+model: {model}
+out: {out}
+convert: {{}}
+eval: {{data: {text}, windows: 1, seq-len: 16}}
+profile: {{data: [{text}], windows: 1, seq-len: 16}}
+export:
+"""
+
+
+@pytest.fixture
+def pipe(cli, silu_llama, text_file, tmp_path):
+    """`pipe(steps, *flags)`: (exit code, stdout, stderr) of a file of these steps."""
+
+    def run(steps: str = STEPS, *flags: str):
+        steps = steps.format(model=silu_llama, out=tmp_path / "out", text=text_file)
+        (tmp_path / "run.yaml").write_text(steps)
+        return cli("run", tmp_path / "run.yaml", *flags)
+
+    return run
+
+
+def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path):
+    out = tmp_path / "out"
+    code, _, err = pipe(STEPS, "--keep-going")
+    assert code == 0
+    assert f"export: twellctl export {out}/relu {out}/exported" in "\n".join(err)
+    made = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert {*made} == {"relu", "eval.json", "profile.json", "exported", "run.json"}
+    card = (out / "exported/README.md").read_text()
+    assert "nobody" not in card
+    assert [line.split(":")[0] for line in pipe(STEPS, "--keep-going")[2]] == [
+        "convert", "eval", "profile", "export",
+    ]  # fmt: skip
+    assert made == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+
+    found = json.loads((out / "eval.json").read_text())
+    found["verdict"] = {"step": 3, "kept": 0.7, "words": "many are lost", "because": "so"}
+    (out / "eval.json").write_text(json.dumps(found))
+    (out / "profile.json").unlink()
+    code, _, err = pipe()
+    assert (code, err[-1]) == (
+        1,
+        "error: many are lost (so): convert at a higher density or on more text, or go on with "
+        "--keep-going",
+    )
+    assert not (out / "profile.json").exists()
+
+
+def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
+    assert pipe(STEPS.split("profile")[0], "--keep-going")[0] == 0
+    code, _, err = pipe(STEPS.replace("windows: 1", "windows: 2"))
+    assert (code, err) == (
+        1,
+        [f"error: {tmp_path}/out/eval.json was made with other settings: remove it, or name "
+         "another out"],
+    )  # fmt: skip
+    (tmp_path / "out/eval.json").unlink()
+    assert pipe(STEPS.replace("windows: 1", "windows: 2"), "--keep-going")[0] == 0
+    for step in ("revision: main", "text-column: text"):  # of a step before it
+        assert pipe(STEPS.replace("convert: {{}}", f"convert: {{{{{step}}}}}"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("model: {model}", "must have model and out, got "),
+        (STEPS + "fit: {{}}", "'fit' is none of model, out, write, convert"),
+        (STEPS + "finetune: 3", "finetune must hold flags of its command, got 3"),
+        (STEPS + "finetune: {{taget-sparsity: 0.9}}", "No such option: --taget-sparsity"),
+        (STEPS + "write: {{tokens: many}}", "Invalid value for '--tokens'"),
+        (STEPS + "out: b", "gives out more than once: keep one"),
+        ("- a", "must hold 'key: value' lines"),
+    ],
+)
+def test_wrong_files_are_refused_before_the_first_step(pipe, tmp_path, steps, said):
+    code, _, err = pipe(steps)
+    assert code in (1, 2)
+    assert len(err) == 1
+    assert said in err[0]
+    assert not (tmp_path / "out").exists()
