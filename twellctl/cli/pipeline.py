@@ -68,7 +68,8 @@ def run(
 def _take(
     context: typer.Context, model: str, out: Path, steps: dict[str, Settings], keep_going: bool
 ) -> None:
-    commands = context.parent.command.commands
+    group: Any = context.parent.command
+    commands = group.commands
     begun = read_json(out / RECORD) if (out / RECORD).exists() else {}
     records = {name: _record(name, model, steps) for name in steps}
     for name in steps:
