@@ -33,7 +33,7 @@ for folder in ("kernels", "recipes", "twellctl"):
 GUIDES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LAB.md", "MEASURED.md")]
 MODELS = ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "owner/model")
 SMALL = {
-    "write": {"max_tokens": 8},
+    "write": {"max_tokens": 8, "tokens": 600},
     "convert": {"tokens": 2000, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2},
     "finetune": {
         "max_tokens": 256, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "eval_blocks": 2,
