@@ -226,7 +226,7 @@ def test_a_response_that_ends_by_itself_is_complete(tokenizer):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input of type item_reference"),
         ({"max_output_tokens": 10**9}, "max_tokens"),
         ({"extra_body": {"temprature": 1}}, "temprature"),

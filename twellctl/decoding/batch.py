@@ -8,7 +8,7 @@ tables, variant of sampling).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -125,6 +125,11 @@ class Batch:
         for of_rows, dim in ((self._fields, 1), (self._tables, 0)):
             kept = of_rows.index_select(dim, there)
             of_rows.zero_().narrow(dim, 0, len(rows)).copy_(kept)
+
+    def allow(self, allowed: Mapping[int, bytes]) -> None:
+        """Of some rows that were loaded with a guide: what may be next; no step is under way."""
+        if allowed:
+            self._weights.allow(allowed)
 
     def add_page(self, row: int, place: int, page: int) -> None:
         """One more page of a row, for the steps to come."""

@@ -1,10 +1,22 @@
 """What the engine is to those above it: tokens in, tokens out. No torch, no text."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 MAX_TOP_LOGPROBS = 20
+
+
+class Guide(Protocol):
+    """Where one text stands in the grammar that it must follow."""
+
+    def allowed(self) -> bytes:
+        """One bit a token, the first token's lowest: whether it may be next."""
+        ...
+
+    def take(self, token: int) -> bool:
+        """The token that was chosen; whether it may be there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class Sampling:
     frequency_penalty: float = 0.0  # taken off a token's logit as often as it was written
     presence_penalty: float = 0.0  # taken off the logit of a token that was written
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to logits, by token
+    guide: Callable[[], Guide] | None = None  # gives a text the one that it must follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Variant(NamedTuple):
     drawn: bool = False  # False: all are greedy, the one argmax is enough
     cut: bool = False  # some row has top_k, top_p or min_p: logits are sorted
     logprobs: bool = False
-    weighed: bool = False  # some row has penalties or biases (weighing.py)
+    weighed: bool = False  # some row has penalties, biases or a guide (weighing.py)
 
     def __or__(self, other: "Variant") -> "Variant":
         return Variant(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
@@ -58,7 +58,7 @@ def variant_of(sampling: Sampling) -> Variant:
 def is_weighed(sampling: Sampling) -> bool:
     """Whether logits change by what was written, or by token."""
     penalties = sampling.repetition_penalty != 1, sampling.frequency_penalty
-    return any((*penalties, sampling.presence_penalty, sampling.logit_bias))
+    return any((*penalties, sampling.presence_penalty, sampling.logit_bias, sampling.guide))
 
 
 def fields_of(sampling: Sampling, seed: int) -> np.ndarray:

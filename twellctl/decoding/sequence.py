@@ -27,6 +27,7 @@ class Sequence:
         self.sampling, self.client = sampling, client
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         self.variant, self._fields = variant_of(sampling), fields_of(sampling, seed)
+        self.guide = None if sampling.guide is None else sampling.guide()
         self.number = next(_numbers)  # the order of arrival
         self.pages: list[int] = []
         self.cached = 0  # of the prompt, while it is being read
@@ -54,10 +55,11 @@ class Sequence:
         return len(self.tokens) + self.launched >= self.most_tokens
 
     def told(self) -> Told | None:
-        """What its penalties and biases go by; None without any."""
+        """What its penalties, biases and guide go by; None without any."""
         if not self.variant.weighed:
             return None
-        return Told(self.tokens, self.num_prompt, self.sampling.logit_bias)
+        allowed = None if self.guide is None else self.guide.allowed()
+        return Told(self.tokens, self.num_prompt, self.sampling.logit_bias, allowed)
 
     def fields(self) -> np.ndarray:
         """What a batch knows of it, int32 `[len(Field)]`; nothing may be under way."""

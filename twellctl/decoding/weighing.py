@@ -1,11 +1,14 @@
 """Logits that change by what was written (penalties against repeating) and by token (biases).
 
-What a row has written is counted on its device: no step waits for the host.
+What a row has written is counted on its device: no step waits for the host. Which tokens a guide
+allows only the host knows, from step to step.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,38 +17,44 @@ from twellctl.decoding.sampler import Field
 
 @dataclass(frozen=True)
 class Told:
-    """What the host knows of a row: all its tokens, how many are the prompt's, its biases."""
+    """What the host knows of a row: all its tokens, how many are the prompt's, its biases.
+
+    `allowed`: as of `Guide.allowed`, None without a guide.
+    """
 
     tokens: list[int]
     num_prompt: int
     bias: tuple[tuple[int, float], ...]
+    allowed: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Of rows `[B, V]`: how often each token was written, whether the prompt has it, what is added.
+    """Of rows `[B, V]`: how often each token was written, whether the prompt has it, what is added,
+    whether it may not come.
 
-    int32, bool and float32, on the rows' device.
+    int32, bool, float32 and bool, on the rows' device.
     """
 
     written: Tensor
     prompted: Tensor
     bias: Tensor
+    barred: Tensor
 
     @classmethod
     def of(cls, num_rows: int, vocab_size: int, device: torch.device) -> "Weights":
         """For rows of which nothing is known."""
-        kinds = torch.int32, torch.bool, torch.float32
+        kinds = torch.int32, torch.bool, torch.float32, torch.bool
         made = (torch.zeros((num_rows, vocab_size), dtype=kind, device=device) for kind in kinds)
         return cls(*made)
 
     def first(self, num_rows: int) -> "Weights":
         """The same tensors' first rows."""
-        return Weights(*(part[:num_rows] for part in (self.written, self.prompted, self.bias)))
+        return Weights(*(part[:num_rows] for part in vars(self).values()))
 
     def load(self, told: Rows[Told | None]) -> None:
         """Set the rows anew; None: a row without penalties and biases."""
-        for part in (self.written, self.prompted, self.bias):
+        for part in vars(self).values():
             part.zero_()
         written: list[tuple[int, int, float]] = []
         prompted, bias = [], []
@@ -57,6 +66,14 @@ class Weights:
         _add(self.written, written)
         _add(self.prompted, prompted)
         _add(self.bias, bias)
+        self.allow({r: t.allowed for r, t in enumerate(told) if t is not None and t.allowed})
+
+    def allow(self, allowed: Mapping[int, bytes]) -> None:
+        """Of some rows: which tokens may be next, as `Guide.allowed` says it."""
+        size = self.barred.shape[1]
+        for row, bits in allowed.items():
+            may = np.unpackbits(np.frombuffer(bits, np.uint8), count=size, bitorder="little")
+            self.barred[row] = torch.from_numpy(may == 0).to(self.barred.device)
 
     def weighed(self, logits: Tensor, fields: Tensor) -> Tensor:
         """float32 logits `[B, V]` under the penalties in `fields`, int32 `[len(Field), B]`."""
@@ -67,7 +84,8 @@ class Weights:
         logits, was_written = logits.float(), self.written > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(self.prompted | was_written, repeated, logits)
-        return logits - frequency * self.written - presence * was_written + self.bias
+        logits = logits - frequency * self.written - presence * was_written + self.bias
+        return logits.masked_fill(self.barred, -torch.inf)
 
     def count(self, fields: Tensor) -> None:
         """Each row has written the token in `fields`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS
+from twellctl.serving.guides import FIELD, parse_format
 from twellctl.serving.request_fields import (
     check_text,
     flag,
@@ -74,7 +75,6 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "verbosity": (),
     "web_search_options": (),
@@ -120,7 +120,7 @@ class Options:
 class ChatRequest:
     """`template`: what else the chat template is to know; `goes_on`: the last message is open.
 
-    `tools` are functions that the model may call.
+    `tools` are functions that the model may call; `schema` is the JSON schema of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -128,6 +128,7 @@ class ChatRequest:
     template: dict[str, Any]
     goes_on: bool = False
     tools: tuple[dict[str, Any], ...] = ()
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
     `defaults`: for what of `DEFAULTS` it does not name.
     """
     own = {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", "continue_final_message"}
-    own |= {"tools"}
+    own |= {"tools", FIELD}
     _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_CHAT)
     messages = required(body, "messages")
     if not isinstance(messages, list) or not messages:
@@ -157,7 +158,8 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
         must = "needs a last message of the assistant with text"
         raise invalid("continue_final_message", must, goes_on)
     options = _options(body, _chat_logprobs(body), defaults)
-    return ChatRequest(checked, options, template, goes_on, _tools(body))
+    schema = parse_format(body.get(FIELD))
+    return ChatRequest(checked, options, template, goes_on, _tools(body), schema)
 
 
 def _tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from twellctl.decoding.engine import Engine, Sampling
+from twellctl.decoding.engine import Engine, Guide, Sampling
+from twellctl.serving.guides import Guides
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
 from twellctl.serving.token_spelling import TokenSpelling
@@ -43,6 +44,11 @@ class ServedModel:
     def spelling(self) -> TokenSpelling:
         """How its tokens are written one by one."""
         return TokenSpelling(self.tokenizer)
+
+    @cached_property
+    def guides(self) -> Guides:
+        """Answers that follow a schema."""
+        return Guides(self.tokenizer, self.engine.vocab_size, self.engine.eos_tokens)
 
     @cached_property
     def longest_token(self) -> int:
@@ -99,7 +105,8 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
         raise ApiError(400, str(error), param="messages", code="chat_template") from error
     prompt = _encoded(model, text, encode_written, "messages")
     budget = _budget(model.engine, prompt, request.options.max_tokens, None, "messages")
-    tasks = _tasks(0, prompt, [], request.options, budget)
+    guide = None if request.schema is None else model.guides(request.schema)
+    tasks = _tasks(0, prompt, [], request.options, budget, guide)
     return Plan(tasks, len(prompt), request.options, bool(request.tools))
 
 
@@ -156,7 +163,12 @@ def _encoded(
 
 
 def _tasks(
-    first: int, prompt: list[int], continued: list[int], options: Options, budget: int
+    first: int,
+    prompt: list[int],
+    continued: list[int],
+    options: Options,
+    budget: int,
+    guide: Callable[[], Guide] | None = None,
 ) -> list[Task]:
     made = []
     for i in range(options.n):
@@ -176,6 +188,7 @@ def _tasks(
             seed=seed,
             top_logprobs=options.top_logprobs,
             densities=options.densities,
+            guide=guide,
         )
         made.append(Task(first + i, prompt, continued, sampling))
     return made

@@ -23,7 +23,6 @@ _LACKING: dict[str, tuple] = {
     "prompt": (),
     "reasoning": ({},),
     "stream_options": ({},),
-    "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -37,6 +36,8 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
     for name, value in body.items():
         if name in _SAME:
             chat[name] = value
+        elif name == "text":
+            chat["response_format"] = _format(value)
         elif name in _LACKING:
             if value not in _LACKING[name]:
                 raise unsupported(name)
@@ -57,6 +58,17 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
     return parse_chat(chat | {"messages": messages}, defaults)
+
+
+def _format(text: Any) -> Any:
+    """`text` of a request as a chat's response_format."""
+    if not isinstance(text, dict):
+        raise invalid("text", "must be an object", text)
+    for name in text.keys() - {"format"}:
+        raise unsupported(f"text.{name}")
+    form = text.get("format", {"type": "text"})
+    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+    return {"type": "json_schema", "json_schema": form} if is_schema else form
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""serve-local: answers that follow a JSON schema, and that leave others as they are."""
+
+import importlib.util
+import json
+
+import openai
+import pytest
+import torch
+from serving_client import chat, complete
+
+from twellctl.decoding.engine import Sampling
+from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.sequence import Sequence
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.serving.guides import Guides
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["list", "tuple"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        "good": {"type": "boolean"},
+    },
+    "required": ["name", "count", "good"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+def follows(text: str) -> bool:
+    made = json.loads(text)
+    in_range = type(made["count"]) is int and 0 <= made["count"] <= 9
+    good = made["name"] in ("list", "tuple") and in_range and type(made["good"]) is bool
+    return good and made.keys() == {"name", "count", "good"}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_follow_a_schema(client, temperature):
+    how = {"temperature": temperature, "seed": 1, "n": 3, "max_tokens": 200, "logprobs": True}
+    got = chat(client, response_format=FORM, **how)
+    assert all(follows(choice.message.content) for choice in got.choices)
+    assert {choice.finish_reason for choice in got.choices} == {"stop"}
+    assert len({choice.message.content for choice in got.choices}) == (1 if not temperature else 3)
+    stream = chat(client, response_format=FORM, stream=True, **how | {"n": 1})
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(pieces) == got.choices[0].message.content
+
+
+def test_an_object_of_any_kind_and_the_form_of_responses(client):
+    bias = {"1": -1.0}  # a guide goes with biases and penalties
+    how = {"max_tokens": 60, "temperature": 1, "seed": 3, "frequency_penalty": 0.5}
+    text = chat(client, response_format={"type": "json_object"}, logit_bias=bias, **how)
+    assert text.choices[0].message.content.startswith("{")
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMA}
+    made = client.responses.create(model="model", input="x", text={"format": form}, temperature=0)
+    assert follows(made.output_text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [({"type": "strange"}, "response_format: "), ({"$ref": "#/nowhere"}, "response_format: ")],
+)
+def test_a_schema_that_is_none_is_refused(client, schema, said):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, response_format=form)
+    assert refused.value.body["code"] == "json_schema"
+    assert refused.value.body["message"].startswith(said)
+    assert complete(client, max_tokens=1).choices  # the server goes on
+
+
+def test_without_the_library_it_is_refused_by_name(client, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "llguidance" else find(name)
+    )
+    with pytest.raises(openai.BadRequestError, match=r"response_format .* pip install llguidance"):
+        chat(client, response_format=FORM)
+
+
+def test_others_beside_a_guided_text_write_what_they_write_alone(relu_llama, tokenizer):
+    """Guided ones are evicted and come again too: there is room for little."""
+    model = load_model(open_checkpoint(relu_llama))
+    prompts = [tokenizer.encode(text) for text in ("x = [1, 2, 3]\n", "def f(", "import ")]
+    ends = frozenset({tokenizer.eos_token_id})
+
+    def written(guided: bool) -> list[list[int]]:
+        scheduler = Scheduler(HFDecoder(model), 9, 4, ends)
+        guides = Guides(tokenizer, scheduler.decoder.vocab_size, ends)
+        made = [Sequence(prompt, Sampling(40, 0)) for prompt in prompts]
+        how = [Sampling(60, 1, seed=seed, guide=guides(SCHEMA)) for seed in (0, 1)]
+        beside = [Sequence(prompts[0], sampling) for sampling in how]
+        for sequence in [*made, *(beside if guided else [])]:
+            scheduler.add(sequence)
+        while scheduler.busy:
+            scheduler.advance()
+        for sequence in beside if guided else []:
+            tokens = sequence.tokens[sequence.num_prompt : -1]
+            assert sequence.tokens[-1] in ends
+            assert follows(tokenizer.decode(tokens))
+        return [sequence.tokens for sequence in made]
+
+    with torch.inference_mode():
+        assert written(guided=True) == written(guided=False)
