@@ -73,7 +73,8 @@ def _take(
     begun = read_json(out / RECORD) if (out / RECORD).exists() else {}
     records = {name: _record(name, model, steps) for name in steps}
     for name in steps:
-        commands[name].make_context(name, _words(name, model, out, steps))  # refuses wrong flags
+        words = _words(name, model, out, steps)
+        commands[name].make_context(name, words, parent=context)  # refuses wrong flags
         if (out / _MADE[name]).exists() and begun.get(name) != records[name]:
             raise TwellError(
                 f"{out / _MADE[name]} was made with other settings: remove it, or name another out"
