@@ -74,7 +74,7 @@ def _take(
     records = {name: _record(name, model, steps) for name in steps}
     for name in steps:
         words = _words(name, model, out, steps)
-        commands[name].make_context(name, words, parent=context)  # refuses wrong flags
+        commands[name].make_context(name, words, parent=context.parent)  # refuses wrong flags
         if (out / _MADE[name]).exists() and begun.get(name) != records[name]:
             raise TwellError(
                 f"{out / _MADE[name]} was made with other settings: remove it, or name another out"
@@ -89,7 +89,7 @@ def _take(
             write_file(out / RECORD, json.dumps(begun, indent=1))
             words = _words(name, model, out, steps)
             ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
-            with commands[name].make_context(name, words, parent=context) as step:
+            with commands[name].make_context(name, words, parent=context.parent) as step:
                 commands[name].invoke(step)
             begun[_WRITTEN] |= name == "write"
             write_file(out / RECORD, json.dumps(begun, indent=1))
