@@ -22,7 +22,7 @@ PROMPTS = (
     "Translate into French: Where is the nearest train station?",
     "List three advantages and three disadvantages of working from home.",
 )
-ASKED = 8  # of a file of prompts, if not told
+ASKED = 8  # of a file of prompts, without --limit
 
 
 @dataclass(frozen=True)

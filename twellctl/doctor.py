@@ -40,7 +40,7 @@ def doctor(
 ) -> Diagnosis:
     """Look at this machine, and at the folder `model`. Does not raise for what it finds.
 
-    On a GPU the kernels are loaded, and compiled if they never were: `note` is told before.
+    On a GPU the kernels are loaded, and compiled if they never were: `note` is called before.
     """
     cuda = torch_cuda()
     driver, driver_cuda = find_driver()

@@ -110,7 +110,7 @@ def dry_run(
 ) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
 
-    `note` is told what does not fit, as it is found; `doing` what lasts.
+    `note` receives what does not fit, as it is found; `doing` what lasts.
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")

@@ -20,7 +20,7 @@ from twellctl.models.loading import default_device, fingerprint
 from twellctl.text.reading import read_prompts, read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
-COMPARED_ANSWERS = 64  # at most, if not told
+COMPARED_ANSWERS = 64  # at most, without --limit
 Paths = str | Path | Sequence[str | Path]
 
 

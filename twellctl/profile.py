@@ -42,8 +42,8 @@ def profile(
     `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
     `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
     in float32 on the CPU. `time_layers` (twellctl/bench/layers.py) times each layer's FFN on a CUDA
-    device; where that cannot be done the profile says why. `progress(done, total, what)` is told of
-    windows, then of layers. Raises `TwellError`.
+    device; where that cannot be done the profile says why. `progress(done, total, what)` receives
+    windows, then layers. Raises `TwellError`.
     """
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()

@@ -32,7 +32,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Course:
-    """How a contest is held; `note` is told what comes, `progress(done, total)` of samples."""
+    """How a contest is held; `note` receives what comes, `progress(done, total)` of samples."""
 
     device: torch.device
     rounds: int

@@ -43,7 +43,7 @@ def bench_decode(
     note: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecodeBench:
-    """Measure each model at each batch size; `note` is told what comes. Raises `TwellError`."""
+    """Measure each model at each batch size; `note` receives what comes. Raises `TwellError`."""
     settings.check()
     shape = None if settings.model else _shape(settings)
     device = bench_device(settings.device)

@@ -68,7 +68,7 @@ def bench_model(
     note: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Bench:
-    """Measure each token count; `note` is told what comes. Raises `TwellError`."""
+    """Measure each token count; `note` receives what comes. Raises `TwellError`."""
     settings.check()
     shape = None if settings.model else _shape(settings)
     course = Course(bench_device(settings.device), settings.rounds, note, progress)

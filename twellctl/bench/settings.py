@@ -1,4 +1,4 @@
-"""What each `twellctl bench` command is told: its options, their defaults and checks. No torch."""
+"""The options of each `twellctl bench` command, their defaults and checks. No torch."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -269,7 +269,7 @@ def _tasks(evaluation: dict[str, Any] | None) -> str | None:
 
 
 def _judged_by(task: dict[str, Any]) -> str:
-    """What of a task is told, as lm-evaluation-harness calls it: by likelihood a character."""
+    """Which figure of a task is shown, as lm-evaluation-harness calls it: that of characters."""
     return "acc_norm" if task["accuracy"]["acc_norm"] else "acc"
 
 
@@ -282,7 +282,7 @@ def _accuracy(found: dict[str, Any] | None, by: str) -> str:
 
 
 def _recipe(report: dict[str, Any]) -> str | None:
-    """What fine-tuning was told, and how much it read."""
+    """The settings of fine-tuning, and how much it read."""
     told = report.get("recipe")
     lines = [f"{key}: {value}" for key, value in told.items()] if isinstance(told, dict) else []
     lines = [line for line in lines if len(line) <= LONGEST_SETTING and is_plain(line)]
