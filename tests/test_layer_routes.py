@@ -11,6 +11,7 @@ from twellctl.bundle.twell_train import FfnMeter
 from twellctl.finetune import finetune
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes
+from twellctl.training.progress import Progress
 
 
 class Ffn(TwellFFN, nn.Module):
@@ -214,11 +215,12 @@ def test_kernels_that_refuse_are_asked_once(monkeypatch, caplog):
     ],
 )
 def test_a_run_without_contests_says_so_once(
-    relu_llama, text_file, tmp_path, monkeypatch, capfd, route, wanted
+    relu_llama, text_file, tmp_path, monkeypatch, route, wanted
 ):
     monkeypatch.setenv("TWELL_ROUTE", route)
-    recipe = small(text_file, penalty="l1", max_steps=2)
-    finetune(relu_llama, tmp_path / "out", recipe)
-    said = [line for line in capfd.readouterr().err.splitlines() if "FFNs are trained" in line]
+    recipe, notes, progress = small(text_file, penalty="l1", max_steps=2), [], Progress()
+    progress.note = notes.append
+    finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
+    said = [note for note in notes if "FFNs are trained" in note]
     assert len(said) == 1
     assert wanted in said[0]

@@ -15,6 +15,7 @@ from twellctl.firing.synthetic import EVEN, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes
+from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.sparsity import FfnPenalty
 
@@ -122,7 +123,7 @@ def test_what_the_kernels_do_not_take_is_said():
     assert [ffn.twell_meter.route for ffn in body.penalty.ffns] == [DENSE, None]
 
 
-def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, monkeypatch, capfd):
+def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(layer_routes, "FASTER", 1e9)
     monkeypatch.setattr(layer_routes, "LOST", 1e9)
     monkeypatch.setattr(layer_routes, "SHARE", 1e9)
@@ -135,11 +136,11 @@ def test_a_compiled_run_goes_over_and_says_so(make_model, text_file, tmp_path, m
     flags = {"data": [str(text_file)], "seq_len": 64, "batch_size": 8, "micro_batch_size": 4}
     flags |= {"max_steps": 12, "eval_blocks": 4, "save_steps": 0, "learning_rate": 1e-3}
     flags |= {"penalty": "l1", "l1": 1e-3, "logging_steps": 100}
-    done = {}
+    done, said, progress = {}, [], Progress()
+    progress.note = said.append
     for name, route, compiled in (("dense", "dense", False), ("twell", "", True)):
         monkeypatch.setenv("TWELL_ROUTE", route)
         recipe = resolve_recipe(None, flags | {"compile": compiled})
-        done[name] = finetune(tmp_path / "relu", tmp_path / name, recipe)
-    said = capfd.readouterr().err
-    assert said.count("is over TwELL") == 10
+        done[name] = finetune(tmp_path / "relu", tmp_path / name, recipe, progress=progress)
+    assert sum("is over TwELL" in note for note in said) == 10
     assert done["twell"].cross_entropy == pytest.approx(done["dense"].cross_entropy, rel=2e-3)
