@@ -41,12 +41,14 @@ OTHER_STEPS = {
 }
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{name.removesuffix('.cu')}{E4M3_END}.cu" in SOURCES}
+# nor those that take it long, of instructions that others have, too
+LONG = {"decode/attend.cu", "train/grad_heavy.cu", f"ffn/heavy{E4M3_END}.cu"}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)
     for name in SOURCES
     for arch, major in (("sm_80", 13), ("sm_90a", 12), ("sm_90a", 13))
     if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
-    if major == 13 or (name not in OTHER_STEPS and (EVERY_CASE or name not in WITH_E4M3))
+    if major == 13 or (name not in OTHER_STEPS and (EVERY_CASE or name not in WITH_E4M3 | LONG))
 ]
 
 
