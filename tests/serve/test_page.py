@@ -100,7 +100,7 @@ def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokeniz
 
 def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
     text = "Use **this** one:\n\n```python\nx = 1\nreturn x\n```\n\nor that."
-    with open_page(speaking(tokenizer, text, delay=0.02)) as page:
+    with open_page(speaking(tokenizer, text, delay=0.15)) as page:
         page.say("Which?")
         page.until(lambda: page.all("#log pre"))
         page.run("document.querySelector('#log pre').mark = 'the same'")
