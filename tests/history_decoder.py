@@ -34,7 +34,6 @@ class HistoryDecoder:
     vocab_size = VOCAB
     context = 1024
     neurons = (4, 8)
-    mapped = 0
     kernels = None
     page_bytes = 4 * PAGE
     max_rows = None

@@ -58,7 +58,7 @@
 
 namespace {
 
-template <int DIM, int FORM>
+template <int DIM, bool SPARSE>
 struct Step : Neurons {
     using Neurons::Neurons;
 
@@ -130,23 +130,13 @@ struct Step : Neurons {
             // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
 #pragma unroll 1
             for (int phase = 0; phase < 3; ++phase) {
-                const bool screens = FORM == kScreenedForm && phase == 2;
                 const Share share(division(l == L ? 3 : phase),
-                                  phase == 1 || l == L ? block() : turned,
-                                  screens ? kScreenRows / kQuad : 1);
-                if constexpr (FORM == kScreenedForm)
-                    if (screens) {
-                        fetch_limits(layer(l), share);
-                        await_x(x, norm, l, phase, tag);
-                        screen(share);
-                        wait_for_copies<0>();
-                        sync_consumers();
-                    }
+                                  phase == 1 || l == L ? block() : turned);
                 const int num_units = share.num * kQuadUnits;
                 Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
-                for (int i = -kTake; !screens && i < num_units; i += kTake) {
+                for (int i = -kTake; i < num_units; i += kTake) {
                     float parts[kTake] = {};
                     if (i >= 0)
 #pragma unroll
@@ -159,7 +149,7 @@ struct Step : Neurons {
                     const int row = i * kUnitRows % kMostRows, num = min(kTake, num_units - i);
                     store_sums<kWeightBytes>(parts, num, sums() + row * kWarps);
                     if (row + kTake * kUnitRows < kMostRows && i + kTake < num_units) continue;
-                    if (FORM != kDenseForm || phase < 2) sync_consumers();
+                    if (SPARSE || phase < 2) sync_consumers();
                     if (phase == 2) break;
                     if (thread() < row + num * kUnitRows)
                         use_sum(layer(l), l, phase,
@@ -173,8 +163,8 @@ struct Step : Neurons {
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
                 if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
-                if constexpr (FORM != kDenseForm)
-                    ffn<FORM>(layer(l), share, x, tag, args.counts + l);
+                if (SPARSE)
+                    ffn(layer(l), share, x, tag, args.counts + l);
                 else
                     ffn_dense(layer(l), share, x, tag, args.counts + l);
                 add_parts(layer(l), own, tag);
@@ -240,30 +230,25 @@ struct Step : Neurons {
             for (int i = 0; i < kGroups; ++i) barrier_init(row_full(i), 1);
             barrier_init_fence();
         }
-        if (threadIdx.x < (FORM == kScreenedForm ? 5 : 4)) {
+        if (threadIdx.x < 4) {
             const int which = threadIdx.x, num_blocks = gridDim.x;
-            int quads = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
-                        : which == 1 ? K / kQuad
-                        : which == 2 ? args.N / kQuad
-                                     : args.V / kQuad;
-            if constexpr (FORM == kScreenedForm) {  // row blocks, and neurons
-                const int blocks = (args.layers->num_own + kScreenRows - 1) / kScreenRows;
-                if (which == 2) quads = blocks;
-                if (which == 4) quads = max(0, args.N - blocks * kScreenRows);
-            }
+            const int quads = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
+                              : which == 1 ? K / kQuad
+                              : which == 2 ? args.N / kQuad
+                                           : args.V / kQuad;
             at<Division>(kDivisions)[which] = {quads / num_blocks, quads % num_blocks};
         }
         __syncthreads();
         if (threadIdx.x < kConsumers)
             consume();
         else if (threadIdx.x == kConsumers)
-            produce<FORM>();
+            produce<SPARSE>();
     }
 };
 
 }  // namespace
 
-#define TWELL_STEP(name, DIM, FORM)                                                              \
+#define TWELL_STEP(name, DIM, SPARSE)                                                            \
     extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                       \
         const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,    \
         const int* positions, const int* tables, const unsigned short* embeddings,               \
@@ -275,5 +260,5 @@ struct Step : Neurons {
         const Args args = {layers,     num_layers, N,    V,   H,   Hkv, tokens, positions,       \
                            tables,     embeddings, last_norm, head, cos, sin, eps, scale,        \
                            words,      epoch,      counts,    logits};                           \
-        Step<DIM, FORM>(args, memory).run();                                                     \
+        Step<DIM, SPARSE>(args, memory).run();                                                   \
     }

@@ -29,11 +29,6 @@ constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;  // units that a warp has in registers
 
-// Of the gate's copy: a row block's part of K that two warps have.
-constexpr int kScreenRows = 16, kSlabBytes = 576, kScreenBytes = K / 256 * kSlabBytes;
-static_assert(kScreenBytes <= kUnitBytes, "a unit of the ring");
-constexpr int kScreenAhead = spec::STEP_AHEAD_KB * 1024 / kScreenBytes;
-
 // Weights of so many bytes: how they lie in a unit, and how the lanes of a warp share its slice of
 // the rows. A slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
 // of an odd number have one of their neighbour's, which is multiplied by 0.
@@ -91,10 +86,8 @@ struct Division {
 struct Share {
     int first, num;  // quads
 
-    // SIZE: of what is divided.
-    __device__ __forceinline__ Share(const Division& of, int block, int size = 1)
-        : first(size * (block * of.each + min(block, of.more))),
-          num(size * (of.each + (block < of.more))) {}
+    __device__ __forceinline__ Share(const Division& of, int block)
+        : first(block * of.each + min(block, of.more)), num(of.each + (block < of.more)) {}
 };
 
 // What a warp has of the block's head: the same for all layers.
@@ -175,11 +168,11 @@ struct Block {
     static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
     static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
     static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
-    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;           // cos, sin
+    static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
     static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
     static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
-    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head, map
-    static constexpr int kScales = kDivisions + 6 * sizeof(Division);    // of the ring's rows
+    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
+    static constexpr int kScales = kDivisions + 4 * sizeof(Division);    // of the ring's rows
     static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of quads with neurons
     static constexpr int kBarriers = kUpScales + kGroups * kGroup * kScaleBytes;
     // in turns: what attention has, and what the FFN has
@@ -188,14 +181,10 @@ struct Block {
     static constexpr int kColumns = kUps + 2 * kGroup * kWarps * 4;      // of y, [warp][32]
     static constexpr int kList = kColumns + kWarps * 32 * 4;
     static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
-    static constexpr int kLimits = kList + kMostRows * 8;
-    static constexpr int kCandidates = kLimits + kMostRows * 4;
-    static constexpr int kCounts = kCandidates + (kMostRows + 4) * 4;    // of candidates, [warp]
-    static constexpr int kListEnd = kCounts + kWarps * 4;
+    static constexpr int kListEnd = kList + kMostRows * 8;
     static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
-    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0 && kLimits % 16 == 0,
-                  "read by 16 bytes");
+    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0, "read by 16 bytes");
     static_assert(kScales % 16 == 0 && kDealt % 256 == 0, "copied; groups are exchanged there");
 
     const Args& args;
@@ -242,11 +231,6 @@ struct Block {
     __device__ __forceinline__ unsigned* y_parts() const { return args.words + 6 * K; }
     __device__ __forceinline__ uint4* head_parts() const {
         return reinterpret_cast<uint4*>(y_parts() + gridDim.x * K);
-    }
-
-    // Which neurons are candidates: a row block's bits and the tag.
-    __device__ __forceinline__ unsigned* mask_words() const {
-        return reinterpret_cast<unsigned*>(head_parts() + gridDim.x * (K / args.H));
     }
 
     // Which block's share of q, k and v and of the FFN a block has in the next layer: not always

@@ -5,7 +5,7 @@
 // without the columns' scales, which multiply the sum of the parts.
 #pragma once
 
-#include "decode/step_screen.cuh"
+#include "decode/step_attend.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"
@@ -20,10 +20,10 @@
 
 namespace {
 
-struct Neurons : Screened {
-    using Screened::Screened;
+struct Neurons : Attention {
+    using Attention::Attention;
     float column_scale;  // of e4m3: see fetch_column_scale
-    static constexpr int kEightBytes = 8 * kWeightBytes;
+    static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = 8 * kWeightBytes;
 
     // Up and down of a group of the list's neurons, by the first warp.
     __device__ __forceinline__ void bring_group(const Layer& layer, const float2* list, int first,
@@ -77,15 +77,10 @@ struct Neurons : Screened {
         return at<float>(kUpScales)[(in * kGroup + j) * 4 + neuron % 4];
     }
 
-    template <int FORM>
     __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, const X& x,
                                         unsigned tag, int* count) {
         float2* list = at<float2>(kList);
-        int num;
-        if constexpr (FORM == kScreenedForm)
-            num = list_screened(layer, share, Share(division(4), block()), x, tag, list);
-        else
-            num = make_list(layer, share, list);
+        const int num = make_list(layer, share, list);
         sums_at ^= 1;
         if (thread() < 32) {
             bring_group(layer, list, 0, num, row_group);

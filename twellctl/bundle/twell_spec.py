@@ -217,19 +217,14 @@ def _step_numbers(source: str) -> dict[str, int]:
     return {}
 
 
-# as step_shared.cuh numbers them
-STEP_FORMS = {"dense": 0, "sparse": 1, "screened": 2}
-
-
-def step_entry(K: int, D: int, form: str, end: str = "") -> str:
-    """The entry for a hidden size, heads of D and a form, for e4m3 weights with `end` E4M3_END."""
-    return f"step_{K}_{D}{'' if form == 'sparse' else f'_{form}'}{end}"
+def step_entry(K: int, D: int, *, sparse: bool, end: str = "") -> str:
+    """The entry for a hidden size and heads of D, for e4m3 weights with `end` E4M3_END."""
+    return f"step_{K}_{D}{'' if sparse else '_dense'}{end}"
 
 
 def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
-    taken = [form for form in STEP_FORMS if form != "screened" or not end]
-    forms = ((D, form) for D in STEP_HEAD_DIMS for form in taken)
-    entries = {step_entry(K, D, form, end): (D, STEP_FORMS[form]) for D, form in forms}
+    forms = ((D, sparse) for D in STEP_HEAD_DIMS for sparse in (True, False))
+    entries = {step_entry(K, D, sparse=sparse, end=end): (D, sparse) for D, sparse in forms}
     return f"decode/step_{K}{end}.cu", entries
 
 

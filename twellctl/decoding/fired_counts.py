@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 
@@ -18,8 +17,7 @@ class FiredCounts:
     Where a layer has several FFNs (experts), or an activation is none that is zero below zero (SiLU
     is not), none is metered. One that runs over TwELL's kernels
     never shows its activation: the gates of the last tokens are computed a second time.
-    `neurons`: how many each layer has, known from the first forward on; `mapped`: how many of them
-    are a map.
+    `neurons`: how many each layer has, known from the first forward on.
     """
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
@@ -27,7 +25,6 @@ class FiredCounts:
         is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
         self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)
-        self.mapped = mapped_neurons(model.config)
         self._counts: list[Tensor | None] = [None] * len(self._ffns)
 
     @contextlib.contextmanager

@@ -56,7 +56,6 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
-from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
@@ -68,17 +67,14 @@ from twellctl.decoding.kernel_fit import (
     step_sizes,
     why_not,
     why_not_one_kernel,
-    why_not_screened,
     window_of,
 )
 from twellctl.decoding.pages import pages_for
-from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
     WholeStep,
-    takes_screens,
 )
 from twellctl.here.own_kernels import own_kernels
 
@@ -99,7 +95,7 @@ class KernelDecoder:
         """None if `model` can be driven so, else what stands against it."""
         return why_not(model)
 
-    def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
+    def __init__(self, model: PreTrainedModel, sparse: bool = True):
         # of another activation than ReLU, which leaves nothing out
         self._ways = None if is_relu(model) else [_way(ffn) for ffn in gated_ffns(model)]
         sparse = sparse and self._ways is None
@@ -117,12 +113,10 @@ class KernelDecoder:
                         down.turn()
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
-        screens = sparse and gates == SCREENED and why_not_screened(model) is None
-        self.screens = open_screens(model) if screens else None
         self._plain = HFDecoder(model)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
-        self.neurons, self.mapped = self._plain.neurons if sparse else [], self._plain.mapped
+        self.neurons = self._plain.neurons if sparse else []
         # as profiled, if they were; the dense form does not depend on them
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
@@ -247,12 +241,11 @@ class KernelDecoder:
         layers, body = self._layers, self._model.model
         if not self._sparse:  # larger batches read W_down by rows of K
             layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
-        sizes = step_sizes(self._model)
         make = partial(
             WholeStep,
             self.kernels,
             self._limits,
-            sizes,
+            step_sizes(self._model),
             layers,
             self._model.get_input_embeddings().weight,
             body.norm.weight,
@@ -260,11 +253,8 @@ class KernelDecoder:
             self._rotary,
             self._eps,
         )
-        forms = {"one kernel": make(form="sparse")} if self._sparse else {}
-        own = self.screens.layers[0].num_own if self.screens else 0
-        if self.screens and takes_screens(sizes, own, self._limits):
-            forms["one screened kernel"] = make(form="screened", screens=self.screens.layers)
-        return forms | {"one dense kernel": make(form="dense")}
+        sparse = {"one kernel": make(sparse=True)} if self._sparse else {}
+        return sparse | {"one dense kernel": make(sparse=False)}
 
     def _linear(
         self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False

@@ -29,9 +29,8 @@ class Record:
     log-probabilities.
     """
 
-    def __init__(self, neurons: Sequence[int], vocab_size: int, mapped: int = 0):
-        """`mapped`: of each layer's neurons, those that are a map, and no part of any share."""
-        self.neurons, self.mapped, num_layers = neurons, mapped, len(neurons)
+    def __init__(self, neurons: Sequence[int], vocab_size: int):
+        self.neurons, num_layers = neurons, len(neurons)
         self.num_top = min(MAX_TOP_LOGPROBS, vocab_size)
         self.fired = slice(1, 1 + num_layers)
         self.logprob = 1 + num_layers
@@ -41,8 +40,7 @@ class Record:
 
     def shares(self, rows: np.ndarray) -> np.ndarray:
         """Of rows `[.., width]`, which share of each layer's neurons fired, `[.., L]`."""
-        own = np.asarray(self.neurons, np.float64) - self.mapped
-        return (rows[..., self.fired] - self.mapped).clip(min=0) / own
+        return rows[..., self.fired] / np.asarray(self.neurons, np.float64)
 
     def token(self, row: np.ndarray, sampling: Sampling) -> Token | None:
         """The token of one row, with what `sampling` asks to be told; None for what is no number.

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
-from twellctl.bundle.twell_plan import Limits, ceil_div, round_up
+from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_spec import (
-    FEW_ROWS,
     MOST_OF_BLOCK,
     STEP_HEAD_DIMS,
     STEP_QUAD,
@@ -20,7 +19,6 @@ from twellctl.bundle.twell_spec import (
 )
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
-from twellctl.decoding.screened import Screen
 
 _THREADS = 32 * (STEP_WARPS + 1)  # a warp asks for weights
 
@@ -57,9 +55,8 @@ class StepSizes:
     V: int
     end: str = ""
 
-    def entry(self, form: str) -> str:
-        """Of one of STEP_FORMS."""
-        return step_entry(self.K, self.D, form, self.end)
+    def entry(self, sparse: bool) -> str:
+        return step_entry(self.K, self.D, sparse=sparse, end=self.end)
 
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
@@ -77,14 +74,6 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     if sizes.V % STEP_QUAD:
         return f"a vocabulary of {sizes.V} is no multiple of 4"
     return None
-
-
-def takes_screens(sizes: StepSizes, num_own: int, limits: Limits) -> bool:
-    """Whether `step` screens the gates of `num_own` neurons, of sizes that it takes."""
-    own = FEW_ROWS * ceil_div(num_own, FEW_ROWS)
-    shared, (_, most_rows) = max(0, sizes.N - own), MOST_OF_BLOCK[sizes.K]
-    rows = FEW_ROWS * ceil_div(own // FEW_ROWS, limits.num_sms)
-    return rows + max(FEW_ROWS, ceil_div(shared, limits.num_sms)) <= most_rows and not sizes.end
 
 
 class WholeStep:
@@ -106,22 +95,17 @@ class WholeStep:
         rotary: tuple[Tensor, Tensor],
         eps: float,
         *,
-        form: str,
-        screens: Sequence[Screen] | None = None,
+        sparse: bool,
     ):
-        """`form`: one of STEP_FORMS; `screens` of all layers for "screened"."""
         self._kernels, self._limits, self._sizes = kernels, limits, sizes
-        self._entry = sizes.entry(form)
-        self._layers, self._screens = layers, screens  # the table holds pointers to them
+        self._entry = sizes.entry(sparse)
+        self._layers = layers  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
         self._weights = embeddings, last_norm, head, *rotary
         self._eps = eps
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
-        of = screens or [None] * len(layers)
-        words = [_words_of(layer, screen) for layer, screen in zip(layers, of, strict=True)]
-        self._table = torch.tensor(words, device=device)
-        masks = round_up(ceil_div(sizes.N, FEW_ROWS), 4) if form == "screened" else 0
-        words = 6 * K + blocks * (K + 4 * D) + masks
+        self._table = torch.tensor([_words_of(layer) for layer in layers], device=device)
+        words = 6 * K + blocks * (K + 4 * D)
         # by which blocks hand each other results, and how often they were used
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
@@ -150,7 +134,7 @@ class WholeStep:
         return logits, counts
 
 
-def _words_of(layer: DecoderLayer, screen: Screen | None) -> list[int]:
+def _words_of(layer: DecoderLayer) -> list[int]:
     """kernels/decode/step_shared.cuh: LayerOf, and of e4m3 weights ScaledLayer."""
     ffn, attend = layer.ffn, layer.attend
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
@@ -163,8 +147,4 @@ def _words_of(layer: DecoderLayer, screen: Screen | None) -> list[int]:
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     scales = (layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down)
     told = [scale.data_ptr() for scale in scales if scale is not None]
-    words = [0, 0, 0]
-    if screen is not None:
-        words = [screen.copy.data_ptr(), screen.limits.data_ptr(), screen.num_own << 32]
-    words[2] |= attend.window or 0
-    return [*pointers, *words, *told]
+    return [*pointers, attend.window or 0, *told]

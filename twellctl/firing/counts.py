@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.firing.profiled import LayerProfile
 
@@ -181,7 +180,8 @@ class UnionCount:
 def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
     """What fires in each layer while `body` reads `ids` `[B, S]`."""
     ffns = gated_ffns(body)
-    size = body.config.intermediate_size - mapped_neurons(body.config)
+    twell = getattr(body.config, "twell", None) or {}
+    size = body.config.intermediate_size - twell.get("map_neurons", 0)
     counts = [LayerCount(size, tile, ids.device) for _ in ffns]
     unions = [UnionCount() for _ in ffns]
 
