@@ -23,8 +23,8 @@ CASES = {
         100,
         True,
     ),
-    "a window": (  # and 132 rows of the gate a block
-        partial(Model, 1536, 64, 24, 24, 12672, 1, 600, window=100, gate_mean=-1.5, seed=4),
+    "a window": (  # and 128 rows of the gate a block, the most for this size
+        partial(Model, 1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4),
         96,
         True,
     ),
