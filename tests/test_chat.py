@@ -3,9 +3,11 @@
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from twellctl.decoding.hf_decoder import HFDecoder
 step = HFDecoder.step
 HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)
 from twellctl.__main__ import main
-sys.argv[1:] = ["chat", sys.argv[1], "--temperature", "2", "--seed", "1", "--max-tokens", "60"]
+sys.argv[1:] = ["chat", sys.argv[1], "--temperature", "2", "--seed", "1", "--max-tokens", "200"]
 main()
 """
 
@@ -105,18 +107,25 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(relu_llama):
         def until(text: str) -> str:
             seen = ""
             while text not in seen:
+                assert select.select([terminal], [], [], 60)[0], f"no {text!r} behind {seen!r}"
                 seen += os.read(terminal, 4096).decode(errors="replace")
             return seen
 
-        until("> ")
-        for _ in range(2):
+        try:
+            until("> ")
+            for _ in range(2):
+                time.sleep(
+                    0.5
+                )  # a signal between the prompt and the wait behind it waits for a key
+                process.send_signal(signal.SIGINT)
+                assert "error" not in until("> ")
+                os.write(terminal, b"Why?\n")
+                until("Why?\r\n")
+                os.read(terminal, 1)  # of the answer
             process.send_signal(signal.SIGINT)
-            assert "error" not in until("> ")
-            os.write(terminal, b"Why?\n")
-            until("Why?\r\n")
-            os.read(terminal, 1)  # of the answer
-        process.send_signal(signal.SIGINT)
-        assert "the first after" in until("> ")
-        os.write(terminal, b"\x04")
-        assert process.wait(60) == 0
+            assert "the first after" in until("> ")
+            os.write(terminal, b"\x04")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()  # else what failed here would be waited for
     os.close(terminal)

@@ -221,17 +221,21 @@ def test_another_run_that_wrote_out_first_wins(model, cli, tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "out"]
 
 
-def test_modes(model, tmp_path, cli):
+def test_modes(model, tmp_path, cli, monkeypatch):
+    """By the umask, which is not set to be read: other threads may make files meanwhile."""
+    set_umask = os.umask
     weights = model / "model.safetensors"
     for mode in (0o644, 0o600):
         weights.chmod(mode)
         (model / "tokenizer.json").chmod(mode)
         out = tmp_path / f"{mode:o}"
-        umask = os.umask(0o022)
+        umask = set_umask(0o022)
+        monkeypatch.delattr(os, "umask")
         try:
             assert cli("convert", model, out)[0] == 0
         finally:
-            os.umask(umask)
+            set_umask(umask)
+            monkeypatch.undo()
         assert not os.path.samefile(weights, out / "model.safetensors")
         assert out.stat().st_mode & 0o777 == 0o755
         assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}

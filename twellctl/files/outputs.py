@@ -242,9 +242,15 @@ def _holds_current_folder(target: Path) -> bool:
 
 
 def make_readable(folder: Path) -> None:
-    """Give files the mode the umask asks for (safetensors writes 0600); links are left alone."""
-    umask = os.umask(0)
-    os.umask(umask)
+    """Give files the mode the umask asks for (safetensors writes 0600); links are left alone.
+
+    A new file tells it. To read the umask is to set it, for all threads.
+    """
+    probe = folder / ".mode"
+    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL, 0o777)
+    umask = 0o777 & ~os.fstat(descriptor).st_mode
+    os.close(descriptor)
+    probe.unlink()
     folder.chmod(0o777 & ~umask)
     for path in folder.rglob("*"):
         if path.is_dir():
