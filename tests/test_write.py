@@ -240,9 +240,7 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path):
     code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
     assert code == 0
     assert said.startswith(f"{out}: {len(chats(out))} texts, ")
-    assert said.endswith(
-        f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {out}\n"
-    )
+    assert said.endswith(f"next: twellctl convert {silu_llama} RELU --data {out}\n")
 
 
 def test_what_fails_before_the_first_chat_leaves_what_was_there(silu_llama, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""twellctl write: text that a model writes itself, to fine-tune its ReLU form on.
+"""twellctl write: text that a model writes itself, to fit and to train its ReLU form on.
 
 What a sparse form of a model never reads in training it forgets. A chat model answers in a way that
 no text of other authors has, and it knows more than any text at hand. So it answers prompts, or

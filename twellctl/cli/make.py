@@ -95,9 +95,9 @@ def write(
     """Let a model write text to train on.
 
     With --prompts it answers them. Else a chat model draws users' questions, and answers them; any
-    model writes documents behind a first word that is drawn. The sparse form of a chat model,
-    fine-tuned on them beside other text, keeps its manner and more of what it knew. MODEL may be
-    the sparse one, too. What is in OUT after Ctrl-C can be used.
+    model writes documents behind a first word that is drawn. A sparse form that is fitted and
+    trained on its own answers keeps more of what the model can do. MODEL may be the sparse one,
+    too. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.screens.write import stages
@@ -125,7 +125,7 @@ def write(
         f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
     own = ui.word(done.out)
-    ui.say(f"next: twellctl finetune RELU OUT --recipe standard --data FILE --data {own}")
+    ui.say(f"next: twellctl convert {ui.word(model)} RELU --data {own}")
 
 
 @takes(Recipe)
