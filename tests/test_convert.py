@@ -170,7 +170,7 @@ def test_memory_and_imports(silu_llama, tmp_path):
 def test_help_is_quick_and_light():
     loaded = "print(*{'torch', 'transformers', 'numpy', 'asyncio'} & set(sys.modules), 'none')"
     seconds = "import time; print(time.process_time())"
-    for _ in range(4):  # a busy machine may be slow once
+    for _ in range(10):  # a busy machine may be slow for a while
         *lines, modules, used = run("--help", code=f"{loaded}; {seconds}").stdout.splitlines()
         assert any("Make a model sparse" in line for line in lines)
         assert modules == "none"

@@ -4,7 +4,6 @@ from typing import Any
 
 from rich.markup import escape
 
-from twellctl.report.advice import of_profile
 from twellctl.screens import ui
 
 MOST_ADVICE = 2  # sentences; the page has all
@@ -12,6 +11,8 @@ MOST_ADVICE = 2  # sentences; the page has all
 
 def profiled(result: Any, saved_as: Any = None) -> None:
     """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
+    from twellctl.report.advice import of_profile  # that --help need not load it
+
     rows = []
     for number, layer in enumerate(result.layers):
         nnz = (f"{layer.nnz_mean:.1f}", layer.nnz_p50, layer.nnz_p99, layer.nnz_max)
