@@ -23,7 +23,8 @@ from twellctl.here.resources import bundle_files, kernel_files, resource_dir
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["twellctl", "kernels", "recipes", "tests"]
 DATA = {"kernels": (".cu", ".cuh", ".md"), "recipes": (".yaml", ".md")}
-STAYS = {"kernels/LAB.md", "kernels/MEASURED.md", "recipes/LAB.md"}  # in the checkout
+PAGES = ("LAB", "LIMITS", "MEASURED", "SOURCES", "WAYS")
+STAYS = {f"kernels/{name}.md" for name in PAGES} | {"recipes/LAB.md"}  # in the checkout
 BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
 USED = """
 import sys, twellctl

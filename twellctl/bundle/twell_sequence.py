@@ -4,8 +4,8 @@
 
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
-torch's. What each kernel does stands in `kernels/README.md`, what each buffer holds in the heads of
-plan.cu, up.cuh, hidden.cuh and down.cuh.
+torch's. What each kernel does stands in `kernels/SOURCES.md`, what each buffer holds in the heads
+of plan.cu, up.cuh, hidden.cuh and down.cuh.
 """
 
 from collections.abc import Iterator
