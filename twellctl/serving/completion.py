@@ -59,14 +59,27 @@ async def complete(
     stops: StopStrings,
     prompt: Sequence[int],
     sampling: Sampling,
+    echoed: bool = False,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of one completion; only the last one has a finish reason. Raises `EngineError`.
 
-    A character that the token budget cut in half is left out.
+    A character that the token budget cut in half is left out. `echoed`: the prompt goes first; the
+    engine begins with its first token, and the next ones that come are the prompt's.
     """
     transcript = _Transcript(detokenizer, stops)
+    left = 0  # tokens of the prompt that are to come
+    if echoed:
+        yield transcript.echo(Token(prompt[0]))
+        prompt, left = prompt[:1], len(prompt) - 1
+    if sampling.max_tokens == 0:
+        yield transcript.cut()
+        return
     async with aclosing(engine.generate(prompt, sampling)) as tokens:
         async for token in tokens:
+            if left:
+                left -= 1
+                yield transcript.echo(token)
+                continue
             ended = token.id in engine.eos_tokens
             piece = transcript.end_token() if ended else transcript.add(token)
             yield piece
@@ -90,6 +103,13 @@ class _Transcript:
         self._num_read += len(decoded)
         text, stopped = self._stops.add(decoded)
         return self._piece(text, "stop" if stopped else None)
+
+    def echo(self, token: Token) -> Piece:
+        """A token of the prompt: it counts for nothing, and no stop string is looked for."""
+        self._waiting.append(PlacedToken(token, self._num_read))
+        decoded = self._detokenizer.add(token.id)
+        self._num_read += len(decoded)
+        return self._piece(decoded, None)
 
     def end_token(self) -> Piece:
         """The model ended the text itself: what was held back goes out."""

@@ -1,11 +1,12 @@
 """Answers that follow a JSON schema: `response_format` as grammars of llguidance. No torch.
 
-https://github.com/guidance-ai/llguidance says which of JSON Schema it knows.
+https://github.com/guidance-ai/llguidance says which of JSON Schema it knows. And those that begin
+with given tokens.
 """
 
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from twellctl.files.strict_json import to_json
@@ -83,3 +84,19 @@ class SchemaGuide:
 
     def take(self, token: int) -> bool:
         return self._matcher.consume_token(token)
+
+
+class Given:
+    """A `Guide` of a text that begins with `tokens`, and goes on freely."""
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int):
+        self._tokens, self._place, self._bytes = tokens, 0, -(-vocab_size // 8)
+
+    def allowed(self) -> bytes:
+        if self._place >= len(self._tokens):
+            return b"\xff" * self._bytes
+        return (1 << self._tokens[self._place]).to_bytes(self._bytes, "little")
+
+    def take(self, token: int) -> bool:
+        self._place += 1
+        return True

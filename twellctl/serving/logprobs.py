@@ -38,17 +38,21 @@ def text_logprobs(tokens: Sequence[PlacedToken], spelling: TokenSpelling) -> dic
         "text_offset": [placed.offset for placed in tokens],
     }
     for token in (placed.token for placed in tokens):
-        name, logprob = _name(spelling(token.id)), max(token.logprob, _LEAST)
-        best = {_name(spelling(other)): max(value, _LEAST) for other, value in token.top}
+        name = _name(spelling(token.id))
         told["tokens"].append(name)
-        told["token_logprobs"].append(logprob)
-        told["top_logprobs"].append(best | {name: logprob})
+        if token.logprob is None:  # the first of an echoed prompt
+            told["token_logprobs"].append(None)
+            told["top_logprobs"].append(None)
+            continue
+        best = {_name(spelling(other)): max(value, _LEAST) for other, value in token.top}
+        told["token_logprobs"].append(max(token.logprob, _LEAST))
+        told["top_logprobs"].append(best | {name: told["token_logprobs"][-1]})
     return told
 
 
 def densities(tokens: Sequence[PlacedToken]) -> list[list[float]]:
     """Share of each layer's neurons that fired, `[tokens, layers]`, to six places."""
-    return [[round(share, 6) for share in placed.token.densities] for placed in tokens]
+    return [[round(share, 6) for share in placed.token.densities or ()] for placed in tokens]
 
 
 def _name(spelling: Spelling) -> str:

@@ -81,7 +81,6 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
 }
 _LACKING_IN_COMPLETIONS: dict[str, tuple] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 # of a message, beside role and content; what is not passed on to the template changes no text
@@ -133,8 +132,11 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
+    """`echo`: the prompt is told first, as the beginning of the answer."""
+
     prompts: list[str | list[int]]
     options: Options
+    echo: bool = False
 
 
 def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> ChatRequest:
@@ -179,7 +181,8 @@ def parse_completion(
     body: dict[str, Any], defaults: dict[str, float] = DEFAULTS
 ) -> CompletionRequest:
     """A /v1/completions request; raises `ApiError`. `defaults` as in `parse_chat`."""
-    _refuse_others(body, {"prompt", "logprobs"}, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
+    own = {"prompt", "logprobs", "echo"}
+    _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
     prompt = required(body, "prompt")
     prompts = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not isinstance(prompts, list) or not all(
@@ -192,11 +195,15 @@ def parse_completion(
         if isinstance(text, str):
             check_text("prompt", text)
     top_logprobs = whole(body, "logprobs", None, at_least=0, at_most=MAX_COMPLETION_LOGPROBS)
-    options = _options(body, top_logprobs, defaults)
+    echo = flag(body, "echo")
+    options = _options(body, top_logprobs, defaults, least=0 if echo else 1)
+    for name in ("frequency_penalty", "presence_penalty") if echo else ():
+        if getattr(options, name):
+            raise unsupported("echo", f"it does not go together with {name}")
     if len(prompts) * options.n > MAX_CHOICES:
         must = f"times n must be at most {MAX_CHOICES} choices"
         raise invalid("prompt", must, len(prompts) * options.n)
-    return CompletionRequest(prompts, options)
+    return CompletionRequest(prompts, options, echo)
 
 
 def _refuse_others(body: dict[str, Any], own: set[str], lacking: dict[str, tuple]) -> None:
@@ -214,11 +221,14 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _options(body: dict[str, Any], top_logprobs: int | None, defaults: dict) -> Options:
+def _options(
+    body: dict[str, Any], top_logprobs: int | None, defaults: dict, least: int = 1
+) -> Options:
+    """`least`: tokens that may be asked for."""
     defaults = DEFAULTS | defaults
     return Options(
         model=check_text("model", body["model"]) if body.get("model") else None,
-        max_tokens=_max_tokens(body),
+        max_tokens=_max_tokens(body, least),
         temperature=number(body, "temperature", defaults["temperature"], at_most=2),
         top_p=number(body, "top_p", defaults["top_p"], at_most=1),
         top_k=max(whole(body, "top_k", int(defaults["top_k"]), at_least=-1), 0),
@@ -265,9 +275,9 @@ def _only_streamed(body: dict[str, Any], name: str) -> bool:
     return flag(body, name)
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    old = whole(body, "max_tokens", None, at_least=1)
-    new = whole(body, "max_completion_tokens", None, at_least=1)
+def _max_tokens(body: dict[str, Any], least: int) -> int | None:
+    old = whole(body, "max_tokens", None, at_least=least)
+    new = whole(body, "max_completion_tokens", None, at_least=least)
     if None not in (old, new) and old != new:
         must = f"must equal max_completion_tokens ({new}) if both are given"
         raise invalid("max_tokens", must, old)

@@ -217,7 +217,8 @@ class Endpoints:
     def _timed(self, task: Task, plan: Plan) -> AsyncGenerator[Piece, None]:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
         stops = StopStrings(plan.options.stops)
-        pieces = complete(self._model.engine, detokenizer, stops, task.prompt, task.sampling)
+        how = task.sampling, task.echoed
+        pieces = complete(self._model.engine, detokenizer, stops, task.prompt, *how)
         pieces = self._metrics.timed(counted(pieces))
         return with_calls(pieces) if plan.calls else pieces
 

@@ -3,12 +3,12 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from twellctl.decoding.engine import Engine, Guide, Sampling
-from twellctl.serving.guides import Guides
+from twellctl.serving.guides import Given, Guides
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
 from twellctl.serving.token_spelling import TokenSpelling
@@ -58,12 +58,16 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Task:
-    """One choice to make. `continued`: the tokens whose text it goes on from, none in a chat."""
+    """One choice to make. `continued`: the tokens whose text it goes on from, none in a chat.
+
+    `echoed`: the answer begins with the prompt, of which the engine gets the first token alone.
+    """
 
     index: int
     prompt: list[int]
     continued: list[int]
     sampling: Sampling
+    echoed: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,26 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
         is_text = isinstance(given, str)
         prompt = _encoded(model, given, encode_text, "prompt") if is_text else given
         budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
-        tasks += _tasks(len(tasks), prompt, prompt, options, budget)
+        made = _tasks(len(tasks), prompt, prompt, options, budget)
+        vocab_size = model.engine.vocab_size
+        tasks += [_echoed(task, vocab_size) for task in made] if request.echo else made
         prompt_tokens += len(prompt)
     return Plan(tasks, prompt_tokens, options)
+
+
+def _echoed(task: Task, vocab_size: int) -> Task:
+    """Each of the prompt's tokens is chosen, as if it was written, and so told with all there is.
+
+    That is a step for each, and no other code of the engine than for an answer.
+    """
+    rest = task.prompt[1:]
+    sampling = replace(
+        task.sampling,
+        max_tokens=len(rest) + task.sampling.max_tokens,
+        ignore_eos=True,  # the prompt's are none; `complete` ends behind it
+        guide=lambda: Given(rest, vocab_size),
+    )
+    return Task(task.index, task.prompt, [], sampling, echoed=True)
 
 
 def _check_biases(engine: Engine, options: Options) -> None:
@@ -211,4 +232,4 @@ def _budget(
     if max_tokens is not None and max_tokens > left:
         message = f"{facts}: max_tokens may be at most {left}, got {max_tokens}"
         raise ApiError(400, message, param="max_tokens", code=code)
-    return max_tokens or min(default or left, left)
+    return min(default or left, left) if max_tokens is None else max_tokens
