@@ -1,6 +1,8 @@
 """The kernels as NVRTC compiles them: each file once a session for each architecture and NVRTC.
 
 The processes of a session share what they compile through a folder, which conftest.py makes.
+Without TWELL_TEST_EVERY_CASE a file that is compiled whole for another NVRTC or architecture, to
+the same sizes, is compiled with its first entry alone.
 """
 
 import fcntl
@@ -9,22 +11,23 @@ import hashlib
 import math
 import os
 import pickle
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from twellctl.bundle import twell_spec
 from twellctl.bundle.twell_cubin import sections
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, compiled_files, nvrtc_paths
 from twellctl.here.resources import kernel_files
 
 SOURCES = kernel_files()
+EVERY_CASE = "TWELL_TEST_EVERY_CASE" in os.environ  # also what is like another, or takes long
 # of .nv.info: attributes that have their size with them; launch bounds, a parameter, blocks of a
 # cluster
 _SIZED, _MAX_THREADS, _PARAMETER, _CLUSTER = 4, 0x05, 0x17, 0x3D
-_ARCH = re.compile(rb"__CUDA_ARCH__(?: >= (\d+)\b)?")
 
 
 @functools.cache
@@ -41,29 +44,44 @@ def nvrtc(major: int) -> Nvrtc:
 
 @functools.cache
 def compiled(name: str, arch: str, major: int = 13) -> Cubin:
-    """The cubin of a source; skips the test without that NVRTC."""
-    library = nvrtc(major)
+    """The cubin of a source with `entries_for`; skips the test without that NVRTC."""
+    library, entries = nvrtc(major), entries_for(name, arch, major)
     read = repr((name, sorted(compiled_files(name, SOURCES, arch).items()), library.version, arch))
-    made = Path(os.environ["TWELL_TEST_BUILDS"]) / hashlib.sha256(read.encode()).hexdigest()
-    with made.open("a+b") as file:
+    key = hashlib.sha256((read + repr(entries)).encode()).hexdigest()
+    with (Path(os.environ["TWELL_TEST_BUILDS"]) / key).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
         file.seek(0)
         if kept := file.read():
             return pickle.loads(kept)
-        cubin = library.compile(name, SOURCES, arch)
+        with mock.patch.dict(twell_spec.SOURCES, {name: entries}):
+            cubin = library.compile(name, SOURCES, arch)
         file.write(pickle.dumps(cubin))
     return cubin
 
 
+def entries_for(name: str, arch: str, major: int) -> Mapping[str, tuple] | Iterable[str]:
+    """The entries that a source is compiled with: all, the first, or those of popular models."""
+    entries = twell_spec.entries_of(name, _capability(arch))
+    if not entries or EVERY_CASE:
+        return entries or twell_spec.SOURCES[name]
+    if major < 13 or (arch != "sm_90a" and specified_alike(name, arch, "sm_90a")):
+        return dict([next(iter(entries.items()))])
+    if name.startswith("decode/step_") and name >= "decode/step_3":  # whose heads are of 128
+        return {entry: given for entry, given in entries.items() if given[0] == 128}
+    return entries
+
+
 @functools.cache
-def reads_the_same(name: str, one: str, other: str) -> bool:
-    """Whether a source, its headers and its spec say the same for two architectures."""
+def specified_alike(name: str, one: str, other: str) -> bool:
+    """Whether a source is built for the same sizes on two architectures; its instructions, which
+    ptx/ chooses by architecture, may be others."""
     files, others = (compiled_files(name, SOURCES, arch) for arch in (one, other))
-    asked = {number for text in files.values() for number in _ARCH.findall(text)}
-    if files != others or b"" in asked:
-        return False
-    numbers = [10 * int(arch.removeprefix("sm_").rstrip("af")) for arch in (one, other)]
-    return all(len({number >= int(least) for number in numbers}) == 1 for least in asked)
+    chosen = [file for file, text in files.items() if b"__CUDA_ARCH__" in text]
+    return files == others and all(file.startswith("ptx/") for file in chosen)
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    return divmod(int(arch.removeprefix("sm_").rstrip("af")), 10)
 
 
 def parameter_bytes(code: bytes, entry: str) -> list[int]:

@@ -1,8 +1,9 @@
 """The kernels for few tokens over e4m3 weights, emulated: what tests/gpu/test_few_e4m3.py asks."""
 
 import pytest
+from compiled import EVERY_CASE
 from emulated_few import FewKernels, of_e4m3
-from emulated_kernels import EVERY_CASE, needs_emulator
+from emulated_kernels import needs_emulator
 
 pytestmark = needs_emulator
 

@@ -11,8 +11,9 @@ import emulated_walk
 import pytest
 import test_heavy_walk
 import torch
+from compiled import EVERY_CASE
 from emulated_few import FewKernels, of_e4m3
-from emulated_kernels import EVERY_CASE, EmulatedKernels, needs_emulator
+from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_e4m3 import of_lists, of_many, walked
 from test_emulated_grad import of_grad
 

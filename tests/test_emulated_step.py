@@ -6,7 +6,8 @@ from functools import partial
 import emulated_step as emulated
 import pytest
 import torch
-from emulated_kernels import EVERY_CASE, EmulatedKernels, needs_emulator
+from compiled import EVERY_CASE
+from emulated_kernels import EmulatedKernels, needs_emulator
 from emulated_step import Model
 
 pytestmark = needs_emulator

@@ -1,11 +1,13 @@
-"""Every kernel compiles for Ampere and Hopper, there with NVRTC 12 and 13, and spills nothing."""
+"""Every kernel compiles for Ampere and Hopper, there with NVRTC 12 and 13, and spills nothing.
+
+compiled.py says which entries of a file that differs in instructions alone.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
-from compiled import SOURCES, compiled, most_threads, nvrtc
-from emulated_kernels import EVERY_CASE
+from compiled import EVERY_CASE, SOURCES, compiled, entries_for, most_threads, nvrtc
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
@@ -28,13 +30,11 @@ from twellctl.bundle.twell_walk_e4m3 import WALK_E4M3_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {ENTRY_FILES[entry] for entry in (*HOPPER_KERNELS, *WALK_KERNELS)}
+HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *WALK_KERNELS, *GRAD_KERNELS)}
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
-ENTRIES = {*ENTRY_FILES, *HOPPER_KERNELS, *GRAD_KERNELS}
-ENTRIES |= {*WALK_KERNELS}
 # the text of the steps of 4096, with other numbers
 OTHER_STEPS = {
     f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3_END)
@@ -67,9 +67,7 @@ def test_compiles_without_spills(name, arch, major):
     few = {entry: size for entry, size in static.items() if entry.startswith("few_")}
     assert few == {entry: twell_few._static(entry) for entry in few}
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
-    entries = set(static)
-    wanted = {entry for entry in ENTRIES if ENTRY_FILES[entry] == name}
-    assert wanted == entries
+    assert set(static) == {*entries_for(name, arch, major)}
 
 
 def static_in_log(log: str) -> dict[str, int]:
@@ -89,8 +87,7 @@ def test_what_is_no_cubin_is_refused():
 
 
 def test_every_entry_has_its_source():
-    files = {ENTRY_FILES[entry] for entry in ENTRIES}
-    assert files == {name for name in SOURCES if name.endswith(".cu")}
+    assert {*ENTRY_FILES.values()} == {name for name in SOURCES if name.endswith(".cu")}
 
 
 def test_a_number_that_the_host_shares_is_one_that_a_kernel_takes():
