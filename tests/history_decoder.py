@@ -33,7 +33,7 @@ class HistoryDecoder:
     device = torch.device("cpu")
     vocab_size = VOCAB
     context = 1024
-    neurons = (4, 8)
+    neurons, mapped = (4, 8), 0
     kernels = None
     page_bytes = 4 * PAGE
     max_rows = None

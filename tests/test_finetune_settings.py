@@ -93,7 +93,7 @@ def test_finetuned_model_learns_from_its_source_on_the_hub(
 ):
     recipe = small(text_file, max_steps=2)
     first = finetune(pretrained, tmp_path / "once", recipe)
-    with pytest.raises(UsageError, match="does not say from what: name the model"):
+    with pytest.raises(UsageError, match="does not say from which model it was made"):
         finetune(tmp_path / "once", tmp_path / "twice", recipe)
     config = json.loads((tmp_path / "once/config.json").read_text())
     config["twell"]["source"] = "owner/model"

@@ -21,6 +21,7 @@ from twellctl.fitting.least_squares import NotSolved, Products, solved
 from twellctl.fitting.plan import Shape, planned
 from twellctl.fitting.settings import Fit
 from twellctl.fitting.steps import LayerText, Steps, _gradients, take_steps
+from twellctl.generate import generate
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
 
@@ -99,6 +100,14 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
         assert torch.equal(fired[..., 96], fired[..., -1])  # one gate row
         assert float(fired[..., :96].float().mean()) == pytest.approx(layer.fires, abs=0.06)
         assert layer.error < layer.error_swapped
+    fires.clear()
+    prompt = AutoTokenizer.from_pretrained(out)("x = [1, 2]\n", return_tensors="pt")
+    with torch.no_grad(), quiet_transformers():
+        model(**prompt)
+    own = torch.stack([fired.flatten(0, -2)[-1, :96] for fired in fires]).float().mean()
+    told = generate(out, "x = [1, 2]\n", max_tokens=1, chat=False)
+    list(told)
+    assert told.figures.density == pytest.approx(float(own), rel=1e-4)  # of its own neurons, too
 
 
 def _held_out(source, text_file):

@@ -33,6 +33,8 @@ def test_a_step_is_told_and_goes_on():
     assert len(token.top) == 2
     assert token.top[0] == (8, token.logprob)
     assert record.shares(told.numpy()).sum(0).tolist() == [0.75, 2.25]
+    of_a_fit = Record((4, 8), 100, mapped=2)  # of which two always fire
+    assert of_a_fit.shares(told.numpy()).tolist() == [[0, 1], [0, 4 / 6], [0, 2 / 6]]
 
 
 @pytest.mark.parametrize(("B", "V", "blocks"), [(1, 49152, 48), (3, 40, 1), (64, 49152, 16)])

@@ -54,7 +54,7 @@ class Batch:
     ):
         """`in_flight`: steps whose records were not read yet, at most."""
         self.decoder = decoder
-        self.record = Record(decoder.neurons, decoder.vocab_size)
+        self.record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
         self._end = StepEnd(self.record, decoder.kernels, max_rows, decoder.device)
         self._on_gpu = decoder.device.type == "cuda"
         self.reads_late = self._on_gpu  # elsewhere a step is through when it was launched

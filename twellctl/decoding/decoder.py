@@ -21,6 +21,7 @@ class Decoder(Protocol):
     context: int  # tokens of a sequence, at most
     # of each of the L gated FFNs whose firing is reported; right from the first prefill on
     neurons: Sequence[int]
+    mapped: int  # of each, the last ones: they always fire, and are left out of what is told
     kernels: KernelSet | None  # with `choose`, by which a step may end; None: torch ends it
     page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
     max_rows: int | None  # of one step; None: any number

@@ -37,6 +37,7 @@ class DenseDecoder:
     capturable = True
     max_rows = None
     neurons: Sequence[int] = ()
+    mapped = 0
 
     @staticmethod
     def why_not(model: PreTrainedModel) -> str | None:

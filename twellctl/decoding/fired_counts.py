@@ -17,7 +17,8 @@ class FiredCounts:
     Where a layer has several FFNs (experts), or an activation is none that is zero below zero (SiLU
     is not), none is metered. One that runs over TwELL's kernels
     never shows its activation: the gates of the last tokens are computed a second time.
-    `neurons`: how many each layer has, known from the first forward on.
+    `neurons`: how many each layer has, known from the first forward on. `mapped`: so many of them
+    always fire (twell_config.py), and are no news.
     """
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
@@ -25,6 +26,7 @@ class FiredCounts:
         is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
         self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)
+        self.mapped = (getattr(model.config, "twell", None) or {}).get("map_neurons", 0)
         self._counts: list[Tensor | None] = [None] * len(self._ffns)
 
     @contextlib.contextmanager
@@ -42,7 +44,8 @@ class FiredCounts:
         return torch.stack(self._counts)
 
     def _count(self, i: int, fired: Tensor) -> None:
-        self._counts[i] = fired.sum(-1, dtype=torch.int32)
+        own = fired[..., : fired.shape[-1] - self.mapped]
+        self._counts[i] = own.sum(-1, dtype=torch.int32) + self.mapped
         self.neurons[i] = fired.shape[-1]
 
     def _hook(self, i: int, ffn: nn.Module, num_rows: int) -> RemovableHandle:

@@ -47,7 +47,7 @@ class HFDecoder:
         self._shapes = cached_shapes(model)
         self._cache_argument = cache_argument(model)
         self._fired = FiredCounts(model, config.num_hidden_layers)
-        self.neurons = self._fired.neurons
+        self.neurons, self.mapped = self._fired.neurons, self._fired.mapped
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
 
     def open_cache(self, num_pages: int) -> None:

@@ -116,7 +116,7 @@ class KernelDecoder:
         self._plain = HFDecoder(model)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
-        self.neurons = self._plain.neurons if sparse else []
+        self.neurons, self.mapped = self._plain.neurons if sparse else [], self._plain.mapped
         # as profiled, if they were; the dense form does not depend on them
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)

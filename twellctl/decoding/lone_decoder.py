@@ -24,7 +24,7 @@ class LoneDecoder:
         self.prefill_chunk = self.context  # states that recur are not continued by many tokens
         self._model, self._cache_argument = model, cache_argument(model)
         self._fired = FiredCounts(model, config.num_hidden_layers)
-        self.neurons = self._fired.neurons
+        self.neurons, self.mapped = self._fired.neurons, self._fired.mapped
 
     def open_cache(self, num_pages: int) -> None:
         """There is none: transformers' grows with each sequence."""

@@ -29,8 +29,8 @@ class Record:
     log-probabilities.
     """
 
-    def __init__(self, neurons: Sequence[int], vocab_size: int):
-        self.neurons, num_layers = neurons, len(neurons)
+    def __init__(self, neurons: Sequence[int], vocab_size: int, mapped: int = 0):
+        self.neurons, self._mapped, num_layers = neurons, mapped, len(neurons)
         self.num_top = min(MAX_TOP_LOGPROBS, vocab_size)
         self.fired = slice(1, 1 + num_layers)
         self.logprob = 1 + num_layers
@@ -39,8 +39,12 @@ class Record:
         self.width = self.top_logprobs.stop
 
     def shares(self, rows: np.ndarray) -> np.ndarray:
-        """Of rows `[.., width]`, which share of each layer's neurons fired, `[.., L]`."""
-        return rows[..., self.fired] / np.asarray(self.neurons, np.float64)
+        """Of rows `[.., width]`, which share of each layer's neurons fired, `[.., L]`.
+
+        Without the `mapped` ones, which always do.
+        """
+        own = np.asarray(self.neurons, np.float64) - self._mapped
+        return np.maximum(rows[..., self.fired] - self._mapped, 0) / own
 
     def token(self, row: np.ndarray, sampling: Sampling) -> Token | None:
         """The token of one row, with what `sampling` asks to be told; None for what is no number.
