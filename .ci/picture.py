@@ -19,7 +19,8 @@ from serving_client import running
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.serve_local import load_served_model
 
-SIZE = (1160, 560)
+SIZE = (1160, 520)
+SETTINGS = {"temperature": 0.5, "seed": 2, "max-tokens": 60}
 
 
 def main() -> None:
@@ -34,7 +35,8 @@ def main() -> None:
         page = Page(driver, client)
         with page.seen_on(*SIZE):
             example = page.until(lambda: page["example"].text)
-            page.run("document.getElementById('temperature').value = 0")
+            for name, value in SETTINGS.items():
+                page.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
             page.say(given.prompt or example)
             page.until(lambda: page.all(".told"), 600)
             given.out.write_bytes(driver.get_screenshot_as_png())

@@ -48,8 +48,8 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
         return None
     if "source" not in student.twell:
         raise UsageError(
-            f"{student.name} was fine-tuned before, and does not say from what: name the model to "
-            "learn from with --teacher MODEL, or give --teacher none"
+            f"{student.name} does not say from which model it was made: name that with --teacher "
+            "MODEL, to learn from it, or give --teacher none"
         )
     return _checked(student, open_checkpoint(student.twell["source"]))
 
