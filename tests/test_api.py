@@ -74,6 +74,10 @@ def test_every_setting_is_a_keyword(relu_llama, text_file, tmp_path):
     assert inspect.signature(twellctl.finetune).parameters["recipe"].default is None
     found = twellctl.profile(tmp_path / "out", text_file, windows=1, seq_len=16)
     assert found.windows == 1
+    page = found._repr_html_()
+    assert all(f'<th scope="col">{name}</th>' in page for name in ("nnz mean", "dead", "slots"))
+    assert f"<td>{found.density:.4g}</td>" in page
+    assert "<h4>by position</h4>" in page
 
 
 def test_keywords_win_over_a_recipe(tmp_path):

@@ -29,7 +29,7 @@ def test_a_model_agrees_with_itself(cli, silu_llama):
 
 def test_it_shows_where_answers_part(cli, silu_llama, relu_llama, tokenizer, monkeypatch):
     said = {
-        "silu": ["the sum is 391.", "No.", "one two three"],
+        "silu": ["the sum is 391.", "<b>", "one two three"],
         "relu": ["the sum is 401.", "Yes, and more", "one two two" + " two" * 60],
     }
 
@@ -50,6 +50,10 @@ def test_it_shows_where_answers_part(cli, silu_llama, relu_llama, tokenizer, mon
     assert shown[13].endswith("[repeats itself]")
     assert "0 of 3 agree to the end" in out
     assert "(the reference's: 3), 1 repeat (0)" in out
+    found = compare(silu_llama, relu_llama, limit=3)
+    page = found._repr_html_()  # of a notebook
+    assert all(f"<td>{text}</td>" in page for text in ("391., 401.", "&lt;b&gt;, Yes, and more"))
+    assert f"<td>{found.score.verdict}</td>" in page
 
 
 def test_what_cannot_be_compared_is_refused(silu_llama, make_model, tmp_path):

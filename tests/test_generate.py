@@ -84,6 +84,7 @@ def test_the_density_is_what_the_hooks_count(relu_llama, stock, tokenizer):
     with torch.no_grad(), FiredMeter(stock.model, count):
         stock.model(torch.tensor([ids + tokens[:-1]]))
     assert made.figures.density == pytest.approx(float(torch.stack(shares).mean()), rel=1e-4)
+    assert f"<td>{made.figures.density:.4g}</td>" in made._repr_html_()  # in a notebook
 
 
 def test_a_seed_draws_the_same_again(relu_llama):

@@ -10,6 +10,7 @@ from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.subject import Doing, Progress, Subject
 from twellctl.evaluation.text import refuse_other_tokenizer
 from twellctl.models.loading import default_device
+from twellctl.report.notebook import Shown
 from twellctl.text.reading import read_prompts
 
 PROMPTS = (
@@ -43,7 +44,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Shown):
     """`names` of the two models, their answers, and how far these agree."""
 
     names: tuple[str, str]

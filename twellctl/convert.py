@@ -20,6 +20,7 @@ from twellctl.fitting.settings import Fit
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
+from twellctl.report.notebook import Shown
 from twellctl.settings import refuse_wrong
 from twellctl.text.reading import text_files
 from twellctl.training.recipe import run_folder
@@ -33,7 +34,7 @@ Told = Callable[[int, int, float, float], None]
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Shown):
     """What `convert` wrote; `is_chat_model`: the model has a chat template.
 
     `intermediate_size` counts the model's own neurons; `fitted` is None of a swapped one.

@@ -24,6 +24,7 @@ from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.shard_writer import write_shards
+from twellctl.report.notebook import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ _SHARD = 5 * 10**9  # bytes of a file that nobody chose
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Shown):
     """What `export` wrote. `class_name` is the one that `trust_remote_code` loads.
 
     `sharpness` is the least of a neuron that is ReLU. `quantize` is what its weights were rounded

@@ -38,6 +38,7 @@ from twellctl.models.loading import (
     quiet_compiler,
     quiet_transformers,
 )
+from twellctl.report.notebook import Shown
 from twellctl.report.write import write_run_page
 from twellctl.training.answers import answers_of_run
 from twellctl.training.arguments import micro_batch
@@ -87,7 +88,7 @@ PATIENCE = timedelta(days=1)  # the other processes wait while the first one tok
 
 
 @dataclass(frozen=True)
-class FineTuned:
+class FineTuned(Shown):
     """What a run ended with. Cross-entropies and `teacher_kl`, which is None without a teacher, are
     held-out nats a token, None without such text; so are `answers`, which the teacher wrote."""
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.report.markup import joined, tag
+from twellctl.report.notebook import as_tables
 from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
 
 if TYPE_CHECKING:
@@ -69,6 +71,11 @@ class Generation:
     def text(self) -> str:
         """All of it, at once."""
         return "".join(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text, unless it was iterated before, and the figures."""
+        text = None if self._times else tag("pre", self.text())
+        return joined(filter(None, [text, as_tables(self.figures)]))
 
     @property
     def figures(self) -> Figures:

@@ -19,6 +19,7 @@ from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
+from twellctl.report.notebook import Shown
 from twellctl.text.reading import read_prompts
 from twellctl.text.written import WrittenFile, is_written_file
 
@@ -32,7 +33,7 @@ _SHOWN_EVERY = 1.0  # seconds
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Shown):
     """What is in `out`: lines, and the tokens that fine-tuning reads of them, nearly.
 
     `cut` texts reached the limit. `drawn`: how many tokens the model wrote in so many `seconds`,

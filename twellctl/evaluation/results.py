@@ -9,6 +9,7 @@ from typing import Any, Self
 from twellctl.files.strict_json import to_json
 from twellctl.firing.profiled import KindDensity
 from twellctl.models.verdict import Verdict, judged
+from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
 SHOWN = 3  # lost questions of a task
@@ -296,7 +297,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     """A measured model, whose weights have that `fingerprint`.
 
     `text` is None without data, `answers` without a reference and prompts; `limit`: questions of

@@ -9,6 +9,7 @@ from typing import Any, Self, get_origin, get_type_hints
 from twellctl.errors import TwellError, reason, shown
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json, to_json
+from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
 _TAKEN = {int: (int,), float: (int, float), str: (str,)}  # of JSON
@@ -117,7 +118,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
 
     `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
