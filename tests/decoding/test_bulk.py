@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
 ENDS = frozenset(range(0, 512, 9))  # random models seldom find one end
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opened(make_model):
     """`opened(family, **config)`: a random model, and its greedy answers by transformers."""
 
@@ -55,18 +55,25 @@ def run(model, prompts, most: int, ends=ENDS, temperature: float = 0.0, **how) -
         return {s.client: s.tokens[s.num_prompt :] for s in made.run(lambda: next(waiting, None))}
 
 
+@pytest.fixture(scope="module")
+def with_ends(opened):
+    """A model, prompts, and what it answers to each."""
+    (model, greedy), prompts = opened(), ragged(30)
+    return model, prompts, {i: greedy(prompt, 20, ENDS) for i, prompt in enumerate(prompts)}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_generate(opened, tokenizer, family):
     model, greedy = opened(family)
-    before, prompts = model.config._attn_implementation, ragged(9)
-    made = dict(answers(model, tokenizer, prompts, max_new_tokens=20, rows=4))
+    before, prompts = model.config._attn_implementation, ragged(7)
+    made = dict(answers(model, tokenizer, prompts, max_new_tokens=12, rows=4))
     assert model.config._attn_implementation == before
-    assert [made[i] for i in range(len(prompts))] == [greedy(p, 20, {0}) for p in prompts]
+    assert [made[i] for i in range(len(prompts))] == [greedy(p, 12, {0}) for p in prompts]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [DenseDecoder, HFDecoder])
-def test_rows_end_and_are_taken_again(opened, monkeypatch, kind, late):
+def test_rows_end_and_are_taken_again(with_ends, monkeypatch, kind, late):
     """Also where the host looks at steps when the next ones run already, as on a GPU."""
     if kind is HFDecoder:
         monkeypatch.setattr(DenseDecoder, "why_not", lambda model: "not today")
@@ -77,14 +84,12 @@ def test_rows_end_and_are_taken_again(opened, monkeypatch, kind, late):
         batch.reads_late = late
 
     monkeypatch.setattr(bulk.Batch, "__init__", patched)
-    model, greedy = opened()
-    prompts = ragged(40)
-    known = {i: greedy(prompt, 30, ENDS) for i, prompt in enumerate(prompts)}
+    model, prompts, known = with_ends
     assert min(map(len, known.values())) == 1  # one ends at once
-    assert run(model, prompts, 30, rows=6) == known
+    assert run(model, prompts, 20, rows=6) == known
     # of a cache where three rows find room
     size = kind(model).page_bytes if kind is HFDecoder else HFDecoder(model).page_bytes
-    assert run(model, prompts, 30, rows=6, longest=128, cache_bytes=7 * size) == known
+    assert run(model, prompts, 20, rows=6, longest=128, cache_bytes=7 * size) == known
 
 
 def test_a_window_hides_what_lies_before_it(opened):

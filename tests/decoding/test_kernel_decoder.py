@@ -61,10 +61,10 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
             nn.init.normal_(parameter, std=0.3)
     if case == "llama":
         model.config.twell = TWELL
-    known = [generated(model, prompt, 60) for prompt in prompts]
+    known = [generated(model, prompt, 24) for prompt in prompts]
     decoder = KernelDecoder(model, sparse=is_sparse)
     scheduler = open_scheduler(model, max_running=3, decoder=decoder)
-    found, tokens = run(scheduler, prompts, 60)
+    found, tokens = run(scheduler, prompts, 24)
     assert found == known
     if is_sparse:
         assert all(0.1 < share < 0.9 for token in tokens for share in token.densities)
@@ -87,11 +87,11 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.3)
     prompts = [[1 + row, 7, 400 - row] for row in range(100)]
-    known = [generated(model, prompt, 12) for prompt in prompts[::11]]
+    known = [generated(model, prompt, 6) for prompt in prompts[::11]]
     decoder, rows = KernelDecoder(model), []
     step = decoder.step
     decoder.step = lambda *inputs: rows.append(len(inputs[0])) or step(*inputs)
-    found, tokens = run(open_scheduler(model, max_running=100, decoder=decoder), prompts, 12)
+    found, tokens = run(open_scheduler(model, max_running=100, decoder=decoder), prompts, 6)
     assert found[::11] == known
     assert max(rows) == 100
     assert {token.densities for token in tokens} == {()}
