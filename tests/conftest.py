@@ -234,12 +234,35 @@ def real_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def processes():
-    """`processes(job, count, *words)`: what each of `count` processes answers (sharded_jobs.py)."""
+def warm():
+    """`warm(way, *given)`: what warm.py answers."""
     from other_processes import answering
 
-    with answering("sharded_jobs.py") as ask:
-        yield lambda job, count, *words: ask([job, count, words])
+    with answering("warm.py") as ask:
+        yield lambda *words: ask(words)
+
+
+@pytest.fixture(scope="session")
+def processes(warm):
+    """`processes(job, count, *words)`: what each of `count` processes answers (sharded_jobs.py)."""
+    return lambda job, count, *words: warm("fork", job, count, words)
+
+
+@pytest.fixture
+def started(warm, tmp_path):
+    """`started(*words, code="", terminal=None, **environment)`: a command as it begins."""
+    from other_processes import Started
+
+    begun = []
+
+    def start(*words, code="", terminal=None, **environment) -> Started:
+        folder = tmp_path / f"streams-{len(begun)}"
+        begun.append(Started(warm, folder, list(map(str, words)), code, terminal, environment))
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
 
 
 @pytest.fixture(scope="session")

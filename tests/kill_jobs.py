@@ -1,11 +1,5 @@
-"""A warm process that forks commands with small settings and kills them (for test_killed.py).
+"""Commands with small settings, forked by warm.py and killed (for test_killed.py)."""
 
-It reads a line for each: the name of a function of WAYS, and what it is given; it writes what that
-returns. It never runs a backward pass itself, since torch would then refuse one in what it forks.
-"""
-
-import gc
-import json
 import os
 import signal
 import sys
@@ -133,12 +127,3 @@ def _converted_until(number, model, out, can_exchange):
         outputs.exchange = lambda one, other: False
     sys.addaudithook(count)
     convert(model, out, overwrite=True)
-
-
-WAYS = {way.__name__: way for way in (fork_and_kill, fork_and_kill_at)}
-
-if __name__ == "__main__":
-    gc.freeze()  # else the garbage collections of each process copy all that was imported
-    for line in sys.stdin:
-        way, *words = json.loads(line)
-        print(json.dumps(WAYS[way](*words)), flush=True)

@@ -3,14 +3,21 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+# code in front of a command whose answers are to take long
+SLOW_STEPS = """
+from twellctl.decoding.hf_decoder import HFDecoder
+HFDecoder.step = lambda *inputs, step=HFDecoder.step: time.sleep(0.1) or step(*inputs)
+"""
 _WITHOUT = """
 import sys
 
@@ -25,7 +32,7 @@ out, *folders = sys.argv[1:]
 
 
 @contextlib.contextmanager
-def answering(script: str) -> Iterator[Callable[[list], Any]]:
+def answering(script: str) -> Iterator[Callable[[Sequence], Any]]:
     """What asks a script of this folder, which reads and writes a line of JSON for each job."""
     server = subprocess.Popen(
         [sys.executable, Path(__file__).with_name(script)],
@@ -34,7 +41,7 @@ def answering(script: str) -> Iterator[Callable[[list], Any]]:
         text=True,
     )
 
-    def ask(words: list) -> Any:
+    def ask(words: Sequence) -> Any:
         print(json.dumps(words), file=server.stdin, flush=True)
         return json.loads(server.stdout.readline())
 
@@ -42,6 +49,59 @@ def answering(script: str) -> Iterator[Callable[[list], Any]]:
     server.stdin.close()
     server.wait()
     server.stdout.close()
+
+
+class Started:
+    """`twellctl WORDS` behind some `code`, forked by warm.py: as a `subprocess.Popen` of it.
+
+    With a `terminal`, the path of one, that is all its streams.
+    """
+
+    def __init__(
+        self,
+        warm: Callable,
+        folder: Path,
+        words: list[str],
+        code: str,
+        terminal: str | None,
+        environment: dict[str, str],
+    ):
+        self._warm, self.returncode = warm, None
+        streams = [terminal] * 3 if terminal else ["/dev/null", *_pipes(folder)]
+        self.pid = warm("begin", words, code, environment, streams)
+        if not terminal:
+            self.stdout, self.stderr = (
+                os.fdopen(os.open(path, os.O_RDONLY)) for path in streams[1:]
+            )
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60) -> int:
+        if self.returncode is None:
+            self.returncode = self._warm("end", self.pid, seconds)
+        assert self.returncode is not None, f"it does not end within {seconds} s"
+        return self.returncode
+
+    def communicate(self) -> tuple[str, str]:
+        """What is left of stdout and stderr, once it has ended."""
+        with ThreadPoolExecutor(2) as pool:
+            out, err = pool.map(lambda stream: stream.read(), (self.stdout, self.stderr))
+        self.wait()
+        return out, err
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            self.send_signal(signal.SIGKILL)
+            self.wait()
+
+
+def _pipes(folder: Path) -> list[str]:
+    folder.mkdir()
+    paths = [str(folder / name) for name in ("stdout", "stderr")]
+    for path in paths:
+        os.mkfifo(path)
+    return paths
 
 
 def found_without_twellctl(code: str, folders: Iterable[Path], home: Path) -> dict:

@@ -1,12 +1,9 @@
-"""A warm process that forks runs of several processes (the fixture `processes`).
+"""Runs of several processes (the fixture `processes`), forked by warm.py.
 
-It reads a line for each run: [job, number of processes, words]. When all have ended it writes what
-each of them returned, or the error that it ended with, as [[rank's answer], ...]. It never runs a
-backward pass itself, since torch would then refuse one in what it forks.
+What each of them returned, or the error that it ended with, comes as [[rank's answer], ...].
 """
 
 import contextlib
-import gc
 import json
 import os
 import resource
@@ -33,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from twellctl.cli.main import main
+from twellctl.cli import main as command_line
 from twellctl.dry_run import dry_run
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
@@ -282,8 +279,9 @@ def command(*words: str) -> list:
         os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
         sys.argv, code = ["twellctl", *words], None
+        command_line.SECONDS_TO_SPEAK = 0  # one cause of all is told by the first alone
         try:
-            main()
+            command_line.main()
         except SystemExit as stop:
             code = stop.code
         sys.stdout.flush()
@@ -327,9 +325,3 @@ def _child(job: str, rank: int, port: int, answers: list[Path], words: list) -> 
             dist.barrier()
     finally:
         os._exit(0)
-
-
-if __name__ == "__main__":
-    gc.freeze()  # else the garbage collections of each process copy all that was imported
-    for line in sys.stdin:
-        print(json.dumps(fork(*json.loads(line))), flush=True)

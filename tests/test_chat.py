@@ -5,26 +5,16 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from other_processes import SLOW_STEPS
 
 from twellctl.chat import Chat
 from twellctl.errors import TwellError
 from twellctl.generate import load
-
-SLOW = """
-import sys, time
-from twellctl.decoding.hf_decoder import HFDecoder
-step = HFDecoder.step
-HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)
-from twellctl.__main__ import main
-sys.argv[1:] = ["chat", sys.argv[1], "--temperature", "2", "--seed", "1", "--max-tokens", "200"]
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -94,38 +84,30 @@ def test_a_model_without_a_template_is_refused(loaded, monkeypatch):
         Chat(loaded)
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(relu_llama):
+def test_ctrl_c_stops_the_answer_and_not_the_chat(started, relu_llama):
     """On a terminal: in an answer, and where a line is awaited."""
     terminal, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(relu_llama)],
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:  # fmt: skip
-        os.close(theirs)
+    words = "chat", relu_llama, "--temperature=2", "--seed=1", "--max-tokens=200"
+    process = started(*words, code=SLOW_STEPS, terminal=os.ttyname(theirs))
 
-        def until(text: str) -> str:
-            seen = ""
-            while text not in seen:
-                assert select.select([terminal], [], [], 60)[0], f"no {text!r} behind {seen!r}"
-                seen += os.read(terminal, 4096).decode(errors="replace")
-            return seen
+    def until(text: str) -> str:
+        seen = ""
+        while text not in seen:
+            assert select.select([terminal], [], [], 60)[0], f"no {text!r} behind {seen!r}"
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        return seen
 
-        try:
-            until("> ")
-            for _ in range(2):
-                time.sleep(
-                    0.5
-                )  # a signal between the prompt and the wait behind it waits for a key
-                process.send_signal(signal.SIGINT)
-                assert "error" not in until("> ")
-                os.write(terminal, b"Why?\n")
-                until("Why?\r\n")
-                os.read(terminal, 1)  # of the answer
-            process.send_signal(signal.SIGINT)
-            assert "the first after" in until("> ")
-            os.write(terminal, b"\x04")
-            assert process.wait(60) == 0
-        finally:
-            process.kill()  # else what failed here would be waited for
+    until("> ")
+    for _ in range(2):
+        time.sleep(0.5)  # a signal between the prompt and the wait behind it waits for a key
+        process.send_signal(signal.SIGINT)
+        assert "error" not in until("> ")
+        os.write(terminal, b"Why?\n")
+        until("Why?\r\n")
+        os.read(terminal, 1)  # of the answer
+    process.send_signal(signal.SIGINT)
+    assert "the first after" in until("> ")
+    os.write(terminal, b"\x04")
+    assert process.wait() == 0
     os.close(terminal)
+    os.close(theirs)

@@ -121,13 +121,11 @@ def test_a_profile_to_stdout(cli, relu_llama, text_file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["generate {} a --seed=0 --temperature=1", "--version"])
-def test_a_reader_that_has_had_enough_is_no_failure(relu_llama, words):
+def test_a_reader_that_has_had_enough_is_no_failure(started, relu_llama, words):
     """As other tools end behind `| head`: by the number of SIGPIPE, without a word about it."""
-    command = [sys.executable, "-m", "twellctl", *words.format(relu_llama).split()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started(*words.format(relu_llama).split())
     process.stdout.close()
     said = process.stderr.read()
-    process.stderr.close()
     assert process.wait() == 141
     assert "rror" not in said
 

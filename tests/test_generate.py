@@ -4,13 +4,13 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from other_processes import SLOW_STEPS
 
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.errors import TwellError, UsageError
@@ -221,33 +221,17 @@ def test_a_failure_on_the_way_is_one_line(cli, relu_llama, monkeypatch):
     assert err[2:] == ["error: out of memory: shorten the prompt or lower max_tokens"]
 
 
-def test_ctrl_c_ends_cleanly(relu_llama, tmp_path):
+def test_ctrl_c_ends_cleanly(started, relu_llama):
     """With what came before, its figures and code 130."""
-    slow = (
-        "import sys, time\n"
-        "from twellctl.decoding.hf_decoder import HFDecoder\n"
-        "step = HFDecoder.step\n"
-        "HFDecoder.step = lambda *inputs: time.sleep(0.1) or step(*inputs)\n"
-        "from twellctl.__main__ import main\n"
-        f"sys.argv[1:] = ['generate', {str(relu_llama)!r}, 'x = 1', '--temperature', '2',\n"
-        " '--seed', '1']\n"
-        "main()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", slow],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        # whoever runs the tests in the background has it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        first = os.read(process.stdout.fileno(), 1)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+    words = "generate", relu_llama, "x = 1", "--temperature=2", "--seed=1"
+    process = started(*words, code=SLOW_STEPS)
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
     assert process.returncode == 130
     assert first
-    assert out.endswith(b"\n")
-    *before, figures, last = err.decode().splitlines()
+    assert out.endswith("\n")
+    *before, figures, last = err.splitlines()
     told = "loading ", "beware: "  # the first on a slow machine only
     assert all(line.startswith(told) for line in before)
     assert re.match(r"\d+ \+ \d+ tokens, the first after", figures)

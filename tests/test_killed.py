@@ -15,7 +15,6 @@ from pathlib import Path
 
 import kill_jobs
 import pytest
-from other_processes import answering
 
 from twellctl.convert import convert
 
@@ -24,18 +23,11 @@ KILLS = int(os.environ.get("TWELL_TEST_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
-def ask():
-    """`ask(words)`: what kill_jobs.py answers."""
-    with answering("kill_jobs.py") as ask:
-        yield ask
-
-
-@pytest.fixture(scope="module")
-def run(ask):
+def run(warm):
     """`run(job, model, text, out, overwrite, seconds)`: the exit code, and how long it ran."""
 
     def run(job, model, text, out, overwrite, seconds=FOREVER):
-        return ask(["fork_and_kill", job, str(model), str(text), str(out), overwrite, seconds])
+        return warm("fork_and_kill", job, str(model), str(text), str(out), overwrite, seconds)
 
     return run
 
@@ -133,7 +125,7 @@ def test_a_pipeline_goes_on(run, silu_llama, text_file, tmp_path):
 
 
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_before_each_thing_done_to_the_disk(ask, sources, tmp_path, can_exchange):
+def test_before_each_thing_done_to_the_disk(warm, sources, tmp_path, can_exchange):
     (first, second), out = sources["converted"], tmp_path / "out"
     for model, name in ((first, "out"), (second, "second")):
         convert(model, tmp_path / name)
@@ -141,7 +133,7 @@ def test_before_each_thing_done_to_the_disk(ask, sources, tmp_path, can_exchange
     killed, laid_aside, number = True, 0, 0
     while killed:
         number += 1
-        code = ask(["fork_and_kill_at", number, str(second), str(out), can_exchange])
+        code = warm("fork_and_kill_at", number, str(second), str(out), can_exchange)
         assert code in (0, -signal.SIGKILL)
         killed = code != 0
         found = state(out)

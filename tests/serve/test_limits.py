@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -259,36 +257,30 @@ def test_stopping_waits_no_longer_than_told(tokenizer):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_public_command_drains_then_hurries(relu_llama, signals):
-    command = [sys.executable, "-m", "twellctl", "serve-local", str(relu_llama), "--port", "0"]
-    command += ["--host", "0.0.0.0", "--no-access-log"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TWELL_API_KEY": "geheim"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        try:
-            url = told_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
-            options = {"base_url": url, "max_retries": 0, "timeout": 40}
-            with (
-                openai.OpenAI(api_key="wrong", **options) as stranger,
-                pytest.raises(openai.AuthenticationError),
-            ):
-                complete(stranger)
-            with openai.OpenAI(api_key="geheim", **options) as client:
-                prompts = [PROMPT] * (1 if signals == 1 else 128)  # the latter take seconds
-                events = iter(complete(client, prompt=prompts, max_tokens=200, stream=True))
-                chunks = [next(events)]
-                for _ in range(signals):
-                    process.send_signal(signal.SIGTERM)
-                    time.sleep(0.2)
-                if signals == 1:
-                    chunks += events
-                    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
-                else:
-                    with pytest.raises(openai.APIError, match="stopping"):
-                        list(events)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
+def test_a_public_command_drains_then_hurries(started, relu_llama, signals):
+    words = "serve-local", relu_llama, "--port=0", "--host=0.0.0.0", "--no-access-log"
+    process = started(*words, TWELL_API_KEY="geheim")
+    url = told_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
+    options = {"base_url": url, "max_retries": 0, "timeout": 40}
+    with (
+        openai.OpenAI(api_key="wrong", **options) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        complete(stranger)
+    with openai.OpenAI(api_key="geheim", **options) as client:
+        prompts = [PROMPT] * (1 if signals == 1 else 128)  # the latter take seconds
+        events = iter(complete(client, prompt=prompts, max_tokens=200, stream=True))
+        chunks = [next(events)]
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        if signals == 1:
+            chunks += events
+            assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+        else:
+            with pytest.raises(openai.APIError, match="stopping"):
+                list(events)
+    out, err = process.communicate()
     assert (process.returncode, out) == (0, "")
     assert (
         err == f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise\n"

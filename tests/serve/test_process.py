@@ -210,43 +210,27 @@ def test_a_port_that_is_not_allowed_is_named(relu_llama, monkeypatch):
         serve_local(relu_llama, port=80)
 
 
-def command_of(model, *words: str) -> subprocess.Popen:
-    """`serve-local`, as it starts."""
-    command = [sys.executable, "-m", "twellctl", "serve-local", str(model), "--port", "0"]
-    return subprocess.Popen(
-        [*command, *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_sigterm_ends_the_command_with_0(relu_llama):
-    process = command_of(relu_llama, "--drain", "0")
-    try:
-        told = told_at_start(process)
-        url = told["API"]
-        assert told == {
-            "page": url.removesuffix("v1"),
-            "API": url,
-            "model": "model",
-            "device": "cpu, float32",
-            "engine": "transformers' own code (the decode kernels need an NVIDIA GPU)",
-            "context": "256 tokens",
-            "running": "64 choices side by side at most (--max-running)",
-        }
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
-            events = complete(client, max_tokens=200, n=100, stream=True)  # seconds of work
-            next(iter(events))
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError, match="stopping"):
-                list(events)
-        out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
+def test_sigterm_ends_the_command_with_0(started, relu_llama):
+    process = started("serve-local", relu_llama, "--port=0", "--drain=0")
+    told = told_at_start(process)
+    url = told["API"]
+    assert told == {
+        "page": url.removesuffix("v1"),
+        "API": url,
+        "model": "model",
+        "device": "cpu, float32",
+        "engine": "transformers' own code (the decode kernels need an NVIDIA GPU)",
+        "context": "256 tokens",
+        "running": "64 choices side by side at most (--max-running)",
+    }
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+        events = complete(client, max_tokens=200, n=100, stream=True)  # seconds of work
+        next(iter(events))
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(events)
+    out, err = process.communicate()
     assert (process.returncode, out) == (0, "")
     beware, line = err.splitlines()  # the second is the access log's
     assert beware.endswith("was converted and not fine-tuned: what it writes is noise")
@@ -319,17 +303,13 @@ def test_the_log_quotes_nothing_of_malformed_http(client, caplog, sent):
     assert len(said) > len("Error handling request from 127.0.0.1: ")
 
 
-def test_a_late_ctrl_c_changes_nothing_of_an_end(relu_llama):
-    process = command_of(relu_llama)
-    try:
-        told_at_start(process)
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)  # it has ended its work, and takes longer to end itself
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
+def test_a_late_ctrl_c_changes_nothing_of_an_end(started, relu_llama):
+    process = started("serve-local", relu_llama, "--port=0")
+    told_at_start(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)  # it has ended its work, and takes longer to end itself
+    process.send_signal(signal.SIGINT)
+    process.communicate()
     assert process.returncode == 0
 
 
@@ -337,24 +317,22 @@ ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "x
 ENDLESS += "{% endfor %}" * 4
 
 
-def test_a_template_without_an_end_does_not_keep_a_server_from_ending(relu_llama, tmp_path):
+def test_a_template_without_an_end_does_not_keep_a_server_from_ending(
+    started, relu_llama, tmp_path
+):
     folder = shutil.copytree(relu_llama, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(ENDLESS)
-    process = command_of(folder)
-    try:
-        url = told_at_start(process)["API"]
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=1) as client:
-            for _ in range(8):  # more than there were threads; each leaves
-                with pytest.raises(openai.APITimeoutError):
-                    chat(client)
-            assert complete(client.with_options(timeout=20)).choices[0].text
+    process = started("serve-local", folder, "--port=0")
+    url = told_at_start(process)["API"]
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=0.5) as client:
+        for _ in range(8):  # more than there were threads; each leaves
             with pytest.raises(openai.APITimeoutError):
                 chat(client)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
+        assert complete(client.with_options(timeout=20)).choices[0].text
+        with pytest.raises(openai.APITimeoutError):
+            chat(client)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
     assert process.returncode == 0
 
 
