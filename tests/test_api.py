@@ -67,10 +67,10 @@ def test_the_package_alone_is_cheap():
 
 
 def test_every_setting_is_a_keyword(relu_llama, text_file, tmp_path):
-    settings = SMALL | {"max_steps": 2, "target_sparsity": 0.97}
+    settings = SMALL | {"max_steps": 2, "density": 0.03}
     done = twellctl.finetune(relu_llama, tmp_path / "out", data=[text_file], **settings)
     assert done.target_density == pytest.approx(0.03)
-    assert resolve_recipe(tmp_path / "out/recipe.yaml").target_sparsity == 0.97
+    assert resolve_recipe(tmp_path / "out/recipe.yaml").density == 0.03
     assert inspect.signature(twellctl.finetune).parameters["recipe"].default is None
     found = twellctl.profile(tmp_path / "out", text_file, windows=1, seq_len=16)
     assert found.windows == 1
@@ -93,8 +93,8 @@ def test_keywords_win_over_a_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "settings", "said"),
     [
-        (None, {"target_sparsty": 0.9}, "unknown key target-sparsty, did you mean target-sparsity"),
-        (None, {"target_sparsity": 2}, "target-sparsity must be > 0 and < 1, got 2"),
+        (None, {"densty": 0.9}, "unknown key densty, did you mean density"),
+        (None, {"density": 2}, "density must be > 0 and < 1, got 2"),
         ({"data": ["a"]}, {}, "single settings are keywords"),
         (Recipe(), {}, "no text to train on"),
     ],

@@ -59,7 +59,7 @@ def test_options_of_finetune_come_in_groups_with_choices_and_defaults(cli, page)
     panels = dict(re.findall(r"╭─ ([^─]+) ─+╮\n(.*?)╰", text, re.DOTALL))
     assert list(panels)[:2] == ["Arguments", "Options"]
     assert len(panels) == 7
-    assert "--target-sparsity" in panels["Sparsity and teacher"]
+    assert "--density" in panels["Sparsity and teacher"]
     assert "cosine|linear|constant" in panels["Length, batch and rate"]
     assert "[default: 1024, or the context if shorter]" in panels["Text"]
     settings = {f"--{flag_name(name)}" for name in Recipe.__dataclass_fields__}

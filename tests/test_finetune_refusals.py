@@ -258,7 +258,7 @@ def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_pa
 
 
 def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, tmp_path):
-    settings = {**SMALL, "max_steps": 2, "target_sparsity": 0.99, "data": text_file}
+    settings = {**SMALL, "max_steps": 2, "density": 0.01, "data": text_file}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     code, stdout, stderr = cli("finetune", relu_llama, tmp_path / "out", *flags)
     assert code == 0

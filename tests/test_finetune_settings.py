@@ -73,7 +73,7 @@ def test_teacher_keeps_the_model_near_what_it_was(pretrained, text_file, tmp_pat
 def test_controller_meets_its_target(pretrained, text_file, tmp_path, start):
     settings = {"seq_len": 64, "max_steps": 200, "batch_size": 8, "micro_batch_size": 8}
     settings["lr_scheduler"] = "cosine"  # in so few steps a linear fall leaves it too little time
-    recipe = small(text_file, target_sparsity=0.85, eval_steps=0, l1=start, **settings)
+    recipe = small(text_file, density=0.15, eval_steps=0, l1=start, **settings)
     done = finetune(pretrained, tmp_path / "out", recipe)
     assert done.density == pytest.approx(0.15, rel=0.1)
 

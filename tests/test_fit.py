@@ -362,7 +362,7 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path):
 def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     source, out, done = fitted()
     settings = {"data": [str(text_file)], "seq_len": 32, "max_steps": 6, "batch_size": 2}
-    settings |= {"compile": False, "eval_steps": 0, "save_steps": 0, "target_sparsity": 0.8}
+    settings |= {"compile": False, "eval_steps": 0, "save_steps": 0, "density": 0.2}
     with pytest.raises(UsageError, match="--teacher"):
         finetune(out, tmp_path / "tuned", **settings)
     with pytest.raises(UsageError, match="map"):

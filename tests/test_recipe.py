@@ -67,10 +67,17 @@ def test_kinds(write):
     assert resolve_recipe(write("data: a.txt")).data == ["a.txt"]
 
 
+def test_density_as_it_was_said_before(write):
+    assert resolve_recipe(write("target-sparsity: 0.97")).density == 0.03
+    assert resolve_recipe(None, {"target_sparsity": 0.9}).density == 0.1
+    text = refusal(UsageError, None, target_sparsity=2)
+    assert text == "density must be > 0 and < 1, got -1"
+
+
 def test_unknown_keys_are_named_with_what_was_meant(write):
-    text = refusal(TwellError, write("target_sparsity: 0.9\nlearnin-rate: 1\nxyz: 1\n3: 4\n"))
+    text = refusal(TwellError, write("max_tokens: 9\nlearnin-rate: 1\nxyz: 1\n3: 4\n"))
     assert "mine.yaml: " in text
-    assert "unknown key target_sparsity, did you mean target-sparsity?" in text
+    assert "unknown key max_tokens, did you mean max-tokens?" in text
     assert "unknown key learnin-rate, did you mean learning-rate?" in text
     assert "unknown key xyz;" in text
     assert text.endswith("unknown key 3")
@@ -92,8 +99,8 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
         ("seq-len", "7", "must be >= 8"),
         ("seq-len", "64.5", "must be a whole number"),
         ("eval-fraction", "1", "must be >= 0 and < 1"),
-        ("target-sparsity", "0", "must be > 0 and < 1"),
-        ("target-sparsity", "1", "must be > 0 and < 1"),
+        ("density", "0", "must be > 0 and < 1"),
+        ("density", "1", "must be > 0 and < 1"),
         ("teacher-weight", "1.1", "must be >= 0 and <= 1"),
         ("max-steps", "0", "must be >= 1"),
         ("lora-ffn", "1", "must be true or false"),
@@ -110,11 +117,11 @@ def test_values_out_of_range(write, key, value, why):
 
 def test_all_errors_at_once(write):
     path = write("l1: -1\nseq-len: x\nshuffle: true\n")
-    text = refusal(TwellError, path, batch_size=0, target_sparsity=2.0)
-    for key in ("l1 must", "seq-len must", "unknown key shuffle", "batch-size", "target-sparsity"):
+    text = refusal(TwellError, path, batch_size=0, density=2.0)
+    for key in ("l1 must", "seq-len must", "unknown key shuffle", "batch-size", "density"):
         assert key in text
-    text = refusal(UsageError, None, batch_size=0, target_sparsity=2.0)
-    assert text == "batch-size must be >= 1, got 0; target-sparsity must be > 0 and < 1, got 2.0"
+    text = refusal(UsageError, None, batch_size=0, density=2.0)
+    assert text == "batch-size must be >= 1, got 0; density must be > 0 and < 1, got 2.0"
 
 
 def test_settings_that_exclude_each_other(write):

@@ -144,7 +144,7 @@ def dry_run(
         total_bytes=total_bytes(),
         memory=_memory(),
         config=checkpoint.origin,
-        density=None if recipe.l1_schedule == "constant" else 1 - recipe.target_sparsity,
+        density=None if recipe.l1_schedule == "constant" else recipe.density,
         changes=changes,
         num_processes=world.num_processes,
         on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),

@@ -131,7 +131,7 @@ def finetune(
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    `settings` are the fields of `Recipe`, like `data=[...]` or `target_sparsity=0.97`; they win
+    `settings` are the fields of `Recipe`, like `data=[...]` or `density=0.03`; they win
     over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
     what the run began with. Weights are drawn for what `from_scratch.open_config` returns.
     `recipe_file`, where a `Recipe` was read, is spared like all other inputs; `progress` receives
@@ -276,7 +276,7 @@ def _train(
         teacher_kl=last.get("eval_teacher_kl"),
         density=last.get("eval_density", trainer.report.density),
         density_by_layer=trainer.held_out_by_layer if last else trainer.report.density_by_layer,
-        target_density=1 - recipe.target_sparsity if recipe.l1_schedule == "target" else None,
+        target_density=recipe.density if recipe.l1_schedule == "target" else None,
     )
 
 

@@ -49,7 +49,7 @@ def setting(
 
 
 def flag_name(name: str) -> str:
-    """`target_sparsity` as flag and recipe key: "target-sparsity"."""
+    """`max_tokens` as flag and recipe key: "max-tokens"."""
     return name.replace("_", "-")
 
 

@@ -45,7 +45,7 @@ def changed(which: dict, **more):
     ("found", "sentence"),
     [
         (profiles.profile(profiles.layer(0.3)), "30.0 % of the neurons fire: too many for a gain."),
-        (profiles.profile(profiles.layer(0.2)), "fine-tune with a higher --target-sparsity"),
+        (profiles.profile(profiles.layer(0.2)), "fine-tune with a lower --density"),
         (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
         (dataclasses.replace(SPARSE, speed=None), "The speed of the layers was not measured: pr"),
         (

@@ -60,8 +60,8 @@ def _density(profile: Profile) -> Iterator[str]:
     density = profile.density
     if density > TOO_MANY:
         yield (
-            f"{percent(density)} of the neurons fire: too many for a gain. Fine-tune with a higher "
-            "--target-sparsity."
+            f"{percent(density)} of the neurons fire: too many for a gain. Fit or fine-tune with a "
+            "lower --density."
         )
     elif profile.intermediate_size < SMALL:
         yield (
@@ -73,7 +73,7 @@ def _density(profile: Profile) -> Iterator[str]:
     elif density > DECODE:
         yield (
             f"{percent(density)} of the neurons fire: a gain where few sequences are written side "
-            "by side, and no other. For more, fine-tune with a higher --target-sparsity."
+            "by side, and no other. For more, fit or fine-tune with a lower --density."
         )
     elif density > PREFILL:
         yield (

@@ -43,7 +43,7 @@ class RunScreen(Progress):
             price = f"price held constant at {recipe.l1:g}"
         else:
             price = (
-                f"price from {recipe.l1:g} on, steered until {1 - recipe.target_sparsity:.2%} of "
+                f"price from {recipe.l1:g} on, steered until {recipe.density:.2%} of "
                 "the neurons fire"
             )
         teacher = f"teacher share {recipe.teacher_weight:g}" if has_teacher else "no teacher"

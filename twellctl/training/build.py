@@ -184,4 +184,4 @@ def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | 
     if recipe.l1_schedule == "constant":
         return ConstantL1(recipe.l1)
     ceiling = MAX_L1 * (num_neurons if recipe.l1_normalizer == "mean" else 1)
-    return TargetL1(recipe.l1, 1 - recipe.target_sparsity, num_steps, ceiling)
+    return TargetL1(recipe.l1, recipe.density, num_steps, ceiling)

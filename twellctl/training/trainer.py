@@ -290,7 +290,7 @@ class SparseTrainer(Trainer):
         raise TwellError(
             f"the held-out loss is {now:.4f}, above the {first:.4f} that the ReLU model began "
             f"with{more}, since step {since}, and does not come down: start again with "
-            "--overwrite and a lower --learning-rate or --target-sparsity; the last good "
+            "--overwrite and a lower --learning-rate or a higher --density; the last good "
             f"checkpoint: {self.state.best_model_checkpoint or 'none'}"
         )
 
