@@ -1,7 +1,10 @@
 """convert --data: fitted models against stock transformers, float64 and autograd."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,6 +127,21 @@ def _held_out(source, text_file):
     blocks = torch.tensor(windows[: 64 + 9])
     middles = [round(len(blocks) * (2 * i + 1) / 16 - 0.5) for i in range(8)]
     return blocks[middles]
+
+
+def test_a_full_disk_ends_a_fit_in_one_line(silu_llama, text_file, tmp_path):
+    """Not even the first layer fits there: a limit of the process that writes it."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
+        "from twellctl.__main__ import main; main()"
+    )
+    words = ["convert", silu_llama, "out", "--data", text_file, "--tokens=2048", "--seq-len=32"]
+    command = [sys.executable, "-c", code, *map(str, words), "--steps=0", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: out\.run could not be written: .*too large.*\n", done.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 def test_least_squares_are_those_of_float64():

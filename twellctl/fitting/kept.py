@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from twellctl.errors import TwellError, reason
 from twellctl.fitting.ffn import GatedFfn
+from twellctl.models.shard_writer import save_tensors
 from twellctl.training.processes import is_one_of_several
 
 
@@ -29,8 +30,14 @@ class KeptLayers:
         """Keep a layer, whole or not at all; of several processes the first one does."""
         if not is_one_of_several() or torch.distributed.get_rank() == 0:
             part = self._path(index).with_suffix(".part")
-            save_file(self.stored(ffn), part, {"fired": repr(fired)})
-            part.rename(self._path(index))
+            try:
+                save_tensors(self.stored(ffn), part, fired=repr(fired))
+                part.rename(self._path(index))
+            except OSError as error:
+                raise TwellError(
+                    f"{self.folder} could not be written: {reason(error)}; the same call goes on "
+                    "behind the layers that it holds"
+                ) from error
 
     def stored(self, ffn: GatedFfn) -> dict[str, torch.Tensor]:
         """The weights as they are stored, by name, on the CPU."""

@@ -63,9 +63,9 @@ def _parts(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[
     yield part
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], file: Path, **metadata: str) -> None:
     """Write one file; `OSError` for a full disk."""
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt"} | metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error  # a full disk arrives as this, too
