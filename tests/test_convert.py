@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.convert import convert
+from twellctl.errors import TwellError
+from twellctl.models.checkpoint import open_checkpoint
 
 TOP_MEMORY = "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')][0])"
 
@@ -185,6 +187,14 @@ def test_a_hub_id_that_cannot_be_fetched(tmp_path):
     words = "nobody/nothing is no local folder and could not be fetched from the hub (check the id"
     assert words in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mistyped_folder_is_told_what_there_is(tmp_path, monkeypatch):
+    (tmp_path / "demo/silu").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(TwellError, match=r"no local folder \(demo holds silu\) and could not"):
+        open_checkpoint("demo/sillu")
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def run(relu_llama, text_file, tmp_path_factory):
 def test_a_run_leaves_its_page(run):
     read = Read((run.out / "run.html").read_text(encoding="utf-8"))
     for words in (
-        "How out became sparse", f"{run.num_steps} steps", f"{run.cross_entropy:.4f}",
+        "How out was trained", f"{run.num_steps} steps", f"{run.cross_entropy:.4f}",
         "batch-size", "Price of a neuron", "Learning rate", "of the teacher",
         run.answers.verdict.words[1:], "KL on the teacher's answers", "agree to the end",
     ):  # fmt: skip

@@ -17,7 +17,7 @@ from twellctl.bundle.twell_config import (
     stays_silu,
 )
 from twellctl.bundle.twell_fp8_config import is_fp8
-from twellctl.errors import TwellError, UsageError, reason, shown
+from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.strict_json import read_json
 from twellctl.models.checks import (
     EMBEDDINGS,
@@ -302,7 +302,10 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:
+        parent = Path(name).parent
+        beside = [] if parent == Path() else sorted(path.name for path in parent.glob("*/"))
+        there = f" ({parent} holds {', '.join(beside[:9])})" if beside else ""
         raise TwellError(
-            f"{name} is no local folder and could not be fetched from the hub "
-            f"(check the id and the network): {reason(error)}"
+            f"{name} is no local folder{there} and could not be fetched from the hub "
+            f"(check the id and the network): {bounded(reason(error), 160)}"
         ) from error

@@ -45,8 +45,8 @@ def of_run(report: dict[str, Any]) -> list[str]:
         )
     if wanted is not None and density > MET * wanted:
         said.append(
-            f"the target of {wanted:.2%} density was not met in this budget: train longer, or be "
-            "content with less"
+            f"the target of {wanted:.2%} density was not met in this budget: train longer, or take "
+            "a higher --density"
         )
     if wanted is not None and density < wanted * 0.9:
         said.append(

@@ -41,7 +41,7 @@ def run_page(name: str, rows: Sequence[Row], report: dict[str, Any]) -> str:
     verdict = verdict_of({}, report.get("answers"))
     sentences = [*([] if verdict is None else [str(verdict)]), *advice.of_run(report)]
     said = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
-    return page(f"How {name} became sparse", about, _tiles(rows, report), said, sections)
+    return page(f"How {name} was trained", about, _tiles(rows, report), said, sections)
 
 
 def _tiles(rows: Sequence[Row], report: dict[str, Any]) -> list[Tile]:

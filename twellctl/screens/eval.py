@@ -86,7 +86,8 @@ def _text(result: Any) -> None:
         [[cell for cell in row if cell is not None] for row in rows],
     )
     note_overlap(text.text_tokens, text.windows * text.seq_len)
-    ui.say(f"density by layer: {', '.join(f'{d:.2%}' for d in text.density_by_layer)}")
+    if text.density < 1:
+        ui.say(f"density by layer: {', '.join(f'{d:.2%}' for d in text.density_by_layer)}")
     if result.reference is not None:
         ui.say(
             f"reference: {result.reference}; losses and KL(reference || model) in nats a token; "
