@@ -16,6 +16,7 @@ from twellctl.decoding.batch import Batch
 from twellctl.decoding.bulk import Bulk
 from twellctl.drawn import QUESTION_TOKENS, Chats, Documents
 from twellctl.errors import TwellError, UsageError
+from twellctl.generate import generate
 from twellctl.models import loading
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.text.reading import read_texts
@@ -398,6 +399,22 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     assert sorted(made, key=str) == sorted(known, key=str)
     assert (done.texts, done.cut) == (len(ASKED), len(ASKED))  # random models seldom end
     assert len(list(read_texts([str(out)], "text", tokenizer))) == len(ASKED)
+
+
+def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "own.jsonl"
+    shutil.copytree(silu_llama, model)
+    template = "{{ messages[0].content }}{% if thinks %} I think so:{% endif %}"
+    (model / "chat_template.jinja").write_text(template)
+    file, answers = prompt_file(tmp_path, {"prompt": "Is it?"}), []
+    for given in ({"thinks": True}, {}):
+        words = ["--max-tokens", 12, "--temperature", 0, "--overwrite", "--prompts", file]
+        code, *_ = cli("write", model, out, *words, "--chat-template-kwargs", json.dumps(given))
+        assert code == 0
+        made = generate(model, "Is it?", max_tokens=12, chat_template_kwargs=given)
+        answers.append(lines(out)[0]["messages"][1]["content"])
+        assert answers[-1] == made.text().strip()
+    assert answers[0] != answers[1]
 
 
 def test_prompts_are_answered_again_by_other_draws(silu_llama, tmp_path):

@@ -69,6 +69,7 @@ def write(
     batch_size: int = 1024,
     seed: int = 0,
     revision: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     overwrite: bool = False,
     doing: Callable[[str], None] = lambda text: None,
     progress: Callable[[Going], None] = lambda going: None,
@@ -83,7 +84,8 @@ def write(
 
     Without, it is a chat, `messages`: a question of `drawn.QUESTION_TOKENS` at most and its answer.
     Or it is a document, `text`. `documents` is the share of texts that are begun as such, None:
-    half, and all where there is no chat template. `tokens` None is `TOKENS`.
+    half, and all where there is no chat template. `tokens` None is `TOKENS`. The chat template
+    knows `chat_template_kwargs`, too.
 
     An answer or a document has `max_tokens` at most, and is cut there; None is `drawn.MAX_TOKENS`,
     or what the model's context leaves. `by` says that this command wrote a line. `batch_size` texts
@@ -107,7 +109,8 @@ def write(
     asked = None if prompts is None else read_prompts(prompts)
     with workspace_beside(out.resolve()):  # two that write at once would lose each other's lines
         how = max_tokens, temperature, seed
-        kinds, share = _kinds(checkpoint, asked, tokens is not None, documents, how)
+        template = chat_template_kwargs
+        kinds, share = _kinds(checkpoint, template, asked, tokens is not None, documents, how)
         doing(f"loading {checkpoint.name}")
         with contextlib.closing(_opened(checkpoint, kinds, batch_size)) as bulk:
             if isinstance(kinds[0], Answers) and kinds[0].num_long:
@@ -123,6 +126,7 @@ def write(
 
 def _kinds(
     checkpoint: Checkpoint,
+    template: dict[str, Any] | None,
     asked: list[Messages] | None,
     again: bool,
     documents: float | None,
@@ -131,7 +135,7 @@ def _kinds(
     """What is written, and which share of the texts are of the first kind."""
     from twellctl.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, given=template)
     how = tokenizer, checkpoint.config.get("vocab_size"), *how
     if asked is not None:
         return [Answers(asked, again and how[-2] > 0, *how)], 1.0

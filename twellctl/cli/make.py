@@ -9,6 +9,7 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision
 from twellctl.cli.flags import made, takes
+from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.screens import ui
@@ -89,6 +90,7 @@ def write(
     ] = 0.8,
     batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    chat_template_kwargs: TemplateArguments = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -115,6 +117,7 @@ def write(
         batch_size=batch_size,
         seed=seed,
         revision=revision,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
         overwrite=overwrite,
         doing=doing,
         progress=progress,

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -286,11 +287,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(
-    checkpoint: Checkpoint, chat_template: str | Path | None = None
+    checkpoint: Checkpoint,
+    chat_template: str | Path | None = None,
+    given: dict[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights; `TwellError` if there is none or it is broken.
 
-    `chat_template`, a file, replaces its own.
+    `chat_template`, a file, replaces its own; `given` is what the template always knows.
     """
     checkpoint.require_tokenizer()
     for file in (checkpoint.path / name for name in CHAT_TEMPLATES):
@@ -310,6 +313,8 @@ def load_tokenizer(
     if chat_template is not None:
         content = read_file(Path(chat_template).expanduser(), MAX_TEMPLATE_BYTES)
         tokenizer.chat_template = content.decode(errors="replace")
+    if given:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)
     return tokenizer
 
 
