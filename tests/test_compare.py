@@ -1,5 +1,6 @@
 """compare: answers side by side, where they part, and what is said of models that agree."""
 
+import shutil
 import sys
 
 import pytest
@@ -62,3 +63,25 @@ def test_what_cannot_be_compared_is_refused(silu_llama, make_model, tmp_path):
     other = make_model("llama", vocab_size=600)
     with pytest.raises(TwellError, match=r"the second model .* has another tokenizer than"):
         compare(silu_llama, other)
+
+
+@pytest.mark.parametrize("command", ["compare", "eval"])
+def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path, monkeypatch, command):
+    shutil.copytree(silu_llama, tmp_path / "model")
+    template = "{{ messages[0].content }}{% if thinks %} I think so:{% endif %}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Is it?"}')
+    words = [tmp_path / "model", "--reference"] if command == "eval" else [tmp_path / "model"]
+    asked = []
+
+    def answers(model, tokenizer, prompts, *_, **__):
+        asked.extend(tokenizer.decode(prompt) for prompt in prompts)
+        raise TwellError("enough")
+
+    monkeypatch.setattr(sys.modules["twellctl.compare"], "answers", answers)
+    monkeypatch.setattr("twellctl.evaluation.agreement.answers", answers)
+    words += [tmp_path / "model", "--prompts", tmp_path / "prompts.jsonl"]
+    code, _, err = cli(command, *words, "--chat-template-kwargs", '{"thinks": true}')
+    assert (code, asked) == (1, ["Is it? I think so:"]), err
+    code, _, err = cli(command, *words, "--chat-template-kwargs", "thinks")
+    assert (code, asked[1:]) == (2, []), err

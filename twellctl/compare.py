@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from twellctl.errors import UsageError
 from twellctl.evaluation.agreement import MAX_TOKENS, score_answers, spread
@@ -59,6 +60,7 @@ def compare(
     prompts: str | Path | None = None,
     limit: int | None = None,
     max_tokens: int = MAX_TOKENS,
+    chat_template_kwargs: dict[str, Any] | None = None,
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> Compared:
@@ -73,7 +75,7 @@ def compare(
     asked = list(PROMPTS) if prompts is None else read_prompts(prompts)
     asked = spread(asked, limit or ASKED)
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in asked]
-    models = [Subject.opened(name) for name in (base, sparse)]
+    models = [Subject.opened(name, chat_template_kwargs) for name in (base, sparse)]
     one, other = models
     refuse_other_tokenizer(
         other.checkpoint, other.tokenizer, one.checkpoint, one.tokenizer, texts, "the second model"

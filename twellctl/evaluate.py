@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ def evaluate(
     windows: int = 128,
     seq_len: int | None = None,
     limit: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     device: torch.device | None = None,
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total: None,
@@ -65,9 +67,10 @@ def evaluate(
     asked = () if prompts is None else spread(read_prompts(prompts), limit or COMPARED_ANSWERS)
     own_words = [task for task in local if task.kind != "choices"]
     _check_code([task for task in own_words if task.kind == "tests"], run_code, note)
-    subjects = [Subject.opened(name) for name in (model, reference) if name is not None]
+    given, names = chat_template_kwargs, [name for name in (model, reference) if name is not None]
+    subjects = [Subject.opened(name, given) for name in names]
     if reference is None and (own_words or asked):
-        subjects += _source(subjects[0].checkpoint, note)
+        subjects += _source(subjects[0].checkpoint, given, note)
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None
     _check_tokenizers(subjects, data, text_column)
     names = [task for task in tasks if not is_local(task)]
@@ -122,7 +125,7 @@ def _check_code(tasks: Sequence[Task], run_code: bool, note: Doing) -> None:
         note("beware: this kernel has no Landlock, so programs can read what you can read")
 
 
-def _source(checkpoint: Checkpoint, note: Doing) -> list[Subject]:
+def _source(checkpoint: Checkpoint, given: dict[str, Any] | None, note: Doing) -> list[Subject]:
     """What `checkpoint` was made from, where config.json names it and it is to be had."""
     source = None if checkpoint.is_silu else checkpoint.twell.get("source")
     if source is None:
@@ -130,7 +133,7 @@ def _source(checkpoint: Checkpoint, note: Doing) -> list[Subject]:
             note("no --reference, and config.json names no source: what was lost is not known")
         return []
     try:
-        return [Subject.opened(source)]
+        return [Subject.opened(source, given)]
     except TwellError as error:
         note(f"without its source, so what was lost is not known: {error}")
         return []

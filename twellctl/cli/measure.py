@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from twellctl.cli.json_file import JsonFile, check_json_file, tell
+from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
 from twellctl.screens.compare import compared
@@ -112,6 +113,7 @@ def evaluate(
             help="Run the code that the models write for tests, in processes with limits.",
         ),
     ] = False,
+    chat_template_kwargs: TemplateArguments = None,
     text_column: TextColumn = "text",
     windows: Windows = 128,
     seq_len: SeqLen = None,
@@ -150,6 +152,7 @@ def evaluate(
         windows=windows,
         seq_len=seq_len,
         limit=limit,
+        chat_template_kwargs=template_arguments(chat_template_kwargs),
         doing=doing,
         progress=progress,
         note=ui.note,
@@ -176,6 +179,7 @@ def compare(
         typer.Option(help="Prompts to ask, at even strides. [default: 8]", show_default=False),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    chat_template_kwargs: TemplateArguments = None,
 ) -> None:
     """Show two models' answers side by side.
 
@@ -193,6 +197,7 @@ def compare(
             prompts=prompts,
             limit=limit,
             max_tokens=max_tokens,
+            chat_template_kwargs=template_arguments(chat_template_kwargs),
             doing=doing,
             progress=progress,
         )

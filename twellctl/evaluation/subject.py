@@ -60,11 +60,12 @@ class Subject:
     model: PreTrainedModel | None = None
 
     @classmethod
-    def opened(cls, name: str | Path) -> "Subject":
+    def opened(cls, name: str | Path, given: dict[str, Any] | None = None) -> "Subject":
+        """`given`: what its chat template always knows."""
         checkpoint = open_checkpoint(name)
         if not checkpoint.is_silu:
             checkpoint.require_relu()
-        return cls(checkpoint, load_tokenizer(checkpoint))
+        return cls(checkpoint, load_tokenizer(checkpoint, given=given))
 
     @property
     def context(self) -> int | None:
