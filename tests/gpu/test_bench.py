@@ -12,7 +12,6 @@ from shapes import write_config
 from twellctl.bench import model as bench_model_module
 from twellctl.bench.timing import GRAPHS, PLAIN, Timer
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.firing.synthetic import make_weights, rotated_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,17 +43,6 @@ def test_graphs_and_plain_calls_agree():
     turns = [{graphed: timer.seconds() for graphed, timer in timers.items()} for _ in range(9)]
     seconds = {graphed: min(turn[graphed] for turn in turns) for graphed in timers}
     assert seconds[True] == pytest.approx(seconds[False], rel=0.2)
-
-
-def test_the_weights_outgrow_the_cache():
-    device = torch.device("cuda", torch.cuda.current_device())
-    generator = torch.Generator(device).manual_seed(0)
-    numbers = {"bias": False, "dtype": torch.bfloat16, "generator": generator}
-    weights = make_weights(1024, 2048, 0.02, **numbers)
-    copies = rotated_weights(weights, device)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    assert len(copies) == 64 or len(copies) * weights.gate_bytes > 3 * cache
-    assert len({copy.gate_up.data_ptr() for copy in copies}) == len(copies)
 
 
 def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, tmp_path):

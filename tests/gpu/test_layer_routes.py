@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from twellctl.bundle import twell_ffn
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.firing.synthetic import EVEN, make_rows, make_weights
+from twellctl.firing.synthetic import make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes, Passes
@@ -42,7 +42,7 @@ class Body(torch.nn.Module):
             weights = make_weights(K, N, DENSITY, bias=False, **made)
             for name, weight in zip(("gate", "up", "down"), weights.split, strict=False):
                 getattr(layer, f"{name}_proj").weight.data.copy_(weight)
-        self.x = make_rows(M, K, DENSITY, EVEN, **made)
+        self.x = make_rows(M, K, **made)
         self.penalty = FfnPenalty(self)
         self.penalty.begin(M, 0.5)
 

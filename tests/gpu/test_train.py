@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from uneven_rows import make_uneven
 
 from twellctl.bundle import twell_ffn, twell_reasons
 from twellctl.bundle.twell_ffn import register_sources, train_ffn
@@ -11,7 +12,7 @@ from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.firing.synthetic import Spread, make_rows, make_weights
+from twellctl.firing.synthetic import make_rows, make_weights
 from twellctl.here.resources import kernel_files
 
 pytestmark = [
@@ -47,7 +48,8 @@ def problem(
     """x and the parameters, bf16."""
     generator = torch.Generator("cuda").manual_seed(M + N)
     made = make_weights(K, N, density, bias=bias, dtype=torch.bfloat16, generator=generator)
-    x = make_rows(M, K, density, Spread(spread), dtype=torch.bfloat16, generator=generator)
+    x = make_rows(M, K, dtype=torch.bfloat16, generator=generator)
+    make_uneven(x, density, spread, generator)
     return [x, *(None if t is None else t.clone() for t in made.split)]
 
 

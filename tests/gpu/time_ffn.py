@@ -36,14 +36,8 @@ from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.bundle.twell_train import AddL1Gradient
-from twellctl.firing.synthetic import (
-    FfnWeights,
-    Spread,
-    make_rows,
-    make_weights,
-    measure_firing,
-    rotated_weights,
-)
+from twellctl.firing.counts import LayerCount
+from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 
 BF16, JUDGED_ROWS = torch.bfloat16, 512
@@ -96,10 +90,11 @@ def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bo
     weights = make_weights(
         given.hidden_size, given.intermediate_size, density, bias=given.bias, **made
     )
-    spread = Spread("heavy", given.heavy) if given.heavy else Spread()
-    x = make_rows(tokens, given.hidden_size, density, spread, **made)
-    fired = measure_firing(x, weights)
-    slots, copies = given.slots or fired["slots"], rotated_weights(weights, course.device)
+    x = make_rows(tokens, given.hidden_size, **made)
+    heavy = torch.randperm(tokens, generator=generator, device=x.device)
+    x[heavy[: round(tokens * given.heavy)], 0] = 0  # half of the neurons fire
+    fired = _firing(x, weights)
+    slots, copies = given.slots or fired["slots"], _rotated(weights, course.device)
     if given.train:
         contenders, expected = _trained(x, copies, fired["density"], generator)
         judged: Callable = _largest_error
@@ -119,6 +114,33 @@ def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bo
     )
     names = tuple(c.name for c in contenders if c.kind == TWELL)
     _print(Point(tokens, fired, "float64", names, outcome))
+
+
+@torch.no_grad()
+def _firing(x: Tensor, weights: FfnWeights) -> dict[str, float]:
+    """Of the gate in the dtype of `x`."""
+    w_gate, _, _, b_gate, _, _ = weights.split
+    count = LayerCount(len(w_gate), TILE, x.device)
+    for rows in x.split(8192):
+        gate = F.linear(rows, w_gate, b_gate)
+        count.add(gate, F.relu(gate))
+    layer = count.summary()
+    return {"density": layer.density, "slots": layer.slots}
+
+
+def _rotated(weights: FfnWeights, device: torch.device) -> list[FfnWeights]:
+    """`weights` and as many copies as keep a gate from being in the cache when its turn comes."""
+    if device.type != "cuda":
+        return [weights]
+    torch.cuda.empty_cache()
+    cache, gate = torch.cuda.get_device_properties(device).L2_cache_size, weights.down.nbytes
+    affordable = torch.cuda.mem_get_info(device)[0] // 8 // (3 * gate)
+    number = max(1, min(1 - (-3 * cache // gate), affordable, 64))
+    copies = (
+        FfnWeights(*(None if t is None else t.clone() for t in vars(weights).values()))
+        for _ in range(number - 1)
+    )
+    return [weights, *copies]
 
 
 def _print(point: Point) -> None:

@@ -19,7 +19,7 @@ from twellctl.bundle.twell_fp8 import Fp8Weight, round_weight
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
 from twellctl.bundle.twell_ways import WAYS, Way
-from twellctl.firing.synthetic import EVEN, make_rows, make_weights
+from twellctl.firing.synthetic import make_rows, make_weights
 
 ENGINES = "vllm"  # the way that goes through the linear layers of the engine
 _DENSE = {ENGINES, *(way.name for way in WAYS if not way.own)}
@@ -133,7 +133,7 @@ def _run(
         in_fp8 = [Fp8Weight(*round_weight(weight), bias) for weight, bias in pairs]
         tensors = *in_fp8, in_fp8[-1].values.t().contiguous()
         run = functools.partial(fp8_ffn_beside, dense)
-    x = make_rows(max(counts), layer.K, density, EVEN, dtype=dtype, generator=generator)
+    x = make_rows(max(counts), layer.K, dtype=dtype, generator=generator)
     numbers = {"tile": layer.tile, "slots": layer.slots, "density": layer.density}
     for count in counts:
         run(x[:count], *tensors, **numbers, sources=sources)
