@@ -67,9 +67,19 @@ def pytest_configure(config):
         config.add_cleanup(builds.cleanup)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_report_header():
+    return (
+        None if torch.cuda.is_available() else "no CUDA device: the tests of tests/gpu are left out"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """The longest test first, so that no process is left with it alone at the end."""
     items.sort(key=lambda item: item.name != "test_the_whole_job")
+    if not torch.cuda.is_available():  # some two thousand, to say so of each takes its time
+        on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=on_gpus)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -189,6 +199,12 @@ def export_llama(relu_llama, tmp_path_factory) -> Path:
 def exported(export_llama, tmp_path) -> Path:
     """A copy of that export, which a test may spoil."""
     return Path(shutil.copytree(export_llama, tmp_path / "exported"))
+
+
+@pytest.fixture
+def no_answers(monkeypatch):
+    """A run compares no answers at its end, which would take as long as its steps."""
+    monkeypatch.setattr("twellctl.training.answers.prompts_in", lambda *given: [])
 
 
 @pytest.fixture

@@ -357,6 +357,21 @@ MORE = {
 }
 # found by the same test as others of their kind
 LIKE_OTHERS = {
+    "a tail of one more",
+    "the neighbour's columns of x",
+    "the other parity",
+    "waits swapped",
+    "e4m3: no scale of staged parts",
+    "e4m3: powers of the group before",
+    "h in e4m3: columns behind the registers",
+    "h in e4m3: scales of the first columns",
+    "walk over e4m3: another column's scale",
+    "pairs over e4m3: a power for two lanes",
+    "pairs over e4m3: another column's scale",
+    "pairs over e4m3: no scale of up",
+    "few heavy rows: no scale of the gate",
+    "few heavy rows: no wait for the list",
+    "few heavy rows: the neighbour's tile",
     "e4m3: columns side by side",
     "e4m3: sums of the other plane",
     "e4m3: one half of the weights",

@@ -19,9 +19,9 @@ CASES = {
         132,
         True,
     ),
-    "parts of heads": (
-        partial(Model, 1536, 64, 24, 6, 776, 1, 1000, gate_mean=-1.0, seed=9),
-        100,
+    "parts of heads, more logits than rows": (  # 134 a block
+        partial(Model, 1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800),
+        96,
         True,
     ),
     "a window": (  # and 128 rows of the gate a block, the most for this size
@@ -29,17 +29,15 @@ CASES = {
         96,
         True,
     ),
-    "first token": (partial(Model, 1536, 64, 24, 24, 776, 1, 0, seed=5), 97, True),
-    "nothing fires": (partial(Model, 1536, 64, 24, 24, 776, 2, 65, gate_mean=-9, seed=6), 97, True),
-    "many fire": (partial(Model, 1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6), 96, True),
-    "more logits than rows": (  # 134 a block
-        partial(Model, 1536, 64, 24, 24, 392, 1, 3, seed=8, vocabulary=12800),
-        96,
+    "first token, nothing fires": (
+        partial(Model, 1536, 64, 24, 24, 776, 1, 0, gate_mean=-9, seed=6),
+        97,
         True,
     ),
-    "3072, dense": (
-        partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15),
-        98,
+    "many fire": (partial(Model, 1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6), 96, True),
+    "dense": (
+        partial(Model, 1536, 128, 12, 2, 776, 1, 150, biases=True, head_norms=True, seed=7),
+        97,
         False,
     ),
     "3584": (
@@ -50,11 +48,6 @@ CASES = {
     "e4m3, 1536": (  # slices of an odd number of groups
         partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5, fp8=True),
         100,
-        True,
-    ),
-    "e4m3, 2048": (
-        partial(Model, 2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23),
-        132,
         True,
     ),
     "e4m3, small x": (
@@ -70,10 +63,20 @@ CASES = {
 }
 MORE = {
     "wide heads": (partial(Model, 1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12), 100, True),
-    "dense": (
+    "dense, 2048": (
         partial(Model, 2048, 128, 16, 2, 1048, 2, 150, biases=True, head_norms=True, seed=7),
         132,
         False,
+    ),
+    "3072, dense": (
+        partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15),
+        98,
+        False,
+    ),
+    "e4m3, 2048": (
+        partial(Model, 2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23),
+        132,
+        True,
     ),
     "e4m3, 1536, all at once": (
         partial(

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,8 @@ from twellctl.text.blocks import Blocks
 from twellctl.training import build, trainer
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
+
+pytestmark = pytest.mark.usefixtures("no_answers")
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +168,6 @@ def test_no_forward_asks_whether_a_mask_is_needed(relu_llama, text_file, tmp_pat
         raise AssertionError("the host would wait for the GPU")
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked)
-    # which comes when all steps are done
-    monkeypatch.setattr(sys.modules["twellctl.finetune"], "answers_of_run", lambda *args: None)
     recipe = small(text_file, max_steps=2)
     finetune(relu_llama, tmp_path / "out", recipe)
     assert MASKLESS not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")

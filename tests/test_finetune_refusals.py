@@ -27,6 +27,8 @@ from twellctl.training.recipe import resolve_recipe, run_folder
 from twellctl.training.runs import checkpoint_state
 from twellctl.training.trainer import SparseTrainer
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 
 def bad_text(tmp_path: Path, case: str) -> Path:
     contents = {

@@ -27,6 +27,8 @@ from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete
 from twellctl.training.sparsity_callback import SparsityCallback
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(relu_llama, text_file, tmp_path_factory):

@@ -28,6 +28,8 @@ from twellctl.generate import generate
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 QUICK = {"tokens": 2048, "seq_len": 32, "eval_windows": 8, "steps": 0, "density": 1.0}
 N, K = 96, 32
 

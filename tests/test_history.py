@@ -13,6 +13,8 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.trackers import check_report_to
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 
 def rows(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]

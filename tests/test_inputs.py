@@ -16,6 +16,8 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder, save_recipe
 from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}

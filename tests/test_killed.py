@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kill_jobs
 import pytest
+from compiled import EVERY_CASE
 
 from twellctl.convert import convert
 
@@ -78,8 +79,8 @@ def beside(out: Path) -> set[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("job", "overwrite"),
-    # quickstart takes long, and what is not there is no other case than what is replaced
-    [(job, old) for job in kill_jobs.JOBS for old in (False, True) if old or job != "whole"],
+    # quickstart takes long, and replaces what is there as the others do
+    [(job, old) for job in kill_jobs.JOBS for old in (False, True) if EVERY_CASE or job != "whole"],
 )
 def test_at_random_moments(run, sources, results, text_file, tmp_path, job, overwrite):
     second, out = sources[job][1], tmp_path / "out"

@@ -13,6 +13,8 @@ from twellctl.training import layer_routes
 from twellctl.training.layer_routes import DENSE, TWELL, LayerRoutes
 from twellctl.training.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 
 class Ffn(TwellFFN, nn.Module):
     """The smallest FFN with a meter."""

@@ -20,6 +20,8 @@ from twellctl.models.loading import load_model
 from twellctl.text.blocks import read_blocks, token_stream, write_tokens
 from twellctl.training.sparsity import FfnPenalty, compiled_plain
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 SEQ_LEN, BATCH = SETTINGS["seq_len"], SETTINGS["batch_size"]
 
 

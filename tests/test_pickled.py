@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import torch
 
@@ -13,7 +11,7 @@ from twellctl.export import export
 IDS = torch.arange(8)[None]
 
 
-def test_a_loaded_export_is_pickled(relu_llama, tmp_path):
+def test_a_loaded_export_is_pickled(started, relu_llama, tmp_path):
     export(relu_llama, tmp_path / "export")
     model = twell_class("LlamaForCausalLM").from_pretrained(tmp_path / "export")
     with torch.no_grad():
@@ -28,10 +26,11 @@ def test_a_loaded_export_is_pickled(relu_llama, tmp_path):
             assert torch.equal(again(IDS).logits, logits)
     torch.save(logits, tmp_path / "logits.pt")
     elsewhere = (
-        "import sys, torch\n"
-        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "import torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "logits = model(torch.arange(8)[None]).logits\n"
-        "assert torch.equal(logits, torch.load(sys.argv[2]))\n"
+        f"assert torch.equal(logits, torch.load({str(tmp_path / 'logits.pt')!r}))\n"
     )
-    words = [sys.executable, "-c", elsewhere, tmp_path / "model.pt", tmp_path / "logits.pt"]
-    assert subprocess.run(words).returncode == 0
+    process = started("--version", code=elsewhere)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0

@@ -18,6 +18,8 @@ from twellctl.text.blocks import hold_out, read_blocks, token_stream, write_toke
 from twellctl.text.reading import read_texts
 from twellctl.training.priced_gates import RIDGE, SLOPE, PricedGates
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 TOKENS = 24
 
 

@@ -23,6 +23,8 @@ from twellctl.training.recipe import Recipe, run_folder
 from twellctl.training.runs import last_checkpoint
 from twellctl.training.sharded_weights import _stored_name
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 SHORT = {"max_steps": 6, "eval_steps": 0, "batch_size": 6, "micro_batch_size": 1}
 
 

@@ -23,7 +23,7 @@ from twellctl.text.reading import read_texts
 from twellctl.text.tokens import encode_chat
 from twellctl.write import write
 
-SMALL = {"tokens": 600, "documents": 0.0, "max_tokens": 12, "batch_size": 5}
+SMALL = {"tokens": 600, "documents": 0.0, "max_tokens": 12, "batch_size": 16}
 OURS = '{"text": "so", "by": "twellctl write"}\n'
 INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
@@ -81,7 +81,7 @@ def test_an_answer_is_what_the_model_says_behind_the_question(silu_llama, tokeni
 
 def test_half_of_what_a_chat_model_writes_are_documents(silu_llama, tokenizer, tmp_path):
     out = tmp_path / "own.jsonl"
-    done = write(silu_llama, out, **SMALL | {"tokens": 3000, "documents": None})
+    done = write(silu_llama, out, **SMALL | {"tokens": 2000, "documents": None})
     rows = lines(out)
     texts = [row["text"] for row in rows if set(row) == {"text", "by"}]
     assert 0.4 * done.texts < len(texts) < 0.6 * done.texts
@@ -183,7 +183,7 @@ def test_nothing_is_written_behind_a_token_that_is_no_text(
         return row(made, sequence, ends)
 
     monkeypatch.setattr(Chats, "row", remembered)
-    write(folder, tmp_path / "own.jsonl", **SMALL | {"tokens": 3000, "max_tokens": 40})
+    write(folder, tmp_path / "own.jsonl", **SMALL | {"tokens": 2000, "max_tokens": 40})
     assert any(tokens[-1] in special for tokens in drawn)
     assert not any(special.intersection(tokens[:-1]) for tokens in drawn)
 
@@ -191,10 +191,10 @@ def test_nothing_is_written_behind_a_token_that_is_no_text(
 def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp_path):
     def made(name: str, **how) -> set:
         out = tmp_path / f"{name}.jsonl"
-        write(silu_llama, out, **(SMALL | {"tokens": 2000} | how))
+        write(silu_llama, out, **(SMALL | {"tokens": 1200} | how))
         return set(chats(out))
 
-    first, again, other = made("a"), made("b", batch_size=3), made("c", seed=1)
+    first, again, other = made("a"), made("b", batch_size=7), made("c", seed=1)
     assert len(first & again) > 0.6 * len(first)
     assert not first & other
 
