@@ -28,7 +28,7 @@ PACKAGES = {  # what to install beside torch, by its CUDA
     "12": "'cupy-cuda12x>=14,<15' nvidia-cuda-nvrtc-cu12",
     "13": "'cupy-cuda13x>=14,<15' 'nvidia-cuda-nvrtc>=13,<14'",
 }
-OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
