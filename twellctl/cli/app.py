@@ -9,7 +9,7 @@ from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.screens import ui
 from twellctl.version import __version__
 
-MAKE, USE = "Make a model sparse", "Use it"
+TRY, MAKE, USE = "Try it", "Make a model sparse", "Use it"
 app = typer.Typer(
     context_settings=CONTEXT,
     pretty_exceptions_enable=False,
@@ -37,21 +37,24 @@ def root(
     show_help(context)
 
 
+command(app, "quickstart --out demo", group=TRY)(make.quickstart)
+command(app, "doctor exported", group=TRY)(use.doctor)
 command(app, "convert owner/model relu --data answers.jsonl", group=MAKE)(make.convert)
 command(app, "write owner/model own.jsonl", group=MAKE)(make.write)
 command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE, shown=_OFTEN)(
     make.finetune
 )
 command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
+command(
+    app,
+    "eval exported --reference owner/model --data heldout.jsonl",
+    group=MAKE,
+    name="eval",
+)(measure.evaluate)
+command(app, "compare owner/model exported", group=MAKE)(measure.compare)
 command(app, "export sparse exported --profile profile.json", group=MAKE)(make.export)
-command(app, "eval exported --reference owner/model --data heldout.jsonl", group=USE, name="eval")(
-    measure.evaluate
-)
-command(app, "compare owner/model exported", group=USE)(measure.compare)
-app.add_typer(bench.app, name="bench", rich_help_panel=USE)
+command(app, "run coder.yaml", group=MAKE)(pipeline.run)
 command(app, "generate exported 'Once upon a time'", group=USE)(use.generate)
 command(app, "chat exported", group=USE)(use.chat)
 command(app, "serve-local exported --port 8000", group=USE)(use.serve_local)
-command(app, "run coder.yaml", group=MAKE)(pipeline.run)
-command(app, "quickstart --out demo", group=MAKE)(make.quickstart)
-command(app, "doctor exported", group=USE)(use.doctor)
+app.add_typer(bench.app, name="bench", rich_help_panel=USE)
