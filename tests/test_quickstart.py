@@ -57,6 +57,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, stop):
     def stopped(*args):
         raise stop
 
+    monkeypatch.setattr(module, "_write_corpus", lambda folder: (folder / "some").touch())
     monkeypatch.setattr(module, "_train_silu", stopped)
     wanted = KeyboardInterrupt if isinstance(stop, Interrupted) else type(stop)
     with pytest.raises(wanted):
