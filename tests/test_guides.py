@@ -182,7 +182,7 @@ def shop(tmp_path_factory, make_model, text_file):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_guide_says_runs(page, shop, stand_ins, cli, monkeypatch):
+def test_what_a_guide_says_runs(page, shop, stand_ins, no_answers, cli, monkeypatch):
     monkeypatch.chdir(shop)
     if not Path("relu-model").exists():
         run_all(ROOT / "README.md", cli)

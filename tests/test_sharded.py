@@ -122,7 +122,8 @@ def test_gradients_that_are_complete_in_another_order(processes):
 
 def test_resumed_on_other_numbers_of_processes(processes, sources, alone, text_file, tmp_path):
     def go_on(count, **how):
-        return processes("run", count, str(sources[True]), str(out), settings(text_file), how)
+        changes = settings(text_file, micro_batch_size=3)
+        return processes("run", count, str(sources[True]), str(out), changes, how)
 
     out = tmp_path / "out"
     told = go_on(2, interrupt_at=2)
@@ -139,7 +140,7 @@ def test_replicas_resume_with_the_momenta_of_all_owners(
     processes, sources, alone, text_file, tmp_path
 ):
     def go_on(count, **how):
-        changes = settings(text_file, shard="never")
+        changes = settings(text_file, shard="never", micro_batch_size=3)
         return processes("run", count, str(sources[True]), str(out), changes, {"small": 500} | how)
 
     out = tmp_path / "out"
@@ -172,7 +173,7 @@ def assert_broken_is_refused(model: Path, out: Path, text_file: Path) -> None:
 def test_what_fails_keeps_the_last_checkpoint(
     processes, sources, alone, text_file, tmp_path, how, said, kept
 ):
-    out, changes = tmp_path / "out", settings(text_file, save_steps=2)
+    out, changes = tmp_path / "out", settings(text_file, save_steps=2, micro_batch_size=3)
     told = processes("run", 2, str(sources[False]), str(out), changes, how)[0]
     assert said in told
     assert not out.exists()
