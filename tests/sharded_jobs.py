@@ -18,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 import torch
 import torch.distributed as dist
 from finetune_runs import InterruptAt, small

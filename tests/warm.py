@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import kill_jobs
 import sharded_jobs
 
