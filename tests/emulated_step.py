@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from emulated_kernels import EmulatedKernels
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from twellctl.bundle.twell_fp8 import round_weight
 from twellctl.bundle.twell_spec import E4M3_END, step_entry
+from twellctl.decoding.screened import screen_copy
 
 PAGE, EPS = 64, 1e-5
 
@@ -37,6 +39,8 @@ class Model:
     token: int = 7
     fp8: bool = False
     ffn_size: float = 1.0  # of its inputs; its results are as large as ever
+    mapped: int = 0  # of the last neurons, which share a gate
+    missed: float = 0.0  # screened: what a gate must be above to be seen; -inf: all are
     weights: list[dict[str, Tensor | None]] = field(init=False)
     given: list[dict[str, Tensor | None]] = field(init=False)
 
@@ -76,6 +80,11 @@ class Model:
                 "q_norm": normal(D, mean=1, std=0.1) if self.head_norms else None,
                 "k_norm": normal(D, mean=1, std=0.1) if self.head_norms else None,
             }
+            if self.mapped:
+                own = N - self.mapped
+                layer["gate"][own:] = layer["gate"][own].clone()
+                if has_gate_bias:
+                    layer["gate_bias"][own:] = 9  # it fires
             self.weights.append(layer)
         self.given = [self._rounded(layer) if self.fp8 else layer for layer in self.weights]
 
@@ -93,17 +102,35 @@ class Model:
         return given | scales
 
     def told(self) -> Tensor:
-        """The kernel's table of layers: pointers, then the window, then of e4m3 the scales."""
+        """The kernel's table of layers: pointers, screen, window, and of e4m3 the scales."""
         rows = []
         for layer in self.given:
             pointers = [pointer(t) for t in layer.values()]
             places = len(pointers) - 5 * self.fp8
-            rows.append([*pointers[:places], self.window, *pointers[places:]])
+            screen = [0, 0] if self.fp8 else [t.data_ptr() for t in self.screens[len(rows)]]
+            both = (self.N - self.mapped) << 32 | self.window
+            rows.append([*pointers[:places], *screen, both, *pointers[places:]])
         return torch.tensor(rows, dtype=torch.int64)
+
+    @cached_property
+    def screens(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer the copy of its gate, and limits."""
+        own, made = self.N - self.mapped, []
+        blocks = -(-own // 16)
+        for layer in self.weights:
+            limits = torch.full((16 * blocks,), -torch.inf)
+            limits[:own] = self.missed
+            if layer["gate_bias"] is not None:
+                limits[:own] -= layer["gate_bias"][:own].float()
+            limits[self.N :] = torch.inf
+            made.append((screen_copy(layer["gate"][: 16 * blocks]), limits))
+        return made
 
     def memory(self) -> Iterator[Tensor]:
         """What that table points to."""
-        return (t for layer in self.given for t in layer.values() if t is not None)
+        yield from (t for layer in self.given for t in layer.values() if t is not None)
+        if not self.fp8:
+            yield from (t for screen in self.screens for t in screen)
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,7 @@ SMEM_BYTES = 227 << 10
 
 
 def emulate(
-    kernels: EmulatedKernels, model: Model, blocks: int, sparse: bool, seeds: tuple[int, ...]
+    kernels: EmulatedKernels, model: Model, blocks: int, form: str, seeds: tuple[int, ...]
 ) -> Done:
     """A step after the other of the same token, by `blocks` blocks."""
     K, D = model.K, model.D
@@ -132,7 +159,7 @@ def emulate(
     inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
     for i, seed in enumerate(seeds):
         kernels.launch(
-            step_entry(K, D, sparse=sparse, end=E4M3_END if model.fp8 else ""),
+            step_entry(K, D, form, E4M3_END if model.fp8 else ""),
             (blocks,),
             288,
             (

@@ -14,7 +14,7 @@ class BothForms(HFDecoder):
     def why_not(model):
         return None
 
-    def __init__(self, model, sparse: bool = True):
+    def __init__(self, model, sparse: bool = True, gates: str = "whole"):
         super().__init__(model)
         if sparse:
             self.chosen = lambda rows: "union" if rows > 1 else None

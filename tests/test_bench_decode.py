@@ -10,7 +10,7 @@ import pytest
 import torch
 from shapes import FAMILIES, TINY_CONFIG, write_config
 from small_benches import BothForms, count_less, decode_form
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode as module
 from twellctl.bench import decode_runs as runs
@@ -18,12 +18,14 @@ from twellctl.bench.decode import bench_decode
 from twellctl.bench.decode_floors import (
     copy_bandwidth,
     ffn_bytes,
+    screened_gate,
     step_bytes,
 )
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import DecodeSettings
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.errors import TwellError, UsageError
@@ -34,7 +36,7 @@ from twellctl.profile import profile
 
 TINY = {
     "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
-    "device": "cpu",
+    "device": "cpu", "densities": (0.02,),
 }  # fmt: skip
 NO_GPU = "the decode kernels need an NVIDIA GPU"
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
@@ -164,7 +166,7 @@ def test_one_model_is_gone_before_the_next_is_made(monkeypatch):
 
 def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
     class Wrong(BothForms):
-        def __init__(self, model, sparse: bool = True):
+        def __init__(self, model, sparse: bool = True, gates: str = "whole"):
             super().__init__(model)
             self._sparse = sparse
 
@@ -174,6 +176,7 @@ def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
 
     monkeypatch.setattr(runs, "KernelDecoder", Wrong)
     words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2)
+    words += ("--density", 0.02)
     code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
     assert "generate" in out
@@ -313,7 +316,31 @@ def test_a_judge_of_nan_says_so(tiny):
     assert not judge(model, [[1], [2]], [[3, 4], [5, 6]], 2).shortfall <= 1
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_dense_form_of_a_fitted_model_has_no_map(family):
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 100}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **sizes, hidden_act="relu")
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.twell = {"map_neurons": 32}
+    cut, ids = runs.without_map(model), torch.arange(9)[None]
+    kept = {id(parameter) for parameter in model.parameters()}
+    assert sum(id(parameter) in kept for parameter in cut.parameters()) > 10
+    for ffn in gated_ffns(model):
+        ffn.down_proj.weight.data[:, -32:] = 0
+    torch.testing.assert_close(cut(ids).logits, model(ids).logits)
+    assert (cut.config.intermediate_size, model.config.intermediate_size) == (160, 192)
+    assert cut.config.twell == {}
+    assert runs.without_map(cut) is cut
+
+
 # ---- floors ----
+
+
+def test_what_screened_gates_read():
+    assert screened_gate(0.14, 0.1, 0.1) == pytest.approx(0.14 + 4.5 / 16)
+    # two tokens that have nothing to do with each other
+    assert screened_gate(0.14, 0.1, 0.19) == pytest.approx(1 - 0.86**2 + 4.5 / 16)
 
 
 def test_the_floor_of_an_ffn():
@@ -336,6 +363,12 @@ def test_the_floor_of_a_step(tied):
     assert step_bytes(model, None, 5) == 2 * dense
     sparse = others + 64 * 192 * (3 + 2 * (0.5 + 0.25 + 0.0))
     assert step_bytes(model, (0.5, 0.25, 0.0), 5) == 2 * sparse
+    screened = sparse - 64 * 192 * 3 * 0.5
+    assert step_bytes(model, (0.5, 0.25, 0.0), 5, gate=0.5) == 2 * screened
+    model.config.twell = {"map_neurons": 64}  # which are read whole, but for the gate
+    own = 3 * 128 * 0.5 + 2 * 128 * (0.5 + 0.25 + 0.0)
+    assert step_bytes(model, (0.5, 0.25, 0.0), 5, gate=0.5) == 2 * (others + 64 * (own + 3 * 128))
+    model.config.twell = None
     round_model(model)
     of_layers = 3 * attention + 3 * 3 * 64 * 192
     scales = 4 * 3 * (64 + 32 + 32 + 64 + 192 + 192 + 64)

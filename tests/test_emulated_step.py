@@ -11,114 +11,161 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from emulated_step import Model
 
 pytestmark = needs_emulator
-# name: (model, blocks, sparse)
+# name: (model, blocks, form)
 CASES = {
-    "plain": (partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5), 100, True),
+    "plain": (partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5), 100, "sparse"),
     "all at once": (
-        partial(Model, 2048, 64, 32, 8, 1048, 1, 200, biases=True, head_norms=True, seed=3),
+        partial(
+            Model, 2048, 64, 32, 8, 1448, 1, 200, biases=True, head_norms=True, mapped=401, seed=3
+        ),
         132,
-        True,
+        "sparse",
     ),
     "parts of heads, more logits than rows": (  # 134 a block
         partial(Model, 1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800),
         96,
-        True,
+        "sparse",
     ),
     "a window": (  # and 128 rows of the gate a block, the most for this size
         partial(Model, 1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4),
         96,
-        True,
+        "sparse",
     ),
     "first token, nothing fires": (
         partial(Model, 1536, 64, 24, 24, 776, 1, 0, gate_mean=-9, seed=6),
         97,
-        True,
+        "sparse",
     ),
-    "many fire": (partial(Model, 1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6), 96, True),
+    "many fire": (
+        partial(Model, 1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6),
+        96,
+        "sparse",
+    ),
     "dense": (
         partial(Model, 1536, 128, 12, 2, 776, 1, 150, biases=True, head_norms=True, seed=7),
         97,
-        False,
+        "dense",
+    ),
+    "screened": (
+        partial(
+            Model,
+            1536,
+            64,
+            24,
+            24,
+            9200,
+            2,
+            70,
+            gate_mean=-1.5,
+            biases=True,
+            mapped=201,
+            missed=-0.4,
+        ),
+        100,
+        "screened",
     ),
     "3584": (
         partial(Model, 3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16),
         113,
-        True,
+        "sparse",
     ),
     "e4m3, 1536": (  # slices of an odd number of groups
-        partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5, fp8=True),
+        partial(Model, 1536, 64, 24, 24, 976, 2, 70, gate_mean=-1.5, mapped=201, fp8=True),
         100,
-        True,
+        "sparse",
     ),
     "e4m3, small x": (
         partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15),
         96,
-        True,
+        "sparse",
     ),
     "e4m3, large x": (
         partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15),
         96,
-        True,
+        "sparse",
     ),
 }
 MORE = {
-    "wide heads": (partial(Model, 1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12), 100, True),
+    "2048, screened": (
+        partial(Model, 2048, 64, 32, 8, 5000, 1, 200, mapped=601, missed=-0.4, gate_mean=-0.2),
+        132,
+        "screened",
+    ),
+    "3584, screened": (  # two row blocks of some warps
+        partial(Model, 3584, 128, 28, 4, 17000, 1, 400, gate_mean=-1.5, missed=-0.4, seed=16),
+        113,
+        "screened",
+    ),
+    "4096, screened": (
+        partial(Model, 4096, 128, 32, 8, 2500, 1, 130, gate_mean=-0.5, mapped=150, missed=-0.4),
+        132,
+        "screened",
+    ),
+    "wide heads": (
+        partial(Model, 1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12),
+        100,
+        "sparse",
+    ),
     "dense, 2048": (
         partial(Model, 2048, 128, 16, 2, 1048, 2, 150, biases=True, head_norms=True, seed=7),
         132,
-        False,
+        "dense",
     ),
     "3072, dense": (
         partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15),
         98,
-        False,
+        "dense",
     ),
     "e4m3, 2048": (
         partial(Model, 2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23),
         132,
-        True,
+        "sparse",
     ),
     "e4m3, 1536, all at once": (
         partial(
             Model, 1536, 128, 12, 2, 776, 1, 200, biases=True, head_norms=True, fp8=True, seed=21
         ),
         100,
-        True,
+        "sparse",
     ),
     "e4m3, 1536, dense": (
         partial(Model, 1536, 64, 24, 6, 776, 2, 65, biases=True, fp8=True, seed=22),
         96,
-        False,
+        "dense",
     ),
     "e4m3, 4096": (
         partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26),
         132,
-        True,
+        "sparse",
     ),
     "e4m3, 3072, dense": (
         partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, fp8=True, seed=24),
         98,
-        False,
+        "dense",
     ),
     "e4m3, 3584": (
         partial(
             Model, 3584, 128, 28, 4, 7456, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25
         ),
         113,
-        True,
+        "sparse",
     ),
-    "4096": (partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10), 132, True),
+    "4096": (
+        partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10),
+        132,
+        "sparse",
+    ),
 }
 ALL = CASES | (MORE if EVERY_CASE else {})
 
 
 @pytest.mark.parametrize("case", ALL)
 def test_a_step(case):
-    make, blocks, sparse = ALL[case]
+    make, blocks, form = ALL[case]
     model = make()
     wanted = emulated.judge(model)  # before the cache is written to
     seeds = (1, 2) if case == "plain" else (1,)
-    done = emulated.emulate(EmulatedKernels(), model, blocks, sparse, seeds)
+    done = emulated.emulate(EmulatedKernels(), model, blocks, form, seeds)
     assert (done.logits == done.logits[0]).all()
     error = (done.logits[0] - wanted.logits[0]).abs().max()
     assert error < 0.05, f"logits up to {wanted.logits.abs().max():.2f}"
@@ -130,11 +177,24 @@ def test_a_step(case):
     assert (missed <= 2).all()
 
 
+def test_what_a_screen_leaves_out_does_not_fire():
+    """Nothing does where limits are infinite, but the map; all of it where they are -infinite."""
+    seen = {}
+    for missed in (-torch.inf, torch.inf):
+        model = Model(
+            1536, 64, 24, 24, 784, 1, 3, gate_mean=-0.5, biases=True, mapped=32, missed=missed
+        )
+        seen[missed] = emulated.emulate(EmulatedKernels(), model, 96, "screened", (1,))
+    sparse = emulated.emulate(EmulatedKernels(), model, 96, "sparse", (1,))
+    assert seen[torch.inf].counts.tolist() == [[32]]
+    assert torch.equal(seen[-torch.inf].counts, sparse.counts)
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan] if EVERY_CASE else [torch.inf])
 def test_beside_e4m3_what_is_not_finite_stays_so(value):
     model = Model(1536, 64, 24, 24, 392, 1, 3, fp8=True)
     model.weights[0]["values"][..., 5] = value  # of one column of each head, which o takes
     assert emulated.judge(model).logits.isnan().all()
-    done = emulated.emulate(EmulatedKernels(), model, 96, True, (1,))
+    done = emulated.emulate(EmulatedKernels(), model, 96, "sparse", (1,))
     assert done.logits.isnan().all()
     assert (done.counts == model.N).all()  # a gate that is NaN fires

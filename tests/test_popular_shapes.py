@@ -25,6 +25,7 @@ from twellctl.bundle import (
 )
 from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
 from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_spec import ENTRY_FILES
@@ -33,6 +34,8 @@ from twellctl.bundle.twell_weights import E4M3_STEP, FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.screened import Screen
+from twellctl.decoding.screening import Screens
 from twellctl.models.quantised import round_model
 
 DEVICES = {
@@ -235,18 +238,19 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
         assert HFDecoder.why_not(model) is None
         return
     assert said is None
+    monkeypatch.setattr(kernel_decoder, "open_screens", screens_of)
     for is_sparse in (False, True):
-        decoder = KernelDecoder(model, sparse=is_sparse)
+        decoder = KernelDecoder(model, sparse=is_sparse, gates="screened")
         with torch.inference_mode():
             decoder.open_cache(PAGES + 1)
             most = decoder.max_rows
             for B in {most, *(rows for rows in ROWS if rows <= most)}:
                 logits, _ = decoder.step(*inputs(B, PAGES))  # by the first form
                 assert logits.shape == (B, shape.vocabulary)
-                _, *others = decoder.forms(B)
-                if "dense" in others:
-                    densely, _ = decoder.forms(B)["dense"](*inputs(B, PAGES))
-                    assert densely.shape == logits.shape
+                _, *others = (forms := decoder.forms(B))
+                for other in {"dense", "one screened kernel"}.intersection(others):
+                    found, _ = forms[other](*inputs(B, PAGES))
+                    assert found.shape == logits.shape
             # narrower tables make other plans of attention, of which more below
             for B in (1, decoder.max_rows):
                 for width in decoder.widths(PAGES):
@@ -294,6 +298,16 @@ def test_steps_of_one_row_over_fp8_weights(judge, shape, monkeypatch):
                 logits, _ = form(*inputs(1, PAGES))
                 assert logits.shape == (1, shape.vocabulary)
     assert judge.launched <= judge.prepared
+
+
+def screens_of(model: PreTrainedModel) -> Screens:
+    """Of tensors without numbers."""
+    made = []
+    for ffn in gated_ffns(model):
+        K, N = ffn.down_proj.weight.shape
+        copy = torch.empty(-(-N // 16), K // 64, 576, dtype=torch.uint8, device="meta")
+        made.append(Screen(copy, torch.empty(16 * len(copy), device="meta"), N))
+    return Screens(made, [0.0] * len(made), 0.1)
 
 
 def why_not(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> str | None:

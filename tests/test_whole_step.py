@@ -11,6 +11,7 @@ from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
+from twellctl.decoding.screened import Screen
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
@@ -70,9 +71,10 @@ def make_layer(window: int | None) -> DecoderLayer:
 )
 def test_who_goes_in_one_kernel(sizes):
     assert why_no_whole_step(sizes, H200) is None
-    for sparse in (True, False):
-        assert sizes.entry(sparse) in ENTRY_FILES
-        assert ENTRY_FILES[replace(sizes, end=E4M3_END).entry(sparse)].endswith(f"{E4M3_END}.cu")
+    for form in ("sparse", "dense"):
+        assert sizes.entry(form) in ENTRY_FILES
+        assert ENTRY_FILES[replace(sizes, end=E4M3_END).entry(form)].endswith(f"{E4M3_END}.cu")
+    assert sizes.entry("screened") in ENTRY_FILES
 
 
 @pytest.mark.parametrize(
@@ -93,19 +95,19 @@ def test_who_does_not(sizes, limits, why):
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_the_launch(sparse, end):
+@pytest.mark.parametrize("form", ["sparse", "dense"])
+def test_the_launch(form, end):
     make = fp8_layer if end else make_layer
     kernels, layers = Launches(), [make(None), make(100)]
     sizes = replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
-    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, sparse=sparse)
+    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, form=form, num_own=48)
     tokens, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     logits, counts = step(tokens, tokens, tables)
     assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
     name, grid, block, args, smem_bytes = kernels.call
-    assert (name, grid, block) == ("step_2048_64" + "_dense" * (not sparse) + end, (132,), 288)
+    assert (name, grid, block) == ("step_2048_64" + "_dense" * (form == "dense") + end, (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
     assert_taken(name, args)
     assert args[1:6] == (2, 64, 512, 32, 8)
@@ -121,7 +123,7 @@ def test_the_table_of_layers(end):
     kernels, sizes = Launches(), replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = bf16(128, 64), bf16(128, 64)
-    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, 1e-5, sparse=True)(
+    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, 1e-5, form="sparse", num_own=48)(
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3][0].tolist()
@@ -145,13 +147,22 @@ def test_the_table_of_layers(end):
     }
     ffn = layer.ffn
     scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down] if end else []
-    names = [*of_layer, "window", *(f"scales[{i}]" for i in range(len(scales)))]
+    names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
     kind = "ScaledLayer" if end else "LayerOf<unsigned short>"
     claims = [f"__builtin_offsetof({kind}, {name}) == {8 * i}" for i, name in enumerate(names)]
+    claims.append(f"__builtin_offsetof({kind}, num_own) == {8 * names.index('window') + 4}")
     claims.append(f"sizeof({kind}) == {8 * len(row)}")
     compile_claims("decode/step_shared.cuh", claims, "sm_90a")
     known = [0 if t is None else t.data_ptr() for t in of_layer.values()]
-    assert row == [*known, 100, *(scale.data_ptr() for scale in scales)]
+    assert row == [*known, 0, 0, 48 << 32 | 100, *(scale.data_ptr() for scale in scales)]
+    if not end:
+        screen = Screen(torch.zeros(1, dtype=torch.uint8), torch.zeros(16), 48)
+        given = kernels, H200, sizes, [layer], *weights, rotary, 1e-5
+        WholeStep(*given, form="screened", num_own=48, screens=[screen])(
+            *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+        )
+        (row,) = kernels.call[3][0].tolist()
+        assert row == [*known, screen.copy.data_ptr(), screen.limits.data_ptr(), 48 << 32 | 100]
 
 
 def test_weights_that_lie_otherwise_are_refused():
@@ -160,5 +171,5 @@ def test_weights_that_lie_otherwise_are_refused():
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(
             Launches(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3, (bf16(1, 64),) * 2, 0.1,
-            sparse=True,
+            form="sparse", num_own=64,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twellctl.decoding.engine import EngineError, Sampling
+from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.markup import joined, tag
@@ -125,6 +125,7 @@ def generate(
     chat: bool | None = None,
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Load `model` (a folder, an export or a hub id); the text after `prompt`, to iterate.
@@ -132,11 +133,11 @@ def generate(
     `chat` sends the prompt through the chat template as a user's message; None does where there is
     a template. `chat_template`, a file, replaces the model's, and knows `chat_template_kwargs`,
     too. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
-    the likeliest token each time. Raises `TwellError`.
+    the likeliest token each time. `gates` as of `load`. Raises `TwellError`.
     """
     _check_numbers(max_tokens, temperature, top_p, top_k, seed)
     _check_text(prompt)
-    loaded = load(model, chat_template=chat_template, note=note)
+    loaded = load(model, chat_template=chat_template, gates=gates, note=note)
     return loaded.generate(
         prompt,
         max_tokens=max_tokens,
@@ -190,9 +191,15 @@ def load(
     model: str | Path,
     *,
     chat_template: str | Path | None = None,
+    gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
 ) -> Loaded:
-    """Load `model` (a folder, an export or a hub id). Raises `TwellError`."""
+    """Load `model` (a folder, an export or a hub id). Raises `TwellError`.
+
+    `gates` "screened": a copy of W_gate in 4 bits, made now, tells which of its rows a step of one
+    row needs, where that takes one kernel and is faster.
+    """
+    check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
     # torch takes seconds to import: a wrong model is told before
@@ -200,7 +207,8 @@ def load(
     from twellctl.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
-    scheduler = open_scheduler(load_model(checkpoint), [tokenizer.eos_token_id], max_running=1)
+    how = {"max_running": 1, "gates": gates}
+    scheduler = open_scheduler(load_model(checkpoint), [tokenizer.eos_token_id], **how)
     checkpoint.beware_of_noise(note)
     checkpoint.say_if_dense(note)
     return Loaded(checkpoint, tokenizer, scheduler)

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from twellctl.decoding.engine import WHOLE, check_gates
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_address, is_loopback
@@ -50,6 +51,7 @@ def serve_local(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     own_sampling: bool = True,
+    gates: str = WHOLE,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -63,15 +65,16 @@ def serve_local(
     one ends it at once. `names` are what clients may call it, in the place of the folder's name.
     `chat_template`, a file, replaces the model's, and all requests pass it `chat_template_kwargs`.
     With `own_sampling` generation_config.json decides of temperature and the like where a request
-    does not. `on_ready` is called with what is served and the server's URL, which ends
-    in its port, once requests are taken; `log` with a line for each request that was answered.
-    Port 0 takes a free one. Signals are only heeded in the main thread.
+    does not. `gates` as of `twellctl.generate.load`. `on_ready` is called with what is served and
+    the server's URL, which ends in its port, once requests are taken; `log` with a line for each
+    request that was answered. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
     access = access_of(host, api_key, allow_hosts)
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"a name to serve under must be printable text, got {name!r}")
     _check_numbers(port, max_running, max_waiting, timeout, drain)
+    check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
     with _short_turns(), _listener(host, port) as listener:
@@ -83,6 +86,7 @@ def serve_local(
             own_sampling=own_sampling,
             max_running=max_running,
             max_waiting=max_waiting,
+            gates=gates,
         )
         checkpoint.beware_of_noise(note)
         checkpoint.say_if_dense(note)
@@ -98,9 +102,9 @@ def load_served_model(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     own_sampling: bool = True,
-    **limits: int,
+    **how: Any,
 ) -> ServedModel:
-    """Weights and tokenizer loaded, the worker started; `limits`: those of `open_engine`."""
+    """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes."""
     # torch takes seconds to import: a wrong model, or a port that a server has, is told before
     from twellctl.decoding.opening import open_engine, told_of_decoder
     from twellctl.models.loading import load_model, load_tokenizer, told_of_place
@@ -109,7 +113,9 @@ def load_served_model(
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
     model = load_model(checkpoint)
     about = {"device": told_of_place(model), "engine": told_of_decoder(model)}
-    engine = open_engine(model, [tokenizer.eos_token_id], **limits)
+    engine = open_engine(model, [tokenizer.eos_token_id], **how)
+    if engine.screens:
+        about["gates"] = str(engine.screens)
     defaults = sampling_of(model.generation_config) if own_sampling else {}
     if defaults:
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())

@@ -58,7 +58,7 @@
 
 namespace {
 
-template <int DIM, bool SPARSE>
+template <int DIM, int FORM>
 struct Step : Neurons {
     using Neurons::Neurons;
 
@@ -130,13 +130,24 @@ struct Step : Neurons {
             // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
 #pragma unroll 1
             for (int phase = 0; phase < 3; ++phase) {
+                const bool screens = FORM == kScreenedForm && phase == 2;
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
-                const int num_units = share.num * kQuadUnits;
+                if constexpr (FORM == kScreenedForm)
+                    if (screens) {
+                        await_x(x, norm, l, phase, tag);
+                        sync_consumers();
+                        screen(layer(l), share.first, share.num);
+                        sync_consumers();
+                    }
+                int num_units = share.num * kQuadUnits;
+                if (FORM == kSparseForm && phase == 2 && has_shared()) num_units += kQuadUnits;
+                if constexpr (kIsE4m3)
+                    if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
                 Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
-                for (int i = -kTake; i < num_units; i += kTake) {
+                for (int i = -kTake; !screens && i < num_units; i += kTake) {
                     float parts[kTake] = {};
                     if (i >= 0)
 #pragma unroll
@@ -149,7 +160,8 @@ struct Step : Neurons {
                     const int row = i * kUnitRows % kMostRows, num = min(kTake, num_units - i);
                     store_sums<kWeightBytes>(parts, num, sums() + row * kWarps);
                     if (row + kTake * kUnitRows < kMostRows && i + kTake < num_units) continue;
-                    if (SPARSE || phase < 2) sync_consumers();
+                    if (FORM == kSparseForm && kIsE4m3 && phase == 2) wait_for_copies<0>();
+                    if (FORM != kDenseForm || phase < 2) sync_consumers();
                     if (phase == 2) break;
                     if (thread() < row + num * kUnitRows)
                         use_sum(layer(l), l, phase,
@@ -163,8 +175,9 @@ struct Step : Neurons {
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
                 if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
-                if (SPARSE)
-                    ffn(layer(l), share, x, tag, args.counts + l);
+                if constexpr (FORM != kDenseForm)
+                    // made anew: kept through the product it takes registers
+                    ffn<FORM>(layer(l), Share(division(2), opaque(turned)), tag, args.counts + l);
                 else
                     ffn_dense(layer(l), share, x, tag, args.counts + l);
                 add_parts(layer(l), own, tag);
@@ -215,6 +228,8 @@ struct Step : Neurons {
         }
         __syncwarp();
         if (phase != 1) normalise_row(eights, norm);
+        if constexpr (FORM == kScreenedForm)
+            if (phase == 2) round_x(eights);
         if (phase == 1) load_row(layer(l).ffn_norm, norm);
         if (phase == 2)
             load_row(l + 1 < args.num_layers ? layer(l + 1).input_norm : args.last_norm, norm);
@@ -227,28 +242,33 @@ struct Step : Neurons {
                 barrier_init(full(i), 1);
                 barrier_init(empty(i), kWarps);
             }
-            for (int i = 0; i < kGroups; ++i) barrier_init(row_full(i), 1);
             barrier_init_fence();
         }
-        if (threadIdx.x < 4) {
+        if (threadIdx.x < 5) {
+            // by quads of rows, or row blocks that are screened; of neurons that share a gate, each
+            constexpr int kRows = FORM == kScreenedForm ? kScreenRows : kQuad;
             const int which = threadIdx.x, num_blocks = gridDim.x;
-            const int quads = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
-                              : which == 1 ? K / kQuad
-                              : which == 2 ? args.N / kQuad
-                                           : args.V / kQuad;
-            at<Division>(kDivisions)[which] = {quads / num_blocks, quads % num_blocks};
+            const int own = FORM == kDenseForm ? args.N : args.layers->num_own;
+            const int blocks = (own + kRows - 1) / kRows, shared = max(0, args.N - blocks * kRows);
+            const int all = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
+                            : which == 1 ? K / kQuad
+                            : which == 2 ? blocks
+                            : which == 3 ? args.V / kQuad
+                                         : shared;
+            at<Division>(kDivisions)[which] = {all / num_blocks, all % num_blocks};
+            if (which == 4) at<Division>(kDivisions)[5] = {blocks * kRows, shared};
         }
         __syncthreads();
         if (threadIdx.x < kConsumers)
             consume();
         else if (threadIdx.x == kConsumers)
-            produce<SPARSE>();
+            produce<FORM>();
     }
 };
 
 }  // namespace
 
-#define TWELL_STEP(name, DIM, SPARSE)                                                            \
+#define TWELL_STEP(name, DIM, FORM)                                                              \
     extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                       \
         const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,    \
         const int* positions, const int* tables, const unsigned short* embeddings,               \
@@ -260,5 +280,5 @@ struct Step : Neurons {
         const Args args = {layers,     num_layers, N,    V,   H,   Hkv, tokens, positions,       \
                            tables,     embeddings, last_norm, head, cos, sin, eps, scale,        \
                            words,      epoch,      counts,    logits};                           \
-        Step<DIM, SPARSE>(args, memory).run();                                                   \
+        Step<DIM, FORM>(args, memory).run();                                                     \
     }

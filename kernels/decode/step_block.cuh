@@ -29,6 +29,17 @@ constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;  // units that a warp has in registers
 
+// Of the gate's copy: row blocks by slabs of 64 columns, of which a part, equal ones, is a unit.
+constexpr int kScreenRows = 16, kSlabBytes = 576;
+constexpr int parts_of_screen(int parts = 2) {
+    const bool fits = K / 64 % parts == 0 && K / 64 / parts * kSlabBytes <= kUnitBytes;
+    return fits ? parts : parts_of_screen(parts + 1);
+}
+constexpr int kScreenParts = parts_of_screen(), kPartSlabs = K / 64 / kScreenParts;
+constexpr int kScreenBytes = kPartSlabs * kSlabBytes;
+constexpr int kScreenAhead = 48 * 1024 / kScreenBytes;
+static_assert(kScreenAhead <= kUnits, "all of them are in the ring");
+
 // Weights of so many bytes: how they lie in a unit, and how the lanes of a warp share its slice of
 // the rows. A slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
 // of an odd number have one of their neighbour's, which is multiplied by 0.
@@ -47,9 +58,9 @@ using Layers = Weights<kWeightBytes>;
 constexpr int kQuadUnits = Layers::kQuadUnits;
 constexpr int kMostRows = spec::STEP_MOST_ROWS;  // whose sums are put together at once
 static_assert(kMostRows % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
-constexpr int kGroup = 4;                     // neurons that fired, at a time
-constexpr int kGroups = spec::STEP_GROUPS;    // of those on their way, 1 or 2
-constexpr int kNeuronBytes = 2 * kWeightBytes * K;  // up and down
+// row blocks of the gate's copy that a warp has: each has its units in the ring at once
+constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
+static_assert(kUnits >= kMostRows / kScreenRows, "no warp waits for a unit after the next");
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
 constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two
@@ -78,13 +89,13 @@ struct Args {
     float* logits;
 };
 
-// So many quads of rows to each block, and one more to the first `more`.
+// So many quads of rows, or what is divided, to each block, and one more to the first `more`.
 struct Division {
     int each, more;
 };
 
 struct Share {
-    int first, num;  // quads
+    int first, num;
 
     __device__ __forceinline__ Share(const Division& of, int block)
         : first(block * of.each + min(block, of.more)), num(of.each + (block < of.more)) {}
@@ -163,28 +174,37 @@ __device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) 
 struct Block {
     // shared memory, bytes from its first one
     static constexpr int kRing = 0;
-    static constexpr int kRows = kRing + kUnits * kUnitBytes;            // of neurons that fired
-    static constexpr int kSums = kRows + kGroups * kGroup * kNeuronBytes;  // [2][row][warp]
+    static constexpr int kSums = kRing + kUnits * kUnitBytes;            // [2][row][warp]
     static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
     static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
-    static constexpr int kOwn = kNorms + 2 * kWarps * 4;                 // of x, the residual
-    static constexpr int kTurn = kOwn + 32 * 4;                          // cos, sin
+    static constexpr int kBacks = kNorms + 2 * kWarps * 4;               // of x beside e4m3, [warp]
+    static constexpr int kOwn = kBacks + kWarps * 4;                     // of x, the residual
+    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;           // cos, sin
     static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
     static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
-    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head
-    static constexpr int kScales = kDivisions + 4 * sizeof(Division);    // of the ring's rows
-    static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of quads with neurons
-    static constexpr int kBarriers = kUpScales + kGroups * kGroup * kScaleBytes;
+    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head, map
+    static constexpr int kScales = kDivisions + 6 * sizeof(Division);    // of the ring's rows
+    static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of the block's neurons
+    static constexpr int kBarriers = kUpScales + kIsE4m3 * kMostRows * 4;
     // in turns: what attention has, and what the FFN has
-    static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + kGroups) + 15) / 16 * 16;
-    static constexpr int kUps = kAttend;                                 // [2][neuron][warp]
-    static constexpr int kColumns = kUps + 2 * kGroup * kWarps * 4;      // of y, [warp][32]
-    static constexpr int kList = kColumns + kWarps * 32 * 4;
+    static constexpr int kAttend = kBarriers + 8 * 2 * kUnits;
+    static constexpr int kColumns = kAttend;                             // of y, [warp][32]
+    static constexpr int kList = kColumns + kWarps * 32 * 4;             // neurons that fired
+    static constexpr int kHidden = kList + kMostRows * 4;                // what they are worth
+    static constexpr int kCandidates = kHidden + kMostRows * 4;          // neurons that may fire
+    static constexpr int kGates = kCandidates + kMostRows * 4;
+    static constexpr int kCandidateGates = kGates + kMostRows * 4;
+    static constexpr int kMasks = kCandidateGates + kMostRows * 4;       // two of a row block
+    // see Screened::round_x
+    static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 8;
+    static constexpr int kGroupsOfX = kBytesOfX + K;
+    static constexpr int kListEnd = kGroupsOfX + K / 32 * 8;
     static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
-    static constexpr int kListEnd = kList + kMostRows * 8;
     static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
-    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0, "read by 16 bytes");
+    static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0 &&
+                      kBytesOfX % 16 == 0,
+                  "read by 16 bytes");
     static_assert(kScales % 16 == 0 && kDealt % 256 == 0, "copied; groups are exchanged there");
 
     const Args& args;
@@ -194,12 +214,11 @@ struct Block {
     int slot;         // of the ring, whose unit comes next
     unsigned parity;
     int sums_at, norms_at;
-    int row_group;
 
     __device__ __forceinline__ Block(const Args& given, void* dynamic)
         : args(given), thread_idx(threadIdx.x), block_idx(blockIdx.x),
           memory(smem_address(dynamic)), generic(static_cast<char*>(dynamic)), slot(0), parity(0),
-          sums_at(0), norms_at(0), row_group(0) {}
+          sums_at(0), norms_at(0) {}
 
     __device__ __forceinline__ int thread() const { return opaque(thread_idx); }
     __device__ __forceinline__ int block() const { return opaque(block_idx); }
@@ -211,7 +230,6 @@ struct Block {
 
     __device__ __forceinline__ unsigned full(int i) const { return memory + kBarriers + 8 * i; }
     __device__ __forceinline__ unsigned empty(int i) const { return full(kUnits + i); }
-    __device__ __forceinline__ unsigned row_full(int i) const { return full(2 * kUnits + i); }
     __device__ __forceinline__ const Division& division(int which) const {
         return at<Division>(kDivisions)[which];
     }
@@ -221,6 +239,10 @@ struct Block {
     __device__ __forceinline__ float* sums() const {
         return at<float>(kSums) + sums_at * (kMostRows * kWarps);
     }
+
+    // Behind the neurons that have gates of their own are those that share one.
+    __device__ __forceinline__ int first_shared() const { return division(5).each; }
+    __device__ __forceinline__ bool has_shared() const { return division(5).more > 0; }
 
     // ---- words: x, what heads attend to, x between; q, k and v; parts of y; parts of heads
 

@@ -5,8 +5,9 @@
 // without the columns' scales, which multiply the sum of the parts.
 #pragma once
 
-#include "decode/step_attend.cuh"
+#include "decode/step_screen.cuh"
 #include "ptx/barriers.cuh"
+#include "ptx/copies.cuh"
 #include "ptx/global.cuh"
 #include "ptx/halves.cuh"
 #include "ptx/handover.cuh"
@@ -20,106 +21,90 @@
 
 namespace {
 
-struct Neurons : Attention {
-    using Attention::Attention;
+struct Neurons : Screened {
+    using Screened::Screened;
     float column_scale;  // of e4m3: see fetch_column_scale
-    static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = 8 * kWeightBytes;
-
-    // Up and down of a group of the list's neurons, by the first warp.
-    __device__ __forceinline__ void bring_group(const Layer& layer, const float2* list, int first,
-                                                int num, int group) const {
-        const int lane = thread() % 32, here = min(kGroup, num - first), in = group % kGroups;
-        const unsigned to = memory + kRows + (in * kGroup + lane) * kNeuronBytes;
-        if (lane == 0 && here > 0)
-            barrier_expect_bytes(row_full(in), here * (kNeuronBytes + kScaleBytes));
-        __syncwarp();
-        if (lane < here) {
-            const int neuron = __float_as_int(list[first + lane].x);
-            const long long from = static_cast<long long>(neuron) * K;
-            const unsigned long long policy = passing_by();
-            copy_bulk(to, layer.up + from, kRowBytes, row_full(in), policy);
-            copy_bulk(to + kRowBytes, layer.down + from, kRowBytes, row_full(in), policy);
-            if constexpr (kIsE4m3)  // of the four neurons that it is one of
-                copy_bulk(memory + kUpScales + (in * kGroup + lane) * kScaleBytes,
-                          scales_of(layer, kUp) + neuron / 4 * 4, kScaleBytes, row_full(in), policy);
-        }
+    // Asks for the scale of the thread's column of y, long before it is wanted.
+    __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
+        unsigned bits = 0;
+        load_streamed_word_if(thread() < kQuad * own.num,
+                              scales_of(layer, kDown) + kQuad * own.first + thread(), bits);
+        column_scale = __uint_as_float(bits);
     }
 
-    // Those of the block's neurons that fired, {neuron, gate}; how many. Each warp makes the list
-    // for itself, and all make the same one.
-    __device__ __forceinline__ int make_list(const Layer& layer, const Share& share,
-                                             float2* list) const {
+    // The scales of up of the block's own neurons, to shared memory; wait_for_copies waits.
+    __device__ __forceinline__ void fetch_up_scales(const Layer& layer, const Share& share) const {
+        copy_async_if(thread() < share.num, memory + kUpScales + 16 * thread(),
+                      scales_of(layer, kUp) + kQuad * (share.first + thread()));
+        commit_copies();
+    }
+
+    // Those of the block's neurons that fired, and their gates; how many. Behind them, if their gate
+    // fires, `shared` of the neurons that share one. Each warp makes the lists for itself, and all
+    // make the same ones.
+    __device__ __forceinline__ int list_fired(const Layer& layer, const Share& share,
+                                              const Share& shared, int* list, float* gates) const {
         const int lane = thread() % 32;
+        const auto gate_of = [&](int row, int neuron) {
+            float sum = sum_of_warps(sums() + row * kWarps);
+            if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
+            return rounded(sum);
+        };
         int num = 0;
 #pragma unroll 1
         for (int first = 0; first < kQuad * share.num; first += 32) {
             const int row = first + lane, neuron = kQuad * share.first + row;
             float gate = 0.f;
             bool fired = false;
-            if (row < kQuad * share.num) {
-                float sum = sum_of_warps(sums() + row * kWarps);
-                if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
-                gate = rounded(sum);
-                fired = fires(gate);
-            }
+            if (row < kQuad * share.num) fired = fires(gate = gate_of(row, neuron));
             const unsigned all = __ballot_sync(~0u, fired);
-            if (fired)
-                list[num + num_set_below(all, lane)] =
-                    make_float2(__int_as_float(neuron), gate);
+            const int place = num + num_set_below(all, lane);
+            if (fired) list[place] = neuron, gates[place] = gate;
             num += __popc(all);
+        }
+        if (has_shared()) {
+            const float gate = gate_of(kQuad * share.num, first_shared());
+            num = list_shared(shared, gate, list, gates, num);
         }
         __syncwarp();
         return num;
     }
 
-    // Up's scale of neuron `j` of a group.
-    __device__ __forceinline__ float up_scale(int in, int j, int neuron) const {
-        return at<float>(kUpScales)[(in * kGroup + j) * 4 + neuron % 4];
+    // What those of the list are worth: their gates and ups.
+    __device__ __forceinline__ void make_hidden(const Layer& layer, const Share& share, int num,
+                                                const int* list, const float* gates,
+                                                float* hidden) const {
+        sum_rows(
+            num, [&](int i) { return row_of(layer.up, list[i]); },
+            [&](int i, float up) {
+                const int neuron = list[i];
+                if constexpr (kIsE4m3) {
+                    const unsigned row = neuron - kQuad * share.first;
+                    const bool is_own = row < static_cast<unsigned>(kQuad * share.num);
+                    up *= is_own ? at<float>(kUpScales)[row] : __ldg(scales_of(layer, kUp) + neuron);
+                }
+                if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
+                hidden[i] = rounded(gates[i] * rounded(up));
+            });
     }
 
-    __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, const X& x,
-                                        unsigned tag, int* count) {
-        float2* list = at<float2>(kList);
-        const int num = make_list(layer, share, list);
+    // `share` goes by quads of neurons, or by row blocks where gates are screened.
+    template <int FORM>
+    __device__ __forceinline__ void ffn(const Layer& layer, const Share& share, unsigned tag,
+                                        int* count) {
+        int* list = at<int>(kList);
+        float *gates = at<float>(kGates), *hidden = at<float>(kHidden);
+        const Share shared(division(4), block());
+        int num;
+        if constexpr (FORM == kScreenedForm)
+            num = list_screened(layer, share.first, share.num, shared, list, gates);
+        else
+            num = list_fired(layer, share, shared, list, gates);
         sums_at ^= 1;
-        if (thread() < 32) {
-            bring_group(layer, list, 0, num, row_group);
-            if (kGroups > 1 && num > kGroup) bring_group(layer, list, kGroup, num, row_group + 1);
-        }
+        make_hidden(layer, share, num, list, gates, hidden);
         if (thread() == 32 && num) atomicAdd(count, num);
         float y[kEights][8] = {};
-#pragma unroll 1
-        for (int first = 0; first < num; first += kGroup, ++row_group) {
-            const int in = row_group % kGroups;
-            const int rows = kRows + in * kGroup * kNeuronBytes;
-            barrier_wait(row_full(in), row_group / kGroups & 1);
-            float parts[kQuadUnits];
-#pragma unroll
-            for (int j = 0; j < kQuadUnits; ++j) {
-                Unit<kWeightBytes> unit;
-                load_unit<kWeightBytes>(unit, memory + rows + j * kUnitRows * kNeuronBytes +
-                                                  place_in_unit<kWeightBytes>(kNeuronBytes));
-                parts[j] = part_of_sum<kWeightBytes>(unit, x);
-            }
-            float* ups = at<float>(kUps) + (row_group & 1) * (kGroup * kWarps);
-            store_sums<kWeightBytes>(parts, kQuadUnits, ups);
-            sync_consumers();
-            const unsigned downs = memory + rows + kRowBytes + kEightBytes * eight_of(0);
-#pragma unroll
-            for (int j = 0; j < kGroup; ++j) {
-                if (first + j >= num) break;
-                const float2 neuron = list[first + j];
-                float up = sum_of_warps(ups + j * kWarps);
-                if constexpr (kIsE4m3) up *= up_scale(in, j, __float_as_int(neuron.x));
-                if (layer.up_bias) up += bf16_value(layer.up_bias[__float_as_int(neuron.x)]);
-                add_row(y, downs + j * kNeuronBytes, rounded(neuron.y * rounded(up)));
-            }
-            if (first + kGroups * kGroup < num) {
-                sync_consumers();  // all have read what lay there
-                if (thread() < 32)
-                    bring_group(layer, list, first + kGroups * kGroup, num, row_group + kGroups);
-            }
-        }
+        add_rows(y, layer, list, hidden, num);
         give_part(y, tag);
     }
 
@@ -139,7 +124,7 @@ struct Neurons : Attention {
             store_sums<kWeightBytes>(parts, num, sums() + i * kUnitRows * kWarps);
         }
         sync_consumers();
-        float* hidden = at<float>(kList);
+        float* hidden = at<float>(kHidden);
         const int row = thread(), neuron = kQuad * share.first + row;
         if (row < kQuad * share.num) {
             float up = sum_of_warps(sums() + row * kWarps);
@@ -174,15 +159,11 @@ struct Neurons : Attention {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
             if (!has_eight(i)) continue;
-            float w[8];
-            if constexpr (kIsE4m3) {
-                const uint2 eight = read_shared_pair(from + 32 * kEightBytes * i);
-                unpack_f16(e4m3_as_f16(eight.x, eight.y), w);
-            } else {
-                unpack(load_shared(from + 32 * kEightBytes * i), w);
-            }
-#pragma unroll
-            for (int c = 0; c < 8; ++c) y[i][c] += h * w[c];
+            const unsigned eight = from + 32 * kEightBytes * i;
+            if constexpr (kIsE4m3)
+                add_eight(y[i], read_shared_pair(eight), h);
+            else
+                add_eight(y[i], load_shared(eight), h);
         }
     }
 
@@ -201,14 +182,6 @@ struct Neurons : Attention {
                             make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
                                        word(y[i][c + 3])));
         }
-    }
-
-    // Asks for the scale of the thread's column of y, long before it is wanted.
-    __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
-        unsigned bits = 0;
-        load_streamed_word_if(thread() < kQuad * own.num,
-                              scales_of(layer, kDown) + kQuad * own.first + thread(), bits);
-        column_scale = __uint_as_float(bits);
     }
 
     // All blocks' parts of this block's columns of y, in the order of blocks: onto x, to all.

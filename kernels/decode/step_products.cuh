@@ -32,17 +32,18 @@ struct Products : Block {
     // ---- the warp that asks for weights
 
     // Of all layers, one matrix after the other; one thread.
-    template <bool SPARSE>
+    template <int FORM>
     __device__ __forceinline__ void produce() const {
-        constexpr int kKinds = SPARSE ? kUp : kDown + 1;
+        constexpr int kKinds = FORM == kDenseForm ? kDown + 1 : kUp;
         const unsigned long long policy = passing_by();
-        int num = 0, to = 0, watched = 0, turned = block();
+        int num = 0, to = 0, watched = 0, turned = block();  // num: screened, of those on their way
         unsigned refill = 1, landed = 0;  // parities
         int l = 0, kind = 0;
 #pragma unroll 1
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
             const Layer* layer = args.layers + (is_head ? 0 : l);
+            const bool screens = FORM == kScreenedForm && kind == kGate && !is_head;
             const void* weight = is_head         ? static_cast<const void*>(args.head)
                                  : kind == kQkv  ? layer->qkv
                                  : kind == kOut  ? layer->out
@@ -51,22 +52,47 @@ struct Products : Block {
                                                  : layer->down;
             const Share share(division(is_head ? 3 : min(kind, kGate)),
                               is_head || kind == kOut ? block() : turned);
-            const int quad_units = is_head ? Weights<2>::kQuadUnits : kQuadUnits;
-            const char* from = static_cast<const char*>(weight) +
-                               static_cast<long long>(share.first) * (quad_units * kUnitBytes);
+            const int quad_units = screens    ? kScreenParts
+                                   : is_head ? Weights<2>::kQuadUnits
+                                             : kQuadUnits;
+            const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
+            if constexpr (FORM == kScreenedForm)
+                if (screens) weight = layer->copy;
+            const auto unit = [&](int quad) {
+                return static_cast<const char*>(weight) +
+                       static_cast<long long>(quad) * (quad_units * unit_bytes);
+            };
+            const char* from = unit(share.first);
             const float* scales = nullptr;  // of the next unit's rows
             if constexpr (kIsE4m3)
                 if (!is_head && kind < kDown)
                     scales = scales_of(*layer, kind) + kQuad * share.first;
+            int num_units = share.num * quad_units;
+            const int shared = num_units;  // the first unit of the gate that neurons share
+            if (FORM == kSparseForm && kind == kGate && !is_head && has_shared())
+                num_units += quad_units;
 #pragma unroll 1
-            for (int i = 0; i < share.num * quad_units; ++i, ++num, from += kUnitBytes) {
+            for (int i = 0; i < num_units; ++i, ++num, from += unit_bytes) {
+                if (FORM == kSparseForm && i == shared) {
+                    from = unit(first_shared() / kQuad);
+                    if constexpr (kIsE4m3) scales = scales_of(*layer, kGate) + first_shared();
+                }
+                // all row blocks' first parts, then the next ones
+                if (FORM == kScreenedForm && screens && i)
+                    from += i % share.num ? (kScreenParts - 1) * kScreenBytes
+                                          : -(share.num - 1) * kScreenParts * kScreenBytes;
                 barrier_wait(empty(to), refill);
-                if (num >= kAhead) {
+                if constexpr (FORM == kScreenedForm) {
+                    for (const int most = screens ? kScreenAhead : kAhead; num >= most; --num) {
+                        barrier_wait(full(watched), landed);
+                        if (++watched == kUnits) watched = 0, landed ^= 1;
+                    }
+                } else if (num >= kAhead) {
                     barrier_wait(full(watched), landed);
                     if (++watched == kUnits) watched = 0, landed ^= 1;
                 }
-                barrier_expect_bytes(full(to), kUnitBytes + (scales ? kScaleBytes : 0));
-                copy_bulk(memory + kRing + to * kUnitBytes, from, kUnitBytes, full(to), policy);
+                barrier_expect_bytes(full(to), unit_bytes + (scales ? kScaleBytes : 0));
+                copy_bulk(memory + kRing + to * kUnitBytes, from, unit_bytes, full(to), policy);
                 if constexpr (kIsE4m3)
                     if (scales) {
                         copy_bulk(scales_at(to), scales, kScaleBytes, full(to), policy);
@@ -172,6 +198,7 @@ struct Products : Block {
             const unsigned power = power_of(eights);
             powers = power << 7 | power << 23;
             x.back = power_back(power);
+            if (lane == 0) at<float>(kBacks)[thread() / 32] = x.back;
         }
 #pragma unroll
         for (int i = 0; i < kEights; ++i)

@@ -27,7 +27,11 @@ struct LayerOf {
     const unsigned short *gate_bias, *up_bias, *down_bias;
     unsigned short *keys, *values;
     const unsigned short *q_norm, *k_norm;
-    int window;  // in a word of its own
+    // of the screened form: a copy of the gate, and limits (step_screen.cuh)
+    const unsigned char* copy;
+    const float* limits;
+    // how many neurons have gates of their own: all behind these share one. Ignored when dense
+    int window, num_own;
 };
 // In which order weights are read; up and down as a whole in the dense form.
 constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
@@ -35,6 +39,8 @@ constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
 struct ScaledLayer : LayerOf<unsigned char> {
     const float* scales[5];
 };
+// How the FFN goes: over all neurons, over what fires, the same by screened gates.
+constexpr int kDenseForm = 0, kSparseForm = 1, kScreenedForm = 2;
 // The next one's comes where nobody can be reading any more, without a barrier.
 constexpr unsigned kLayersKept = 4;
 

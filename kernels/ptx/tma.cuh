@@ -46,3 +46,30 @@ __device__ __forceinline__ void copy_bulk(unsigned smem_to, const void* from, un
         "l"(from), "r"(num_bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+
+// Into L2, where the same policy keeps it.
+__device__ __forceinline__ void prefetch_bulk(const void* from, unsigned num_bytes,
+                                              unsigned long long policy) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
+                 "r"(num_bytes), "l"(policy)
+                 : "memory");
+}
+
+// Into registers, past L1: 16 bytes, or 8, or what was there.
+__device__ __forceinline__ void load_passing_if(bool wanted, const void* from, uint4& v,
+                                                unsigned long long policy) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %5, 0;"
+        " @p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)), "l"(policy));
+}
+
+__device__ __forceinline__ void load_passing_if(bool wanted, const void* from, uint2& v,
+                                                unsigned long long policy) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %3, 0;"
+        " @p ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4;}"
+        : "+r"(v.x), "+r"(v.y)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)), "l"(policy));
+}

@@ -261,11 +261,11 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     takes = tiny("llama", **wide)
     assert module.why_not_one_kernel(takes) is None
     assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))
-    assert module.step_sizes(takes).entry(True) == "step_2048_64"
+    assert module.step_sizes(takes).entry("sparse") == "step_2048_64"
     rounded = tiny("llama", **wide)
     round_model(rounded)
     assert module.why_not_one_kernel(rounded) is None
-    assert module.step_sizes(rounded).entry(True) == "step_2048_64_e4m3"
+    assert module.step_sizes(rounded).entry("sparse") == "step_2048_64_e4m3"
     mixed = tiny("llama", **wide)
     monkeypatch.setattr(module, "window_of", lambda model, i: 40 if model is mixed and i else None)
     assert "the same window" in module.why_not_one_kernel(mixed)

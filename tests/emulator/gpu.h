@@ -141,6 +141,7 @@ inline unsigned __float_as_uint(float value) { return emulator::bits<unsigned>(v
 inline int __float_as_int(float value) { return emulator::bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return emulator::bits<float>(value); }
 inline float __int_as_float(int value) { return emulator::bits<float>(value); }
+inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
 template <class T>
 inline T __ldg(const T* from) {
     return emulator::load<T>(from, emulator::kConstant);

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.bench.decode_floors import copy_bandwidth, step_bytes
+from twellctl.bench.decode_floors import copy_bandwidth, screened_gate, step_bytes
 from twellctl.bench.decode_judge import Judged, judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
@@ -26,6 +26,7 @@ from twellctl.bench.results import TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.engine import SCREENED
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.firing.synthetic import check_union
@@ -114,6 +115,7 @@ def _measured(
         max(batches),
         generate=settings.generate,
         dense_fp8=settings.dense_fp8,
+        gates=settings.gates,
     )
     taken: list[_Taken] = []
     skipped: dict[int, dict[str, str]] = {batch: {} for batch in batches}
@@ -165,6 +167,8 @@ def _run(
     try:
         note(f"{form.name}: preparing")
         with form.open() as opened:
+            if opened.screens:
+                note(f"{form.name}: gates are {opened.screens}")
             while left:
                 note(f"{form.name}: batch {left[0]}")
                 taken.append(_run_batch(form, opened, left[0], settings, subject))
@@ -206,9 +210,12 @@ def _run_batch(
             f"where independent ones fire {alike.expected:.1%}: so little is not measured; take "
             "another --seed or a larger --vocabulary, or a real model"
         )
-    weight_bytes = step_bytes(opened.model, judged.unions if form.kind == TWELL else None, batch)
-    in_fp8 = is_in_fp8(opened.model)
-    return _Taken(form, batch, weight_bytes, in_fp8, steps, judged, opened.chosen(batch))
+    chosen, gate = opened.chosen(batch), 1.0
+    if opened.screens and chosen and SCREENED in chosen:
+        gate = screened_gate(opened.screens.candidates, judged.density, judged.union)
+    unions = judged.unions if form.kind == TWELL else None
+    weight_bytes = step_bytes(opened.model, unions, batch, gate)
+    return _Taken(form, batch, weight_bytes, is_in_fp8(opened.model), steps, judged, chosen)
 
 
 def _make_model(

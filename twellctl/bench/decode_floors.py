@@ -1,30 +1,51 @@
 """What a step of decoding must read at least, and how fast this device reads."""
 
+import math
+
 import torch
 from torch import nn
 
 from twellctl.bench.timing import Timer
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.screened import COPY_BITS
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 BANDWIDTH_SAMPLES = 5
 
 
-def ffn_bytes(K: int, N: int, itemsize: int, union: float = 1.0) -> int:
-    """Bytes of weights that must be read: the gate, and `union` of the rows of up and down.
+def ffn_bytes(K: int, N: int, itemsize: int, union: float = 1.0, gate: float = 1.0) -> int:
+    """Bytes of weights that must be read: of the gate, and `union` of the rows of up and down.
 
     `union` is the share of the neurons that fire for some token of the call; dense forms read all.
+    `gate` is what is read of W_gate, and of a copy of it, as a share of its bytes.
     """
-    return round(K * N * itemsize * (1 + 2 * union))
+    return round(K * N * itemsize * (gate + 2 * union))
 
 
-def step_bytes(model: nn.Module, unions: tuple[float, ...] | None, rows: int) -> int:
+def screened_gate(candidates: float, density: float, union: float) -> float:
+    """What screened gates read, as a share of W_gate's bytes in bf16: the copy, and candidates.
+
+    `candidates` of a token, of whose neurons `density` fires; of several tokens, for which `union`
+    does, candidates overlap as what fires.
+    """
+    if 0 < density < union < 1:  # as so many independent tokens
+        candidates = 1 - (1 - candidates) ** (math.log1p(-union) / math.log1p(-density))
+    return COPY_BITS / 16 + candidates
+
+
+def step_bytes(
+    model: nn.Module, unions: tuple[float, ...] | None, rows: int, gate: float = 1.0
+) -> int:
     """Bytes of weights that a step of `rows` rows must read.
 
     All weights but the embeddings, of which there is a line a row, unless they are the LM head too;
-    of up and down those of the neurons that fire (`unions` by layer; None: all). The cache comes on
-    top. What a step writes or keeps between kernels is next to nothing.
+    of up and down those of the neurons that fire (`unions` by layer; None: all), `gate` as in
+    `ffn_bytes`. Those of a map (twell_config.py), which `unions` do not count, fire always, and
+    have one gate where gates are screened. The cache comes on top. What a step writes or keeps
+    between kernels is next to nothing.
     """
+    mapped = mapped_neurons(model.config)
     total = sum(parameter.nbytes for parameter in model.parameters())
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embeddings is not head:
@@ -33,7 +54,8 @@ def step_bytes(model: nn.Module, unions: tuple[float, ...] | None, rows: int) ->
     for ffn, union in zip(ffns, unions or (1.0,) * len(ffns), strict=True):
         down = ffn.down_proj.weight
         K, N = down.shape
-        total -= 2 * down.nbytes - (ffn_bytes(K, N, down.itemsize, union) - down.nbytes)
+        total += ffn_bytes(K, N - mapped, down.itemsize, union, gate) - 3 * down.nbytes
+        total += ffn_bytes(K, mapped, down.itemsize, gate=float(gate == 1.0))
     return total
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing.counts import FiredMeter, Union
@@ -48,13 +49,17 @@ class Judged:
 
 @torch.no_grad()
 def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], last: int) -> Judged:
-    """`tokens` after `prompts`, as many for each; of what fired, the `last` steps count."""
+    """`tokens` after `prompts`, as many for each; of what fired, the `last` steps count.
+
+    Neurons of a map are not counted.
+    """
     ffns = gated_ffns(model)
+    mapped = mapped_neurons(model.config)
     shares = torch.zeros(len(ffns), dtype=torch.float64, device=model.device)
     fired_for_some: list[Tensor | None] = [None] * len(ffns)
 
     def count(layer: int, gate: Tensor, active: Tensor) -> None:
-        fired = active[-last:] != 0
+        fired = active[-last:, : active.shape[-1] - mapped] != 0
         shares[layer] += fired.double().mean()
         before = fired_for_some[layer]
         fired_for_some[layer] = fired if before is None else before | fired

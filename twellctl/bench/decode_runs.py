@@ -1,7 +1,8 @@
 """The forms of a model that bench decode runs, one after the other.
 
-All bf16 forms run over the same weights. The dense form in FP8 has a copy of its own, which is gone
-when its turn is over, unless FP8 is what is benched.
+All bf16 forms run over the same weights; of a fitted model the dense ones leave out the map, whose
+neurons the model that it was fitted to has not. The dense form in FP8 has a copy of its own, which
+is gone when its turn is over, unless FP8 is what is benched.
 
 Steps of our engine are timed from token to token on the host, those of transformers' generate from
 choice to choice on the device: nothing waits there that would not wait without the clock.
@@ -12,21 +13,25 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
 from twellctl.bench.precisions import DTYPE, Precisions
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.twell_side import shared_copy
+from twellctl.bundle.twell_config import mapped_neurons
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
+from twellctl.decoding.screening import Screens
 from twellctl.decoding.timed import timed_run
 from twellctl.models.loading import quiet_transformers
 from twellctl.models.quantised import round_model
@@ -59,6 +64,7 @@ class OpenForm:
     warm_up_tokens: int | None  # None: as many as are timed
     cache_bytes: int  # of one token, in all layers; 0: not known
     chosen: Callable[[int], str | None] = lambda rows: None  # the form of a step, if there are many
+    screens: Screens | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ModelForm:
 
 
 def forms_of(
-    models: Precisions, rows: int, *, generate: bool, dense_fp8: bool
+    models: Precisions, rows: int, *, generate: bool, dense_fp8: bool, gates: str
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows.
 
@@ -98,19 +104,49 @@ def forms_of(
         forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model)))
     if (said := KernelDecoder.why_not(benched)) is not None:
         return [*forms, engine(ENGINE_DENSE, DENSE, lambda: model, open_decoder)], said
-    forms.append(engine(ENGINE_DENSE, DENSE, lambda: model, dense))
+    forms.append(engine(ENGINE_DENSE, DENSE, lambda: without_map(model), dense))
     if dense_fp8:
         forms.append(engine(ENGINE_DENSE_FP8, DENSE_FP8, lambda: _in_fp8(models), dense))
     name = ENGINE_TWELL if models.fp8 is None else ENGINE_TWELL_FP8
-    forms.append(engine(name, TWELL, lambda: benched, KernelDecoder))
+    forms.append(engine(name, TWELL, lambda: benched, partial(KernelDecoder, gates=gates)))
     return forms, None
+
+
+def without_map(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy without a map's neurons, which shares its other weights; the model if there is none.
+
+    It reads the bytes of the model that this one was fitted to, and says nothing like it.
+    """
+    if not (mapped := mapped_neurons(model.config)):
+        return model
+    cut = shared_copy(model)
+    for ffn in gated_ffns(cut):
+        projections = gate_and_up(ffn)
+        for linear in projections:
+            packed = len(projections) == 1
+            linear.weight = _without_last(linear.weight, mapped, packed)
+            if linear.bias is not None:
+                linear.bias = _without_last(linear.bias, mapped, packed)
+            linear.out_features = len(linear.weight)
+        down = ffn.down_proj
+        down.weight = nn.Parameter(down.weight.data[:, :-mapped].contiguous(), requires_grad=False)
+        down.in_features -= mapped
+    cut.config.intermediate_size -= mapped
+    del cut.config.twell["map_neurons"]
+    return cut
+
+
+def _without_last(parameter: Tensor, num: int, packed: bool) -> nn.Parameter:
+    """Without the last `num` rows, or those of each half where it is `packed`."""
+    parts = [part[:-num] for part in parameter.data.chunk(2 if packed else 1)]
+    return nn.Parameter(torch.cat(parts) if packed else parts[0], requires_grad=False)
 
 
 def _in_fp8(models: Precisions) -> PreTrainedModel:
     """The model in FP8, rounded now unless there is one; `ValueError` where it cannot run."""
     if models.fp8 is not None:
         return models.fp8
-    model = models.bf16
+    model = without_map(models.bf16)
     if said := why_no_dense_fp8(model.device, DTYPE, linear_sizes(model.base_model)):
         raise ValueError(said)
     rounded = shared_copy(model)
@@ -139,7 +175,8 @@ def _engine(
     warm_up = None if on_gpu else SHORT_RUN
     # a decoder with one form of its steps has nothing to choose
     chosen = getattr(scheduler.decoder, "chosen", lambda rows: None)
-    yield OpenForm(model, run, scheduler.max_running, warm_up, per_token, chosen)
+    screens = getattr(scheduler.decoder, "screens", None)
+    yield OpenForm(model, run, scheduler.max_running, warm_up, per_token, chosen, screens)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Whole models of random weights whose density is known beforehand, in the shape of a config.json.
 
-Channel 0 of every embedding is 1 and nothing writes to it. Column 0 of each gate is set, layer by
-layer, to where the neuron fires for the density asked of some random tokens. So every neuron of
-every layer fires equally often, for each token anew.
+The first channels of every embedding, one in 64, are 1 and nothing writes to them. Their columns of
+each gate are set, layer by layer, to where the neuron fires for the density asked of some random
+tokens. So every neuron of every layer fires equally often, for each token anew; and no column of a
+gate stands out, which a copy in few bits would pay for.
 
 What would make tokens alike is kept small at any width and depth: attention adds a fixed share to
 the variance of a token, over all layers together, and it is sharp, so that tokens take from
@@ -161,7 +162,7 @@ def make_model(
             parameter.normal_(0, std, generator=generator)
         elif layer == "q_norm":
             parameter.fill_(SHARPNESS)
-    _keep_channel_0(model)
+    _keep_channels(model)
     length = min(SET_LENGTH, shape.context)
     ids = torch.randint(
         shape.vocabulary,
@@ -197,15 +198,21 @@ def _relu_squared(density: float) -> float:
     return (shift**2 + 1) * density + shift * normal.pdf(shift)
 
 
-def _keep_channel_0(model: PreTrainedModel) -> None:
-    """It is 1 for every token and stays so; the LM head does not hear of it."""
-    model.model.embed_tokens.weight[:, 0] = 1
-    model.lm_head.weight[:, 0] = 0
+def _num_kept(hidden_size: int) -> int:
+    """Channels that are 1."""
+    return max(1, hidden_size // 64)
+
+
+def _keep_channels(model: PreTrainedModel) -> None:
+    """They are 1 for every token and stay so; the LM head does not hear of them."""
+    num = _num_kept(model.config.hidden_size)
+    model.model.embed_tokens.weight[:, :num] = 1
+    model.lm_head.weight[:, :num] = 0
     for layer, ffn in zip(model.model.layers, gated_ffns(model), strict=True):
         for linear in (layer.self_attn.o_proj, ffn.down_proj):
-            linear.weight[0] = 0
+            linear.weight[:num] = 0
             if linear.bias is not None:
-                linear.bias[0] = 0
+                linear.bias[:num] = 0
 
 
 def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
@@ -213,16 +220,17 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
 
     def set_gate(ffn: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x, (weight, bias) = inputs[0].flatten(0, -2), _gate(ffn)
+        columns = weight[:, : _num_kept(x.shape[1])]
         if density >= 1:
-            weight[:, 0] = FULL
+            columns.fill_(FULL / columns.shape[1])
             return
-        weight[:, 0] = 0
+        columns.zero_()
         gate = F.linear(weight, x).float()  # [N, M]
         if bias is not None:
             gate += bias[:, None]
-        # what column 0 must be for a gate to be 0
-        needed = -gate / x[:, 0].float()
-        weight[:, 0] = needed.kthvalue(max(1, round(density * len(x)))).values
+        # what they must be for a gate to be 0
+        needed = -gate / x[:, : columns.shape[1]].float().sum(1)
+        columns.copy_(needed.kthvalue(max(1, round(density * len(x)))).values[:, None])
 
     hooks = [ffn.register_forward_pre_hook(set_gate) for ffn in gated_ffns(model)]
     try:

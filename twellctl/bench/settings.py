@@ -5,6 +5,7 @@ from typing import Any
 
 from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_fp8_config import QUANTIZE
+from twellctl.decoding.engine import GATES, WHOLE
 from twellctl.errors import UsageError
 from twellctl.settings import refuse_wrong, setting
 
@@ -148,7 +149,13 @@ class DecodeSettings(AnyModel):
         160, "Tokens after it; the last four fifths of the steps count.", at_least=10
     )
     generate: bool = setting(True, "transformers' generate, too; it is slow.")
-    densities: tuple[float, ...] = _densities((0.02,))
+    gates: str = setting(
+        WHOLE,
+        "screened: steps of one row in bf16, in one kernel, read of W_gate a copy in 4 bits and "
+        "the rows that it tells them to.",
+        choices=GATES,
+    )
+    densities: tuple[float, ...] = _densities((0.02, 0.05, 0.1, 0.2))
 
     @property
     def timed_steps(self) -> int:

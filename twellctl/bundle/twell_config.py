@@ -43,6 +43,11 @@ def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:
     return twell if source is None else twell | {"source": source}
 
 
+def mapped_neurons(config: object) -> int:
+    """How many of the last neurons of each FFN are a map, by a model's config."""
+    return (getattr(config, "twell", None) or {}).get("map_neurons", 0)
+
+
 def check_twell(twell: object, num_layers: int) -> dict:
     """The block itself if it is sound; `ValueError` says what is wrong with it."""
     if not isinstance(twell, dict):

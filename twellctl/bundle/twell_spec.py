@@ -188,19 +188,10 @@ STEP_QUAD = 4  # rows, the least that a block has
 STEP_HEAD_DIMS = (64, 128)
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
-# by hidden size and bytes of a weight: kilobytes of weights that a block has on their way, and in
-# its ring; groups of four neurons that fired whose rows it has on their way, 1 or 2
-STEP_FLOW = {
-    (1536, 2): (32, 144, 2),
-    (2048, 2): (32, 144, 2),
-    (3072, 2): (32, 144, 1),
-    (3584, 2): (32, 144, 1),
-    (4096, 2): (32, 128, 1),
-    (1536, 1): (64, 168, 2),
-    (2048, 1): (32, 168, 2),
-    (3072, 1): (32, 144, 2),
-    (3584, 1): (32, 144, 2),
-    (4096, 1): (32, 128, 2),
+STEP_RING = 192  # kilobytes of weights that a block holds, at most
+# by hidden size and bytes of a weight: kilobytes of them that are on their way
+STEP_AHEAD = {(K, weight_bytes): 32 for K in MOST_OF_BLOCK for weight_bytes in (1, 2)} | {
+    (1536, 1): 64
 }
 
 
@@ -210,21 +201,25 @@ def _step_numbers(source: str) -> dict[str, int]:
         if source == name:
             weight_bytes = 1 if end else 2
             quads, rows = MOST_OF_BLOCK[K]
-            ahead, ring, groups = STEP_FLOW[K, weight_bytes]
-            flow = {"STEP_AHEAD_KB": ahead, "STEP_RING_KB": ring, "STEP_GROUPS": groups}
+            flow = {"STEP_AHEAD_KB": STEP_AHEAD[K, weight_bytes], "STEP_RING_KB": STEP_RING}
             most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
             return {"STEP_K": K, "STEP_WEIGHT_BYTES": weight_bytes} | flow | most
     return {}
 
 
-def step_entry(K: int, D: int, *, sparse: bool, end: str = "") -> str:
-    """The entry for a hidden size and heads of D, for e4m3 weights with `end` E4M3_END."""
-    return f"step_{K}_{D}{'' if sparse else '_dense'}{end}"
+# as step_shared.cuh numbers them
+STEP_FORMS = {"dense": 0, "sparse": 1, "screened": 2}
+
+
+def step_entry(K: int, D: int, form: str, end: str = "") -> str:
+    """The entry for a hidden size, heads of D and a form, for e4m3 weights with `end` E4M3_END."""
+    return f"step_{K}_{D}{'' if form == 'sparse' else f'_{form}'}{end}"
 
 
 def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
-    forms = ((D, sparse) for D in STEP_HEAD_DIMS for sparse in (True, False))
-    entries = {step_entry(K, D, sparse=sparse, end=end): (D, sparse) for D, sparse in forms}
+    taken = [form for form in STEP_FORMS if form != "screened" or not end]
+    forms = ((D, form) for D in STEP_HEAD_DIMS for form in taken)
+    entries = {step_entry(K, D, form, end): (D, STEP_FORMS[form]) for D, form in forms}
     return f"decode/step_{K}{end}.cu", entries
 
 

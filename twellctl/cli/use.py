@@ -38,6 +38,17 @@ TopK = Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: 
 Seed = Annotated[int | None, typer.Option(help="Seed of the draw. [default: another each time]")]
 
 
+Gates = Annotated[
+    str,
+    typer.Option(
+        metavar="whole|screened",
+        help="screened: steps of one row of a ReLU model in bf16 read of W_gate a copy in 4 bits, "
+        "made at the start in some seconds, and the rows that it tells them to, where that takes "
+        "one kernel and is faster.",
+    ),
+]
+
+
 def template_arguments(given: str | None) -> dict[str, Any]:
     """The object in --chat-template-kwargs; `UsageError` for what is none."""
     try:
@@ -69,6 +80,7 @@ def generate(
     ] = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
+    gates: Gates = "whole",
 ) -> None:
     """Continue or answer a prompt.
 
@@ -90,6 +102,7 @@ def generate(
         chat=chat,
         chat_template=chat_template,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
+        gates=gates,
         note=ui.note,
     )
     try:
@@ -108,6 +121,7 @@ def chat(
     seed: Seed = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
+    gates: Gates = "whole",
 ) -> None:
     """Talk with a model.
 
@@ -120,7 +134,7 @@ def chat(
     from twellctl.cli.conversation import converse
     from twellctl.generate import load
 
-    loaded = load(model, chat_template=chat_template, note=ui.note)
+    loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note)
     how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     converse(Chat(loaded, system, **how, seed=seed, chat_template_kwargs=arguments))
 
@@ -173,6 +187,7 @@ def serve_local(
             "take those of generation_config.json, else 1, 1, all, 0 and 1."
         ),
     ] = True,
+    gates: Gates = "whole",
     access_log: Annotated[
         bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
     ] = True,
@@ -200,6 +215,7 @@ def serve_local(
         chat_template=chat_template,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         own_sampling=own_sampling,
+        gates=gates,
         on_ready=serving.serving,
         log=serving.log if access_log else None,
         note=ui.note,

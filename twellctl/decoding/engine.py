@@ -4,7 +4,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from twellctl.errors import UsageError
+
 MAX_TOP_LOGPROBS = 20
+SCREENED, WHOLE = GATES = ("screened", "whole")  # how the gates of a step are read
 
 
 class Guide(Protocol):
@@ -104,3 +107,9 @@ class Engine(Protocol):
     def close(self) -> None:
         """Take nothing new, end what runs, and stop; returns when it has."""
         ...
+
+
+def check_gates(gates: str) -> None:
+    """`UsageError` for what is none of `GATES`."""
+    if gates not in GATES:
+        raise UsageError(f"gates must be {' or '.join(GATES)}, got {gates!r}")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 
@@ -26,7 +27,7 @@ class FiredCounts:
         is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
         self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)
-        self.mapped = (getattr(model.config, "twell", None) or {}).get("map_neurons", 0)
+        self.mapped = mapped_neurons(model.config)
         self._counts: list[Tensor | None] = [None] * len(self._ffns)
 
     @contextlib.contextmanager

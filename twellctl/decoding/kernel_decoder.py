@@ -42,7 +42,7 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_spec import PAGE
+from twellctl.bundle.twell_spec import FEW_ROWS, PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding.attention import (
@@ -56,6 +56,7 @@ from twellctl.decoding.attention import (
     rotary_tables,
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
+from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
@@ -67,14 +68,17 @@ from twellctl.decoding.kernel_fit import (
     step_sizes,
     why_not,
     why_not_one_kernel,
+    why_not_screened,
     window_of,
 )
 from twellctl.decoding.pages import pages_for
+from twellctl.decoding.screening import open_screens, own_neurons
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
     WholeStep,
+    takes_shared,
 )
 from twellctl.here.own_kernels import own_kernels
 
@@ -95,7 +99,7 @@ class KernelDecoder:
         """None if `model` can be driven so, else what stands against it."""
         return why_not(model)
 
-    def __init__(self, model: PreTrainedModel, sparse: bool = True):
+    def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
         # of another activation than ReLU, which leaves nothing out
         self._ways = None if is_relu(model) else [_way(ffn) for ffn in gated_ffns(model)]
         sparse = sparse and self._ways is None
@@ -113,6 +117,8 @@ class KernelDecoder:
                         down.turn()
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
+        screens = sparse and gates == SCREENED and why_not_screened(model) is None
+        self.screens = open_screens(model) if screens else None
         self._plain = HFDecoder(model)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
@@ -241,11 +247,12 @@ class KernelDecoder:
         layers, body = self._layers, self._model.model
         if not self._sparse:  # larger batches read W_down by rows of K
             layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
+        sizes = step_sizes(self._model)
         make = partial(
             WholeStep,
             self.kernels,
             self._limits,
-            step_sizes(self._model),
+            sizes,
             layers,
             self._model.get_input_embeddings().weight,
             body.norm.weight,
@@ -253,8 +260,16 @@ class KernelDecoder:
             self._rotary,
             self._eps,
         )
-        sparse = {"one kernel": make(sparse=True)} if self._sparse else {}
-        return sparse | {"one dense kernel": make(sparse=False)}
+        dense = {"one dense kernel": make(form="dense", num_own=sizes.N)}
+        if not self._sparse:
+            return dense
+        own = max(own_neurons(ffn) for ffn in gated_ffns(self._model))
+        takes = partial(takes_shared, sizes, own, limits=self._limits)
+        forms = {"one kernel": make(form="sparse", num_own=own if takes(STEP_QUAD) else sizes.N)}
+        if self.screens and takes(FEW_ROWS):
+            screened = make(form="screened", num_own=own, screens=self.screens.layers)
+            forms["one screened kernel"] = screened
+        return forms | dense
 
     def _linear(
         self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False

@@ -78,6 +78,13 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     return why_no_whole_step(step_sizes(model), device_limits(model.device.index))
 
 
+def why_not_screened(model: PreTrainedModel) -> str | None:
+    """None if steps of one row may screen gates, else why they read them whole."""
+    if model.dtype != torch.bfloat16 or entry_end(model):
+        return "gates are screened in bf16"
+    return why_not_one_kernel(model)
+
+
 def most_rows(model: PreTrainedModel) -> int:
     """How many rows a step may have here; 0: none."""
     if (B := rows_at_once(model)) >= OWN_PRODUCTS and not is_relu(model):
@@ -151,7 +158,9 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     others = ["embed_norm", "rms_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
-        others += [sizes.entry(sparse) for sparse in (True, False)]
+        others += [sizes.entry(form) for form in ("sparse", "dense")]
+        if why_not_screened(model) is None:
+            others.append(sizes.entry("screened"))
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:

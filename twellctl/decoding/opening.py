@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.down_copies import gpu_memory
+from twellctl.decoding.engine import WHOLE
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -36,12 +37,14 @@ def open_engine(
     cache_bytes: int | None = None,
     max_running: int = MAX_RUNNING,
     max_waiting: int = MAX_WAITING,
+    gates: str = WHOLE,
 ) -> DecodeEngine:
     """An `Engine` (engine.py) whose worker has started; the arguments of `open_scheduler`.
 
     More than `max_waiting` generations that wait for room are refused.
     """
-    scheduler = open_scheduler(model, extra_eos, cache_bytes=cache_bytes, max_running=max_running)
+    how = {"cache_bytes": cache_bytes, "max_running": max_running, "gates": gates}
+    scheduler = open_scheduler(model, extra_eos, **how)
     return DecodeEngine(scheduler, max_waiting)
 
 
@@ -51,26 +54,28 @@ def open_scheduler(
     *,
     cache_bytes: int | None = None,
     max_running: int = MAX_RUNNING,
+    gates: str = WHOLE,
     decoder: Decoder | None = None,
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
     `extra_eos`: tokens that end a text, like the tokenizer's, beside those that the model's configs
     name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
-    `CPU_CACHE_BYTES`. `decoder`: another one than `open_decoder` would choose.
+    `CPU_CACHE_BYTES`. `gates` as of `KernelDecoder`. `decoder`: another one than
+    `open_decoder` would choose.
     """
     ends = eos_tokens(model, extra_eos)
-    decoder = decoder or open_decoder(model)
+    decoder = decoder or open_decoder(model, gates)
     pages = num_pages(decoder, cache_bytes, max_running, decoder.context)
     return Scheduler(decoder, pages, max_running, ends)
 
 
-def open_decoder(model: PreTrainedModel) -> Decoder:
+def open_decoder(model: PreTrainedModel, gates: str = WHOLE) -> Decoder:
     """The best decoder that can drive `model`; why it must be the last resort is logged."""
     kind, why = _choose(model)
     if kind is LoneDecoder:
         logger.warning("%s: one sequence is continued at a time", why)
-    return kind(model)
+    return kind(model, gates=gates) if kind is KernelDecoder else kind(model)
 
 
 def told_of_decoder(model: PreTrainedModel) -> str:

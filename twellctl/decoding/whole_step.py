@@ -19,6 +19,7 @@ from twellctl.bundle.twell_spec import (
 )
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer
+from twellctl.decoding.screened import Screen
 
 _THREADS = 32 * (STEP_WARPS + 1)  # a warp asks for weights
 
@@ -55,8 +56,9 @@ class StepSizes:
     V: int
     end: str = ""
 
-    def entry(self, sparse: bool) -> str:
-        return step_entry(self.K, self.D, sparse=sparse, end=self.end)
+    def entry(self, form: str) -> str:
+        """Of one of STEP_FORMS."""
+        return step_entry(self.K, self.D, form, self.end)
 
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
@@ -74,6 +76,15 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     if sizes.V % STEP_QUAD:
         return f"a vocabulary of {sizes.V} is no multiple of 4"
     return None
+
+
+def takes_shared(sizes: StepSizes, num_own: int, rows: int, limits: Limits) -> bool:
+    """Whether blocks have room for `num_own` neurons by row blocks of `rows`, and those behind,
+    which share a gate; of sizes that `step` takes."""
+    blocks = ceil_div(num_own, rows)
+    shared, (_, most_rows) = max(0, sizes.N - rows * blocks), MOST_OF_BLOCK[sizes.K]
+    beside = max(STEP_QUAD, ceil_div(shared, limits.num_sms)) if shared else 0
+    return rows * ceil_div(blocks, limits.num_sms) + beside <= most_rows
 
 
 class WholeStep:
@@ -95,19 +106,24 @@ class WholeStep:
         rotary: tuple[Tensor, Tensor],
         eps: float,
         *,
-        sparse: bool,
+        form: str,
+        num_own: int,
+        screens: Sequence[Screen] | None = None,
     ):
+        """`form`: one of STEP_FORMS; the first `num_own` neurons have gates of their own; `screens`
+        of all layers for "screened"."""
         self._kernels, self._limits, self._sizes = kernels, limits, sizes
-        self._entry = sizes.entry(sparse)
-        self._layers = layers  # the table holds pointers to them
+        self._entry = sizes.entry(form)
+        self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
         self._weights = embeddings, last_norm, head, *rotary
         self._eps = eps
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
-        self._table = torch.tensor([_words_of(layer) for layer in layers], device=device)
-        words = 6 * K + blocks * (K + 4 * D)
+        of = screens or [None] * len(layers)
+        words = [_words_of(*both, num_own) for both in zip(layers, of, strict=True)]
+        self._table = torch.tensor(words, device=device)
         # by which blocks hand each other results, and how often they were used
-        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +150,7 @@ class WholeStep:
         return logits, counts
 
 
-def _words_of(layer: DecoderLayer) -> list[int]:
+def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:
     """kernels/decode/step_shared.cuh: LayerOf, and of e4m3 weights ScaledLayer."""
     ffn, attend = layer.ffn, layer.attend
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
@@ -147,4 +163,5 @@ def _words_of(layer: DecoderLayer) -> list[int]:
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     scales = (layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down)
     told = [scale.data_ptr() for scale in scales if scale is not None]
-    return [*pointers, attend.window or 0, *told]
+    screened = [0, 0] if screen is None else [screen.copy.data_ptr(), screen.limits.data_ptr()]
+    return [*pointers, *screened, num_own << 32 | (attend.window or 0), *told]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.firing.profiled import LayerProfile
 
@@ -180,8 +181,7 @@ class UnionCount:
 def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
     """What fires in each layer while `body` reads `ids` `[B, S]`."""
     ffns = gated_ffns(body)
-    twell = getattr(body.config, "twell", None) or {}
-    size = body.config.intermediate_size - twell.get("map_neurons", 0)
+    size = body.config.intermediate_size - mapped_neurons(body.config)
     counts = [LayerCount(size, tile, ids.device) for _ in ffns]
     unions = [UnionCount() for _ in ffns]
 

@@ -1,0 +1,74 @@
+"""Limits of screened gates, measured on what a model draws; on a CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.screened import copied
+from twellctl.decoding.screening import MOST_MISSED, num_mapped, open_screens
+
+NEURONS, MAPPED = 1000, 40
+
+
+@pytest.fixture
+def model(tiny):
+    """Of which the last neurons of each layer share a gate."""
+    made = tiny(hidden_size=64, intermediate_size=NEURONS + MAPPED, mlp_bias=True).bfloat16()
+    for ffn in gated_ffns(made):
+        for part in (ffn.gate_proj.weight.data, ffn.gate_proj.bias.data):
+            part[NEURONS:] = part[NEURONS].clone()
+    return made
+
+
+def test_a_screen_misses_next_to_nothing(model):
+    screens = open_screens(model)
+    assert all(missed <= MOST_MISSED for missed in screens.missed)
+    for screen, ffn in zip(screens.layers, gated_ffns(model), strict=True):
+        assert screen.num_own == NEURONS
+        assert screen.limits.shape == (1008,)
+        assert torch.equal(screen.limits == -torch.inf, torch.arange(1008) >= NEURONS)
+        assert screen.copy.shape == (63, 1, 576)
+        # on other inputs than those that were drawn, but of their size
+        z = torch.randn(500, 64).bfloat16()
+        gate = F.linear(z, ffn.gate_proj.weight, ffn.gate_proj.bias)[:, :NEURONS]
+        about = z.float() @ copied(ffn.gate_proj.weight).T[:, :NEURONS]
+        left_out = about <= screen.limits[:NEURONS]
+        assert (left_out & (gate > 0)).sum() < 0.003 * (gate > 0).sum()
+        assert 0.5 < left_out.sum() / (gate <= 0).sum() < 1
+    assert not any(ffn._forward_pre_hooks for ffn in gated_ffns(model))
+    assert "screened: " in str(screens)
+
+
+def test_a_layer_whose_screen_misses_more_reads_its_gate_whole(model):
+    screens = open_screens(model, margins=[0.0])
+    assert all(screen.is_open for screen in screens.layers)
+    assert all(bool((screen.limits == -torch.inf).all()) for screen in screens.layers)
+    assert min(screens.missed) > MOST_MISSED
+    assert "in 0 of 2 layers" in str(screens)
+
+
+def test_a_model_that_is_nowhere_finite_reads_gates_whole(model):
+    gated_ffns(model)[0].gate_proj.weight.data.fill_(torch.nan)
+    assert all(screen.is_open for screen in open_screens(model).layers)
+
+
+def test_the_copy_stands_for_what_it_says():
+    weight = torch.randn(40, 192).bfloat16()
+    weight[3], weight[4, 32:64] = 0, 0
+    step = weight.float().view(40, 6, 32).abs().amax(-1, keepdim=True) / 8
+    error = (copied(weight) - weight.float()).view(40, 6, 32).abs()
+    assert bool((error <= 1.01 * step).all())
+    assert float(error.pow(2).mean().sqrt() / step.mean()) < 0.35
+    assert bool((copied(weight)[3] == 0).all())
+    weight[7, 9], weight[8, 70] = torch.nan, torch.inf  # of which no sum is a number
+    assert copied(weight)[7:9].sum(1).isnan().all()
+
+
+@pytest.mark.parametrize("alike", [0, 1, 15, 16, 64])
+def test_neurons_that_share_a_gate_are_found(alike):
+    gate, bias = torch.randn(64, 8), torch.zeros(64)
+    gate[64 - alike :] = 1
+    assert num_mapped(gate, None) == (alike if alike >= 16 else 0)
+    bias[-3] = 1
+    assert num_mapped(gate, bias) == 0

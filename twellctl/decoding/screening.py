@@ -1,0 +1,153 @@
+"""Which neurons a screen may leave out: its limits, measured on tokens that the model draws itself.
+
+A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
+neuron on some of the tokens: the limit is its mean less 3 deviations. What is missed even so, as a
+share of the squared output of the layer, is measured on the others. A layer that misses more than
+MOST_MISSED takes more deviations, and if that does not help it reads its gate whole.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
+from twellctl.bundle.twell_spec import FEW_ROWS
+from twellctl.decoding.down_copies import gpu_memory
+from twellctl.decoding.paged_cache import cache_argument
+from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, screen_copy
+
+logger = logging.getLogger(__name__)
+MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
+MOST_MISSED = 1e-6
+_ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
+
+
+@dataclass(frozen=True)
+class Screens:
+    """Of each layer its screen, open where the gate is read whole.
+
+    `missed`: shares of the squared output that the screens miss; `candidates`: of the neurons, the
+    mean over layers and tokens.
+    """
+
+    layers: list[Screen]
+    missed: list[float]
+    candidates: float
+
+    def __str__(self) -> str:
+        num = sum(not screen.is_open for screen in self.layers)
+        whole = "" if num == len(self.layers) else f" in {num} of {len(self.layers)} layers"
+        return (
+            f"screened{whole}: {self.candidates:.1%} of the neurons are candidates, at most "
+            f"{max(self.missed):.0e} of a layer's squared output is missed"
+        )
+
+
+@torch.no_grad()
+def open_screens(model: PreTrainedModel, margins: Sequence[float] = MARGINS) -> Screens | None:
+    """The screens of all gated FFNs of a ReLU model in bf16, on its device; seconds.
+
+    Of `margins` each layer takes the first by which it misses no more than MOST_MISSED. None where
+    their copies would take more than half of the memory that is free.
+    """
+    size = COPY_BITS / 16 * sum(ffn.down_proj.weight.nbytes for ffn in gated_ffns(model))
+    if model.device.type == "cuda" and size > gpu_memory(model.device)[0] / 2:
+        logger.info("gates are read whole: copies of %.1f GB take too much memory", size / 1e9)
+        return None
+    layers, missed, shares = [], [], []
+    num_own = max(own_neurons(ffn) for ffn in gated_ffns(model))  # the same in all layers
+    for ffn, z in zip(gated_ffns(model), _inputs(model), strict=True):
+        screen, lost, share = _screen_of(ffn, z, num_own, margins)
+        if not lost <= MOST_MISSED:  # NaN, too
+            screen.limits[screen.limits < torch.inf] = -torch.inf
+            screen = replace(screen, is_open=True)
+        layers.append(screen)
+        missed.append(lost)
+        shares.append(share)
+    made = Screens(layers, missed, sum(shares) / len(shares))
+    logger.info("gates are %s", made)
+    return made
+
+
+def _inputs(model: PreTrainedModel) -> list[Tensor]:
+    """What each FFN reads in texts that the model draws, `[_ROWS, _LENGTH, K]`."""
+    seen: list[list[Tensor]] = [[] for _ in gated_ffns(model)]
+
+    def keep(kept: list[Tensor]):
+        return lambda module, inputs: kept.append(inputs[0].detach())
+
+    hooks = [
+        ffn.register_forward_pre_hook(keep(kept))
+        for ffn, kept in zip(gated_ffns(model), seen, strict=True)
+    ]
+    generator = torch.Generator(model.device).manual_seed(0)
+    size = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(size, (_ROWS, 1), generator=generator, device=model.device)
+    cache = {cache_argument(model): DynamicCache(config=model.config)}
+    try:
+        for _ in range(_LENGTH):
+            done = model(input_ids=tokens, use_cache=True, **cache)
+            shares = done.logits[:, -1].float().softmax(-1).nan_to_num(1.0)
+            tokens = torch.multinomial(shares, 1, generator=generator)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(kept, 1) for kept in seen]
+
+
+def _screen_of(
+    ffn: nn.Module, z: Tensor, num_own: int, margins: Sequence[float]
+) -> tuple[Screen, float, float]:
+    """The screen, what it misses of the squared output, and the share of candidates."""
+    weights, biases = _weights(ffn)
+    gate, up = (weight[:num_own] for weight in weights)
+    gate_bias, up_bias = (None if b is None else b[:num_own] for b in biases)
+    measured, judged = (part.flatten(0, 1) for part in z.chunk(2))
+    copy = copied(gate)
+    error = copied_input(measured) @ copy.T - measured.float() @ gate.float().T
+    about, gates = copied_input(judged) @ copy.T, F.linear(judged, gate, gate_bias)
+    lengths = ffn.down_proj.weight[:, :num_own].float().norm(dim=0)
+    size = (keep_fired(gates).float() * F.linear(judged, up, up_bias).float() * lengths).square()
+    for margin in margins:
+        limits = error.mean(0) - margin * error.std(0)
+        if gate_bias is not None:
+            limits -= gate_bias.float()
+        may_fire = ~(about <= limits)
+        lost = (size * (fires(gates) & ~may_fire)).sum() / size.sum().clamp(min=1e-30)
+        if lost <= MOST_MISSED:
+            break
+    blocks = -(-num_own // FEW_ROWS)
+    limits = F.pad(limits, (0, blocks * FEW_ROWS - num_own), value=-torch.inf)
+    limits[len(weights[0]) :] = torch.inf  # of the last row block: of the map, or no neurons
+    screen = Screen(screen_copy(weights[0][: blocks * FEW_ROWS]), limits, num_own)
+    return screen, lost.item(), may_fire.float().mean().item()
+
+
+def _weights(ffn: nn.Module) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Of gate and up: weights `[N, K]`, and biases `[N]` or None."""
+    first, *second = gate_and_up(ffn)
+    if second:
+        return (first.weight, second[0].weight), (first.bias, second[0].bias)
+    return first.weight.chunk(2), (None, None) if first.bias is None else first.bias.chunk(2)
+
+
+def own_neurons(ffn: nn.Module) -> int:
+    """How many of its neurons have gates of their own: all but those of a map."""
+    (gate, _), (bias, _) = _weights(ffn)
+    return len(gate) - num_mapped(gate, bias)
+
+
+def num_mapped(gate: Tensor, bias: Tensor | None) -> int:
+    """How many of the last neurons share one gate: a linear map (twell_config.py), or none."""
+    same = (gate == gate[-1]).all(1)
+    if bias is not None:
+        same &= bias == bias[-1]
+    others = (~same).nonzero()
+    alike = len(gate) - (others[-1].item() + 1 if len(others) else 0)
+    return alike if alike >= FEW_ROWS else 0
