@@ -58,16 +58,21 @@ def sums(kernels: EmulatedKernels) -> None:
     of_grad.test_sums_are_added_to_if_there_are_heavy_rows(kernels, 5)
 
 
-def step(kernels: EmulatedKernels, fp8: bool = False) -> None:
-    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5, fp8=fp8)
+def step(kernels: EmulatedKernels, form: str = "sparse", **how) -> None:
+    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5, **how)
     wanted = emulated_step.judge(model)
-    done = emulated_step.emulate(kernels, model, 96, True, seeds=(1,))
+    done = emulated_step.emulate(kernels, model, 96, form, seeds=(1,))
     assert (done.logits - wanted.logits).abs().max() < 0.05
     assert (done.counts[0] - wanted.counts[0]).abs().max() <= 2
 
 
 def step_e4m3(kernels: EmulatedKernels) -> None:
     step(kernels, fp8=True)
+
+
+def screened(kernels: EmulatedKernels) -> None:
+    """With a map; a quarter of the neurons that do not fire are candidates."""
+    step(kernels, "screened", mapped=40, missed=-0.4)
 
 
 def e4m3(kernels: EmulatedKernels) -> None:
@@ -119,7 +124,9 @@ class Mutation:
 FEW, FEW_DOWN = "tile/few_product.cuh", "ffn/few_down.cu"
 NUMBERS = "few_walk_numbers.cuh"
 WALK, LISTS, SUMS = "ffn/few_walk.cuh", "train/grad_lists.cu", "train/grad_sums.cu"
-STEP, PRODUCTS, FFN = (f"decode/step{part}.cuh" for part in ("", "_products", "_ffn"))
+STEP, PRODUCTS, FFN, ROWS, SCREEN = (
+    f"decode/step{part}.cuh" for part in ("", "_products", "_ffn", "_rows", "_screen")
+)
 MUTATIONS = {
     "no fence between blocks": Mutation(
         step, STEP, "            fence_gpu();\n", wrong="not made visible"
@@ -171,9 +178,24 @@ MUTATIONS = {
     "scales that the barrier does not count": Mutation(
         step_e4m3,
         PRODUCTS,
-        "kUnitBytes + (scales ? kScaleBytes : 0)",
-        "kUnitBytes",
+        "unit_bytes + (scales ? kScaleBytes : 0)",
+        "unit_bytes",
         ".",
+    ),
+    "no wait for what neurons are worth": Mutation(
+        step,
+        ROWS,
+        "        sync_consumers();\n#pragma unroll 1\n        for (int first = 0; first",
+        "#pragma unroll 1\n        for (int first = 0; first",
+    ),
+    "no wait for other warps' candidates": Mutation(
+        screened,
+        STEP,
+        "share.num);\n                        sync_consumers();",
+        "share.num);",
+    ),
+    "copies as they lie": Mutation(
+        screened, SCREEN, "kWhole + 8.f * static_cast<float>(sum)", "kWhole", "assert"
     ),
     "the neighbour's columns of x": Mutation(
         step_e4m3, STEP, "        clear_dealt();\n", wrong="assert"
@@ -328,7 +350,7 @@ MORE = {
         step_e4m3, PRODUCTS, "4 * row_of<1>(lane / 4)", "4 * row_of<1>(lane / 4 + 1)", "assert"
     ),
     "the first neuron's scale of up": Mutation(
-        step_e4m3, FFN, "(in * kGroup + j) * 4 + neuron % 4]", "(in * kGroup + j) * 4]", "assert"
+        step_e4m3, FFN, "at<float>(kUpScales)[row]", "at<float>(kUpScales)[0]", "assert"
     ),
     "parts of a chunk swapped": Mutation(
         step_e4m3, PRODUCTS, "(from, i) + 16 * part", "(from, i) + 16 * (part ^ 1)", "assert"
@@ -336,12 +358,8 @@ MORE = {
     "a row too far": Mutation(
         walk, WALK, "min(base + i, num - 1)", "min(base + i, num)", "no such memory"
     ),
-    "no wait for up": Mutation(step, FFN, "barrier_wait(row_full(in), row_group / kGroups & 1);"),
-    "no wait for up's sums": Mutation(
-        step,
-        FFN,
-        "            sync_consumers();\n            const unsigned downs",
-        "            const unsigned downs",
+    "the other row's chunks": Mutation(
+        step, ROWS, "2 * pair + high, num - 1", "2 * pair, num - 1", "assert"
     ),
     "a word too few": Mutation(
         step,
@@ -395,7 +413,8 @@ ALL = MUTATIONS | MORE if EVERY_CASE else MUTATIONS.keys() - LIKE_OTHERS
 @pytest.mark.parametrize(
     "run",
     [
-        *(walk, pairs_e4m3, few, lists, sums, step, step_e4m3, e4m3, walk_e4m3),
+        *(walk, pairs_e4m3, few, lists, sums, step, step_e4m3, screened),
+        *(e4m3, walk_e4m3),
         *(heavy_rows, heavy_rows_e4m3),
     ],
 )
