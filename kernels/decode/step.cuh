@@ -242,6 +242,7 @@ struct Step : Neurons {
                 barrier_init(full(i), 1);
                 barrier_init(empty(i), kWarps);
             }
+            barrier_init(has_rows(), kWarps);
             barrier_init_fence();
         }
         if (threadIdx.x < 5) {

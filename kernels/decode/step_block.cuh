@@ -28,6 +28,7 @@ constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;  // units that a warp has in registers
+constexpr int kEager = 0;  // units of the next layer that do not wait for the rows of this one
 
 // Of the gate's copy: row blocks by slabs of 64 columns, of which a part, equal ones, is a unit.
 constexpr int kScreenRows = 16, kSlabBytes = 576;
@@ -187,7 +188,7 @@ struct Block {
     static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of the block's neurons
     static constexpr int kBarriers = kUpScales + kIsE4m3 * kMostRows * 4;
     // in turns: what attention has, and what the FFN has
-    static constexpr int kAttend = kBarriers + 8 * 2 * kUnits;
+    static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + 1) + 15) / 16 * 16;
     static constexpr int kColumns = kAttend;                             // of y, [warp][32]
     static constexpr int kList = kColumns + kWarps * 32 * 4;             // neurons that fired
     static constexpr int kHidden = kList + kMostRows * 4;                // what they are worth
@@ -230,6 +231,7 @@ struct Block {
 
     __device__ __forceinline__ unsigned full(int i) const { return memory + kBarriers + 8 * i; }
     __device__ __forceinline__ unsigned empty(int i) const { return full(kUnits + i); }
+    __device__ __forceinline__ unsigned has_rows() const { return full(2 * kUnits); }
     __device__ __forceinline__ const Division& division(int which) const {
         return at<Division>(kDivisions)[which];
     }

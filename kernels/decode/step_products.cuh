@@ -71,8 +71,12 @@ struct Products : Block {
             const int shared = num_units;  // the first unit of the gate that neurons share
             if (FORM == kSparseForm && kind == kGate && !is_head && has_shared())
                 num_units += quad_units;
+            // what nobody waits for yet would stand before the rows that fired
+            const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
+            const int eager = min(kEager, num_units);
 #pragma unroll 1
             for (int i = 0; i < num_units; ++i, ++num, from += unit_bytes) {
+                if (waits && i == eager) barrier_wait(has_rows(), (l - 1) & 1);
                 if (FORM == kSparseForm && i == shared) {
                     from = unit(first_shared() / kQuad);
                     if constexpr (kIsE4m3) scales = scales_of(*layer, kGate) + first_shared();
@@ -100,6 +104,7 @@ struct Products : Block {
                     }
                 if (++to == kUnits) to = 0, refill ^= 1;
             }
+            if (waits && eager == num_units) barrier_wait(has_rows(), (l - 1) & 1);
             if (is_head || ++kind == kKinds) kind = 0, ++l, turned = turn(turned);
         }
     }

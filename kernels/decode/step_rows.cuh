@@ -9,6 +9,7 @@
 #pragma once
 
 #include "decode/step_attend.cuh"
+#include "ptx/barriers.cuh"
 #include "ptx/halves.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
@@ -114,6 +115,8 @@ struct Rows : Attention {
                 fetch(rows[j], first + j + kRowFlight);
             }
         }
+        __syncwarp();
+        if (thread() % 32 == 0) barrier_arrive(has_rows());
     }
 
     // y += h times eight weights of a row.

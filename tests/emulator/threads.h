@@ -13,7 +13,7 @@
 namespace emulator {
 
 constexpr size_t kMostDynamic = 227 << 10;  // bytes of shared memory
-constexpr int kMostWords = 6, kMbarriers = 64;
+constexpr int kMostWords = 6, kMbarriers = 66;
 constexpr size_t kStack = 32768;
 constexpr unsigned kUnderWay = ~0u;  // an epoch that nobody knows
 constexpr uint16_t kNobody = 0xffff;
