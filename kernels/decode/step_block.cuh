@@ -28,7 +28,7 @@ constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
 constexpr int kTake = 4;  // units that a warp has in registers
-constexpr int kEager = 0;  // units of the next layer that do not wait for the rows of this one
+constexpr int kEager = 4;  // units of the next layer that do not wait for the rows of this one
 
 // Of the gate's copy: row blocks by slabs of 64 columns, of which a part, equal ones, is a unit.
 constexpr int kScreenRows = 16, kSlabBytes = 576;

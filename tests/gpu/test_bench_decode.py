@@ -21,7 +21,7 @@ SIZES = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 16384,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-SHORT = ("--prompt-tokens", "32", "--new-tokens", "40")
+SHORT = ("--prompt-tokens", "32", "--new-tokens", "40", "--density", "0.02")
 
 
 @pytest.fixture(autouse=True)
