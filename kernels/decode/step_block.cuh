@@ -38,8 +38,11 @@ constexpr int parts_of_screen(int parts = 2) {
 }
 constexpr int kScreenParts = parts_of_screen(), kPartSlabs = K / 64 / kScreenParts;
 constexpr int kScreenBytes = kPartSlabs * kSlabBytes;
-constexpr int kScreenAhead = 48 * 1024 / kScreenBytes;
-static_assert(kScreenAhead <= kUnits, "all of them are in the ring");
+// Copies overtake each other, and a warp waits for each eighth unit alone. When one is there so are
+// those that were asked for this many before it; so what had the place of its next one was there.
+constexpr int kMostAhead = kUnits - kWarps, kScreenAhead =
+    48 * 1024 / kScreenBytes < kMostAhead ? 48 * 1024 / kScreenBytes : kMostAhead;
+static_assert(kScreenAhead > 0, "a ring of more than a unit for each warp");
 
 // Weights of so many bytes: how they lie in a unit, and how the lanes of a warp share its slice of
 // the rows. A slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
@@ -61,7 +64,6 @@ constexpr int kMostRows = spec::STEP_MOST_ROWS;  // whose sums are put together 
 static_assert(kMostRows % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
 // row blocks of the gate's copy that a warp has: each has its units in the ring at once
 constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
-static_assert(kUnits >= kMostRows / kScreenRows, "no warp waits for a unit after the next");
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
 constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two

@@ -74,6 +74,7 @@ struct Products : Block {
             // what nobody waits for yet would stand before the rows that fired
             const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
             const int eager = min(kEager, num_units);
+            int row_block = 0, part = 0, screened = 0;  // of a warp each, and those before
 #pragma unroll 1
             for (int i = 0; i < num_units; ++i, ++num, from += unit_bytes) {
                 if (waits && i == eager) barrier_wait(has_rows(), (l - 1) & 1);
@@ -81,10 +82,13 @@ struct Products : Block {
                     from = unit(first_shared() / kQuad);
                     if constexpr (kIsE4m3) scales = scales_of(*layer, kGate) + first_shared();
                 }
-                // all row blocks' first parts, then the next ones
-                if (FORM == kScreenedForm && screens && i)
-                    from += i % share.num ? (kScreenParts - 1) * kScreenBytes
-                                          : -(share.num - 1) * kScreenParts * kScreenBytes;
+                if (FORM == kScreenedForm && screens) {
+                    from = unit(share.first + screened + row_block) + part * kScreenBytes;
+                    if (++row_block == min(kWarps, share.num - screened)) {
+                        row_block = 0;
+                        if (++part == kScreenParts) part = 0, screened += kWarps;
+                    }
+                }
                 barrier_wait(empty(to), refill);
                 if constexpr (FORM == kScreenedForm) {
                     for (const int most = screens ? kScreenAhead : kAhead; num >= most; --num) {

@@ -15,7 +15,7 @@
 // sums that are NaN.
 //
 // A unit of the ring is a part of a row block, and one warp's: so what may fire is known without any
-// other warp.
+// other warp. Eight row blocks' first parts follow each other, then their second ones.
 #pragma once
 
 #include "decode/step_rows.cuh"
@@ -77,13 +77,13 @@ struct Screened : Rows {
             const float* from = layer.limits + (first + block) * kScreenRows + lane / 4;
             if (block < num_blocks) limits[b][0] = __ldg(from), limits[b][1] = __ldg(from + 8);
         }
-#pragma unroll 1
-        for (int part = 0; part < kScreenParts; ++part)
 #pragma unroll
-            for (int b = 0; b < kWarpBlocks; ++b) {
-                const int block = b * kWarps + warp;
-                if (block >= num_blocks) break;
-                int in = slot + part * num_blocks + block;
+        for (int b = 0; b < kWarpBlocks; ++b) {
+            const int num_here = min(kWarps, num_blocks - b * kWarps);
+            if (warp >= num_here) break;
+#pragma unroll 1
+            for (int part = 0; part < kScreenParts; ++part) {
+                int in = slot + b * kWarps * kScreenParts + part * num_here + warp;
                 unsigned phase = parity;
 #pragma unroll 1
                 for (; in >= kUnits; in -= kUnits) phase ^= 1;
@@ -92,6 +92,7 @@ struct Screened : Rows {
                 __syncwarp();
                 if (lane < kWarps) barrier_arrive(empty(in));  // for the other warps, too
             }
+        }
 #pragma unroll 1
         for (slot += kScreenParts * num_blocks; slot >= kUnits; slot -= kUnits) parity ^= 1;
         unsigned* masks = at<unsigned>(kMasks);
