@@ -144,7 +144,12 @@ def own_neurons(ffn: nn.Module) -> int:
 
 
 def num_mapped(gate: Tensor, bias: Tensor | None) -> int:
-    """How many of the last neurons share one gate: a linear map (twell_config.py), or none."""
+    """How many of the last neurons share one gate: a linear map (twell_config.py), or none.
+
+    On the meta device, where no numbers are, none.
+    """
+    if gate.is_meta:
+        return 0
     same = (gate == gate[-1]).all(1)
     if bias is not None:
         same &= bias == bias[-1]
