@@ -284,7 +284,7 @@ def quickstart(
 ) -> None:
     """Do the whole job on a tiny model.
 
-    The model is made here, without a download, and all is done in a minute or two.
+    The model is made here, without a download, and all is done in two or three minutes.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run
