@@ -13,21 +13,26 @@
 //
 // One token needs 60 MB of weights a layer (of K 2048 in bf16), and each multiplies one number:
 // time goes by how fast they stream in. So a ninth warp asks for them all the time, matrix after
-// matrix and layer after layer, into a ring of 144 KB (`produce`), while the eight others wait for
-// each other's results:
+// matrix and layer after layer, into a ring of some 190 KB (`produce`), while the eight others wait
+// for each other's results:
 //
 //     x -> norm -> q, k, v ->  attend  -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
 //       all            a head's        all             all        own                all        own
 //
 // with below each arrow whose results a block waits for: of all blocks, or of those that have a
-// head, or its own. The block that finds that a neuron fires brings its rows of up and down at
-// once, and tells what they add to y; of all blocks' parts a block adds up the columns it has.
-// These five handings over are words with tags (step_words.cuh): there is no barrier over the GPU,
-// and no fence.
+// head, or its own. The block that finds that a neuron fires brings its rows of up and down
+// (step_rows.cuh), and tells what they add to y; of all blocks' parts a block adds up the columns it
+// has. These five handings over are words with tags (step_words.cuh): there is no barrier over the
+// GPU, and no fence.
+//
+// Neurons that share one gate, a fit's map, lie behind the others. Each block has as many of them, and
+// their gate beside its own ones. The form "screened" reads of the gate a copy in 4 bits, and the rows
+// that this lets through (step_screen.cuh).
 //
 // What decides (README.md tells the times):
 // - Weights on their way are few, kAhead units a block: as many as keep the memory busy. What is
-//   asked for beyond stands before all else that is asked for later, words too.
+//   asked for beyond stands before all else that is asked for later, words too. So next to nothing of
+//   the next layer is asked for before the rows of this one are there.
 // - Not a word of local memory. Beside that much shared memory L1 has 28 KB for 288 threads' stacks.
 // - Weights go from the ring to the tensor cores as they lie, four units at a time, the first four
 //   before x is there.
@@ -44,9 +49,9 @@
 // All blocks must run at the same time: no more than there are multiprocessors, and nothing else on
 // the GPU that waits for this to end.
 //
-// Launch: step_K_DIM or step_K_DIM_dense, each also with _e4m3 behind it; one block a
-// multiprocessor, at least H and K / 4 / kOwnQuads of them; at most kMostRows rows of gate a block;
-// 288 threads; Block::kBytes of dynamic shared memory.
+// Launch: step_K_DIM or step_K_DIM_dense, each also with _e4m3 behind it, or step_K_DIM_screened; one
+// block a multiprocessor, at least H and K / 4 / kOwnQuads of them; at most kMostRows rows of gate a
+// block; 288 threads; Block::kBytes of dynamic shared memory.
 #pragma once
 
 #include "decode/step_ffn.cuh"

@@ -47,14 +47,6 @@ __device__ __forceinline__ void copy_bulk(unsigned smem_to, const void* from, un
         : "memory");
 }
 
-// Into L2, where the same policy keeps it.
-__device__ __forceinline__ void prefetch_bulk(const void* from, unsigned num_bytes,
-                                              unsigned long long policy) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
-                 "r"(num_bytes), "l"(policy)
-                 : "memory");
-}
-
 // Into registers, past L1: 16 bytes, or 8, or what was there.
 __device__ __forceinline__ void load_passing_if(bool wanted, const void* from, uint4& v,
                                                 unsigned long long policy) {

@@ -188,11 +188,9 @@ STEP_QUAD = 4  # rows, the least that a block has
 STEP_HEAD_DIMS = (64, 128)
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
-STEP_RING = 192  # kilobytes of weights that a block holds, at most
-# by hidden size and bytes of a weight: kilobytes of them that are on their way
-STEP_AHEAD = {(K, weight_bytes): 32 for K in MOST_OF_BLOCK for weight_bytes in (1, 2)} | {
-    (1536, 1): 64
-}
+STEP_RING_KB = 192  # kilobytes of weights that a block holds, at most
+# that are on their way, by hidden size and bytes of a weight, else 32
+STEP_AHEAD = {(1536, 1): 64}
 
 
 def _step_numbers(source: str) -> dict[str, int]:
@@ -201,9 +199,9 @@ def _step_numbers(source: str) -> dict[str, int]:
         if source == name:
             weight_bytes = 1 if end else 2
             quads, rows = MOST_OF_BLOCK[K]
-            flow = {"STEP_AHEAD_KB": STEP_AHEAD[K, weight_bytes], "STEP_RING_KB": STEP_RING}
+            ahead = {"STEP_AHEAD_KB": STEP_AHEAD.get((K, weight_bytes), 32)}
             most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
-            return {"STEP_K": K, "STEP_WEIGHT_BYTES": weight_bytes} | flow | most
+            return {"STEP_K": K, "STEP_WEIGHT_BYTES": weight_bytes} | ahead | most
     return {}
 
 

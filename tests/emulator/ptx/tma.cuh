@@ -3,10 +3,6 @@
 inline unsigned long long passing_by() { return 0; }
 void copy_bulk(unsigned smem_to, const void* from, unsigned num_bytes, unsigned barrier,
                unsigned long long policy);
-inline void prefetch_bulk(const void* from, unsigned num_bytes, unsigned long long policy) {
-    for (unsigned i = 0; i < num_bytes; i += 16)
-        emulator::load<uint4>(static_cast<const char*>(from) + i, emulator::kConstant);
-}
 template <class T>
 inline void load_passing_if(bool wanted, const void* from, T& v, unsigned long long policy) {
     if (wanted) v = emulator::load<T>(from, emulator::kConstant);
