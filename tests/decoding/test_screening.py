@@ -69,6 +69,10 @@ def test_the_copy_stands_for_what_it_says():
 def test_neurons_that_share_a_gate_are_found(alike):
     gate, bias = torch.randn(64, 8), torch.zeros(64)
     gate[64 - alike :] = 1
-    assert num_mapped(gate, None) == (alike if alike >= 16 else 0)
+    found = alike if alike >= 16 else 0
+    assert num_mapped(gate) == num_mapped(gate, bias, torch.ones(64, 1)) == found
     bias[-3] = 1
     assert num_mapped(gate, bias) == 0
+    scale = torch.ones(64, 1)  # of FP8: the same numbers, for rows of which one is twice the other
+    scale[-3] = 2
+    assert num_mapped(gate, bias * 0, scale) == 0

@@ -1,9 +1,10 @@
 """Which neurons a screen may leave out: its limits, measured on tokens that the model draws itself.
 
 A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
-neuron on some of the tokens: the limit is its mean less 3 deviations. What is missed even so, as a
-share of the squared output of the layer, is measured on the others. A layer that misses more than
-MOST_MISSED takes more deviations, and if that does not help it reads its gate whole.
+neuron on some of the tokens, with x in 8 bits as it is beside the copy. The limit is its mean less
+2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
+on the others. A layer that misses more than MOST_MISSED takes more deviations (MARGINS), and if
+that does not help it reads its gate whole.
 """
 
 import logging
@@ -139,20 +140,27 @@ def _weights(ffn: nn.Module) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, .
 
 def own_neurons(ffn: nn.Module) -> int:
     """How many of its neurons have gates of their own: all but those of a map."""
-    (gate, _), (bias, _) = _weights(ffn)
-    return len(gate) - num_mapped(gate, bias)
+    first, *second = gate_and_up(ffn)
+    of_gate = [
+        first.weight,
+        first.bias,
+        getattr(first, "weight_scale", None),
+    ]  # the last one in FP8
+    parts = [part for part in of_gate if part is not None]
+    if not second:
+        parts = [part.chunk(2)[0] for part in parts]
+    return len(parts[0]) - num_mapped(*parts)
 
 
-def num_mapped(gate: Tensor, bias: Tensor | None) -> int:
+def num_mapped(gate: Tensor, *others: Tensor) -> int:
     """How many of the last neurons share one gate: a linear map (twell_config.py), or none.
 
-    On the meta device, where no numbers are, none.
+    `others` of its neurons, like biases and scales, are the same, too. On the meta device, where no
+    numbers are, none.
     """
     if gate.is_meta:
         return 0
-    same = (gate == gate[-1]).all(1)
-    if bias is not None:
-        same &= bias == bias[-1]
-    others = (~same).nonzero()
-    alike = len(gate) - (others[-1].item() + 1 if len(others) else 0)
+    by_part = [(part == part[-1]).reshape(len(gate), -1).all(1) for part in (gate, *others)]
+    unlike = (~torch.stack(by_part).all(0)).nonzero()
+    alike = len(gate) - (unlike[-1].item() + 1 if len(unlike) else 0)
     return alike if alike >= FEW_ROWS else 0
