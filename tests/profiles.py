@@ -1,13 +1,6 @@
 """Profiles made by hand, for pages and advice."""
 
-from twellctl.firing.profiled import (
-    KindDensity,
-    LayerProfile,
-    LayerSpeed,
-    PositionDensity,
-    Profile,
-    Speed,
-)
+from twellctl.firing.profiled import KindDensity, LayerProfile, PositionDensity, Profile
 
 SIZE = 1000
 
@@ -21,11 +14,6 @@ def layer(density: float, **changes) -> LayerProfile:
         "overflow": 0.0005,
     }  # fmt: skip
     return LayerProfile(**fields | changes)
-
-
-def speed(*speedups: float) -> Speed:
-    layers = tuple(LayerSpeed("dense compile", up, 1.0) for up in speedups)
-    return Speed("NVIDIA H200", 4096, layers)
 
 
 def profile(*layers: LayerProfile, **changes) -> Profile:

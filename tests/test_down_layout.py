@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from twellctl.bench.twell_side import TwellNumbers, as_loaded, twell_twin
+from twellctl.bench.twell_side import TwellNumbers, twell_twin
 from twellctl.bundle import twell_model
 from twellctl.bundle.twell_model import gated_ffns, lay_weights, twell_class
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.firing.synthetic import FfnWeights
 
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}
@@ -169,13 +168,3 @@ def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):
     for (name, ours), theirs in zip(twin.named_parameters(), body.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert (ours is theirs) == ("down_proj" not in name)
-
-
-def test_a_bench_has_weights_as_loaded(as_if_on_a_gpu, monkeypatch):
-    weights = FfnWeights(torch.randn(192, 64), torch.randn(64, 96))
-    laid = as_loaded(weights)
-    assert laid.gate_up is weights.gate_up
-    assert laid.down.t().is_contiguous()
-    assert torch.equal(laid.down, weights.down)
-    monkeypatch.undo()
-    assert as_loaded(weights).down is weights.down

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 
-import profiles
 import pytest
 import torch
 from torch import nn
@@ -21,7 +20,6 @@ from twellctl.export import export
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import read_profile, save_profile
 from twellctl.profile import profile
-from twellctl.screens.profile import profiled
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
 
@@ -278,13 +276,11 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
         (("loss",), [1], "loss is [1]"),
         (("tokens",), "<b>", "tokens is '<b>'"),
         (("versions",), 1, "versions is 1"),
-        (("speed",), {}, "missing 3 required"),
-        (("speed", "layers", 0, "twell_ms"), 0.0, "speed is not that of each layer"),
     ],
 )
 def test_a_changed_profile_is_refused(relu_llama, tmp_path, text_file, place, value, sentence):
     found = profile(relu_llama, str(text_file), windows=2, seq_len=16)
-    save_profile(dataclasses.replace(found, speed=profiles.speed(1.5, 0.8)), tmp_path / "p.json")
+    save_profile(found, tmp_path / "p.json")
     content = inner = json.loads((tmp_path / "p.json").read_text())
     for key in place[:-1]:
         inner = inner[key]
@@ -355,23 +351,6 @@ def test_command_shows_a_table(relu_llama, text_file, tmp_path):
     assert read_profile(saved).windows == 3
     refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
     assert "is not a folder you may write to" in str(refused.exception)
-
-
-def test_speeds_are_said(capsys):
-    found = profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))
-    profiled(found)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "over TwELL all FFNs are 1.37 times as fast as dense ones, by layer 0.80 to 1.90" in said
-    assert "with the faster of the two in each layer 1.46 times, at 4096 tokens" in said
-    assert f"neurons that fire and speed-up, by layer: {found.speed_correlation:.3f}" in said
-
-
-def test_a_profile_with_speed_comes_back_equal(tmp_path):
-    found = profiles.profile(speed=profiles.speed(0.8, 1.9, 1.4))
-    save_profile(found, tmp_path / "profile.json")
-    assert read_profile(tmp_path / "profile.json") == found
-    content = json.loads((tmp_path / "profile.json").read_text())
-    assert content["speed_correlation"] == found.speed_correlation < -0.99
 
 
 def test_command_shows_the_kinds_of_text(relu_llama, kinds_of_text):

@@ -11,6 +11,7 @@ but of --train. Errors are against float64, of the gradients the largest.
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,23 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bench.contest import Contender, Course, hold, relative_error
-from twellctl.bench.dense_ffn import (
-    compiled,
-    dense_ffns,
-    dense_modes,
-    fresh_compiler,
-    reference,
-)
 from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_name
+from twellctl.bench.modes import compiled, dense_modes, fresh_compiler
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
-from twellctl.bench.twell_side import as_loaded, ffn_over_twell, shared_copy
+from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_config import ROUTES, TILE
-from twellctl.bundle.twell_ffn import train_ffn
+from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_log import reasons_said
-from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
+from twellctl.bundle.twell_model import by_rows_of_neurons, lay_weights, put_over_twell, use_kernels
 from twellctl.bundle.twell_train import AddL1Gradient
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
@@ -101,7 +96,8 @@ def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bo
     else:
         contenders = list(_forward(given, x, copies, slots, fired["density"], with_fp8))
         rows = torch.arange(min(tokens, JUDGED_ROWS), device=course.device)
-        expected = reference(x[rows], weights)
+        wide = (None if w is None else w.double() for w in weights.split)
+        expected = split_ffn(x[rows].double(), *wide)
         judged = lambda y, expected: {"error": relative_error(y[rows], expected)}  # noqa: E731
     outcome = hold(
         course,
@@ -157,12 +153,37 @@ def _print(point: Point) -> None:
 # ---- forward ----
 
 
+def split_ffn(x, w_gate, w_up, w_down, b_gate, b_up, b_down) -> Tensor:
+    """`[M, K]` to `[M, K]`: three products."""
+    hidden = F.relu(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
+    return F.linear(hidden, w_down, b_down)
+
+
+def fused_ffn(x, w_gate_up, w_down, b_gate_up, b_down) -> Tensor:
+    """The same with gate and up in one product."""
+    gate, up = F.linear(x, w_gate_up, b_gate_up).chunk(2, -1)
+    return F.linear(F.relu(gate) * up, w_down, b_down)
+
+
+def _as_loaded(copies: list[FfnWeights]) -> list[FfnWeights]:
+    """As they lie in a model that was loaded; gate and up are shared."""
+    return [replace(weights, down=by_rows_of_neurons(weights.down)) for weights in copies]
+
+
 def _forward(
     given, x: Tensor, copies: list[FfnWeights], slots: int, density: float, with_fp8: bool
 ) -> Iterator[Contender]:
     modes = dense_modes(x.device)
-    for name, ffn in dense_ffns(modes).items():
-        yield Contender(name, DENSE, lambda number, ffn=ffn: ffn(x, copies[number]))
+    for mode in modes:
+        split, fused = compiled(split_ffn, mode), compiled(fused_ffn, mode)
+        yield Contender(
+            f"dense {mode}", DENSE, lambda number, run=split: run(x, *copies[number].split)
+        )
+        yield Contender(
+            f"dense {mode}, fused",
+            DENSE,
+            lambda number, run=fused: run(x, *vars(copies[number]).values()),
+        )
     for scheme in SCHEMES if with_fp8 else ():
         run = compiled(partial(_fp8_ffn, scheme), modes[-1])
         rounded = [(scheme.of_weights(w.gate_up), scheme.of_weights(w.down), w) for w in copies]
@@ -171,7 +192,7 @@ def _forward(
             DENSE_FP8,
             lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
         )
-    loaded = [as_loaded(weights) for weights in copies]
+    loaded = _as_loaded(copies)
     modules = [_fp8_module(weights, slots, density) for weights in copies] if given.fp8 else []
     for route in given.route:
         name = f"twell FP8 {route}" if given.fp8 else f"twell {route}"
@@ -179,8 +200,9 @@ def _forward(
             over = [_over_kernels(module, route) for module in modules]
             yield Contender(name, TWELL, lambda number, over=over: over[number](x))
         else:
-            ffn = ffn_over_twell(route, slots, density)
-            yield Contender(name, TWELL, lambda number, ffn=ffn: ffn(x, loaded[number]))
+            how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
+            ffn = partial(sparse_ffn, **how)
+            yield Contender(name, TWELL, lambda number, ffn=ffn: ffn(x, *loaded[number].split))
 
 
 def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
@@ -255,7 +277,7 @@ def _trained(
         Contender(f"dense {mode}", DENSE, lambda number, run=run: both(run, copies[number]))
         for mode, run in runs.items()
     ]
-    loaded = [as_loaded(weights) for weights in copies]
+    loaded = _as_loaded(copies)
     contenders.append(Contender("twell", TWELL, lambda number: both(twell, loaded[number])))
     return contenders, both(dense, copies[0], torch.float64)
 

@@ -19,7 +19,7 @@ def of_a_usual_size(monkeypatch):
 
 
 LAYER = profiles.layer(0.01)
-SPARSE = profiles.profile(*[LAYER] * 4, speed=profiles.speed(1.5, 1.5, 1.5, 1.5))
+SPARSE = profiles.profile(*[LAYER] * 4)
 
 
 def test_of_a_good_model_there_is_one_sentence():
@@ -47,19 +47,6 @@ def changed(which: dict, **more):
         (profiles.profile(profiles.layer(0.3)), "30.0 % of the neurons fire: too many for a gain."),
         (profiles.profile(profiles.layer(0.2)), "fine-tune with a lower --density"),
         (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
-        (dataclasses.replace(SPARSE, speed=None), "The speed of the layers was not measured: pr"),
-        (
-            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, 0.9, 0.8, 1.1)),
-            "At 4096 tokens layers 1 and 2 are faster dense",
-        ),
-        (
-            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, *[0.9] * 6)),
-            "At 4096 tokens layers 1, 2, 3, 4, 5 and 6 are faster dense",
-        ),
-        (
-            dataclasses.replace(SPARSE, speed=profiles.speed(1.5, *[0.9] * 7)),
-            "At 4096 tokens 7 layers are faster dense",
-        ),
         (
             changed({"density": 0.2, "nnz_mean": 200.0}),
             "Layer 0 fires more than 3 times the mean",

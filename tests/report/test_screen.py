@@ -12,7 +12,7 @@ pytest.importorskip("selenium", reason="selenium drives the browser")
 @pytest.fixture
 def page(chromium, tmp_path):
     layers = [profiles.layer(0.002 * (number + 1)) for number in range(24)]
-    found = profiles.profile(*layers, speed=profiles.speed(*(2 - n / 20 for n in range(24))))
+    found = profiles.profile(*layers)
     (tmp_path / "page.html").write_text(profile_page(found), encoding="utf-8")
     complaints(chromium)
     chromium.get((tmp_path / "page.html").as_uri())

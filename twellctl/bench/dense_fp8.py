@@ -1,4 +1,4 @@
-"""Dense FP8 as torch computes it: the rival of TwELL beside the dense forms in bf16 (`dense_ffn`).
+"""Dense FP8 as torch computes it: the rival of TwELL beside the dense forms in bf16.
 
 Weights are e4m3, rounded once. Inputs, and h = relu(gate) * up, are rounded to e4m3 as they come,
 and `torch._scaled_mm` multiplies, with fast accumulation:
@@ -61,7 +61,7 @@ def why_no_dense_fp8(
 
 
 def fp8_modes(modes: list[str]) -> list[str]:
-    """Those of the `modes` of dense_ffn.py in which FP8 is at its best: compiled, if any are."""
+    """Those of the `modes` of modes.py in which FP8 is at its best: compiled, if any are."""
     return [mode for mode in modes if mode != "eager"] or modes
 
 

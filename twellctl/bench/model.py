@@ -27,7 +27,6 @@ from twellctl.bench.contest import (
     relative_error,
     relative_errors,
 )
-from twellctl.bench.dense_ffn import compiled, dense_modes, fresh_compiler
 from twellctl.bench.dense_fp8 import (
     SCHEMES,
     exactly,
@@ -37,6 +36,7 @@ from twellctl.bench.dense_fp8 import (
     why_no_dense_fp8,
 )
 from twellctl.bench.device import bench_device, device_facts, free_memory, model_facts
+from twellctl.bench.modes import compiled, dense_modes, fresh_compiler
 from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
 from twellctl.bench.random_model import WORKSPACE, Shape, make_model, open_shape
 from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench, Point

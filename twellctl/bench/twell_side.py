@@ -1,20 +1,18 @@
-"""The TwELL side of a bench: this installation's kernels, on one FFN or in a whole model."""
+"""The TwELL side of a bench: this installation's kernels in a whole model."""
 
 import collections
 import copy
-import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_model import (
-    by_rows_of_neurons,
     gated_ffns,
     lay_weights,
     put_over_twell,
@@ -22,7 +20,6 @@ from twellctl.bundle.twell_model import (
 )
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.errors import TwellError
-from twellctl.firing.synthetic import FfnWeights
 from twellctl.here.own_kernels import own_kernels
 
 
@@ -79,25 +76,6 @@ def routes_taken(
             if of_these and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
-
-
-def ffn_over_twell(
-    route: str, slots: int, density: float
-) -> Callable[[Tensor, FfnWeights], Tensor]:
-    """The FFN over TwELL, with `slots` and `density` as a profile would tell them."""
-    run = functools.partial(
-        twell_ffn.sparse_ffn,
-        slots=slots,
-        density=density,
-        sources=own_kernels(),
-        route=route,
-    )
-    return lambda x, w: run(x, *w.split)
-
-
-def as_loaded(weights: FfnWeights) -> FfnWeights:
-    """`weights` as they lie in a model that was loaded; gate and up are shared."""
-    return replace(weights, down=by_rows_of_neurons(weights.down))
 
 
 @dataclass(frozen=True)

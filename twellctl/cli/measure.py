@@ -39,14 +39,6 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Draw the profile as a page, one file for any browser."),
     ] = None,
-    speed: Annotated[
-        bool | None,
-        typer.Option(
-            "--speed/--no-speed",
-            help="Time each layer's FFN, over TwELL and in the fastest dense form, on what it "
-            "read. [default: with --html, on an NVIDIA GPU]",
-        ),
-    ] = None,
 ) -> None:
     """Count which neurons fire.
 
@@ -61,7 +53,6 @@ def profile(
     if html is not None:
         check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
-    from twellctl.bench.layers import time_layers
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
@@ -71,7 +62,6 @@ def profile(
             text_column=text_column,
             windows=windows,
             seq_len=seq_len,
-            time_layers=time_layers if (html is not None if speed is None else speed) else None,
             progress=progress,
         )
     tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json), check)

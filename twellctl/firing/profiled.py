@@ -1,6 +1,5 @@
 """What a profile holds, and its JSON: written by `twellctl profile`, read by `twellctl export`."""
 
-import statistics
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -84,47 +83,13 @@ class KindDensity(PartDensity):
 
 
 @dataclass(frozen=True)
-class LayerSpeed:
-    """Milliseconds of one layer's FFN: over TwELL, and by `dense`, its fastest dense form."""
-
-    dense: str
-    dense_ms: float
-    twell_ms: float
-
-    @property
-    def speedup(self) -> float:
-        return self.dense_ms / self.twell_ms
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Each layer's FFN, timed on `device` on `tokens` tokens that the profile read."""
-
-    device: str
-    tokens: int
-    layers: tuple[LayerSpeed, ...]
-
-    @property
-    def speedup(self) -> float:
-        """Of all layers' FFNs together."""
-        dense = sum(layer.dense_ms for layer in self.layers)
-        return dense / sum(layer.twell_ms for layer in self.layers)
-
-    @property
-    def best_speedup(self) -> float:
-        """The same if each layer took the faster of the two."""
-        dense = sum(layer.dense_ms for layer in self.layers)
-        return dense / sum(min(layer.dense_ms, layer.twell_ms) for layer in self.layers)
-
-
-@dataclass(frozen=True)
 class Profile(Shown):
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
 
     `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
     several windows. `loss` is the mean cross-entropy of the next token in nats, `loss_error` its
     standard error over the windows. `intermediate_size` counts a model's own neurons, without those
-    of a map, which always fire. `speed` is None if not measured; `without_speed` says why.
+    of a map, which always fire.
     """
 
     model: str
@@ -143,8 +108,6 @@ class Profile(Shown):
     by_kind: tuple[KindDensity, ...] = ()
     loss: float | None = None
     loss_error: float | None = None
-    speed: Speed | None = None
-    without_speed: str | None = None
     text_tokens: int | None = None
 
     @property
@@ -165,20 +128,9 @@ class Profile(Shown):
         dead = sum(layer.dead for layer in self.layers)
         return dead / len(self.layers) / self.intermediate_size
 
-    @property
-    def speed_correlation(self) -> float | None:
-        """Pearson's, of the neurons that fire in a layer and its speed-up; None if undefined."""
-        if self.speed is None or len(self.layers) < 3:
-            return None
-        fired = [layer.nnz_mean for layer in self.layers]
-        speedups = [layer.speedup for layer in self.speed.layers]
-        if len(set(fired)) == 1 or len(set(speedups)) == 1:
-            return None
-        return statistics.correlation(fired, speedups)
-
     def to_json(self) -> dict:
         """The content of the file: schema version and means first, then all fields."""
-        names = ("nnz_mean", "density", "dead_fraction", "speed_correlation")
+        names = ("nnz_mean", "density", "dead_fraction")
         means = {key: getattr(self, key) for key in names}
         return {"schema_version": SCHEMA_VERSION} | means | asdict(self)
 
@@ -242,7 +194,3 @@ def _check(found: Profile) -> None:
             raise ValueError(f"{name} is {value}")
     if not found.layers:
         raise ValueError("it has no layers")
-    if found.speed is not None:
-        times = [ms for one in found.speed.layers for ms in (one.dense_ms, one.twell_ms)]
-        if len(found.speed.layers) != len(found.layers) or min(times) <= 0:
-            raise ValueError("speed is not that of each layer")

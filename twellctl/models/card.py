@@ -18,7 +18,7 @@ from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, front_matter
-from twellctl.models.card_speed import speed
+from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
@@ -184,7 +184,7 @@ def _sections(figures: Figures) -> Iterable[str]:
         "What it writes": _written(figures),
         "Losses": _losses(figures),
         "Tasks": _tasks(figures.evaluation),
-        "Speed": speed(figures.profile, figures.bench),
+        "Speed": speed(figures.bench) if figures.bench else figures.profile and UNTIMED,
         "Recipe": _recipe(figures.report),
     }
     return (f"\n## {title}\n\n{text}\n" for title, text in named.items() if text)

@@ -1,14 +1,14 @@
-"""What a model card says of speed: steps as bench decode timed them, and a profile's FFNs."""
+"""What a model card says of speed: steps as bench decode timed them."""
 
 from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
-from twellctl.firing.profiled import Profile
 from twellctl.models.card_table import cell, is_plain, table
 
 BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
+UNTIMED = "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
 FASTER = 1.02  # times as fast: less is no gain
 
 
@@ -26,7 +26,7 @@ def read_bench(path: Path, fingerprint: str, quantize: str | None) -> dict[str, 
     try:
         is_of_it = found["models"][0]["model"].get("fingerprint") == fingerprint
         is_rounded_so = found["settings"]["quantize"] == quantize
-        _decoding(found)
+        speed(found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise TwellError(
             f"{path} is no whole bench of decoding ({reason(error)}): {again}"
@@ -38,31 +38,11 @@ def read_bench(path: Path, fingerprint: str, quantize: str | None) -> dict[str, 
     return found
 
 
-def speed(profile: Profile | None, bench: dict[str, Any] | None) -> str | None:
-    """The text of the section; None where nothing was measured of the model at all."""
-    if profile is None and bench is None:
-        return None
-    parts = [] if bench is None else [_decoding(bench)]
-    if profile is not None and profile.speed is not None:
-        parts.append(_ffns(profile))
-    unknown = "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
-    return "\n\n".join(parts) or unknown
+def speed(bench: dict[str, Any]) -> str:
+    """The text of the section: a table of steps.
 
-
-def _ffns(profile: Profile) -> str:
-    timed = profile.speed
-    speedups = [layer.speedup for layer in timed.layers]
-    return (
-        f"Over TwELL the FFNs of all layers are {timed.speedup:.2f} times as fast as the\n"
-        f"fastest dense form of each, by layer {min(speedups):.2f} to {max(speedups):.2f} times. "
-        f"With the faster of the two\n"
-        f"in each layer they would be {timed.best_speedup:.2f} times as fast. At {timed.tokens} "
-        f"tokens on one\n{_place(timed.device, profile.versions)}."
-    )
-
-
-def _decoding(bench: dict[str, Any]) -> str:
-    """A table of steps; in words where nothing is gained over dense weights of the same dtype."""
+    In words where nothing is gained over dense weights of the same dtype.
+    """
     measured, place = bench["models"][0], _place(bench["device"], bench["versions"])
     in_fp8 = bench["settings"]["quantize"] == "fp8"
     rows, gains = [], []

@@ -26,7 +26,7 @@ MOST_NAMED = 6  # layers, by their numbers: the page's charts tell the others
 def of_profile(profile: Profile) -> list[str]:
     """About a measured model, what matters most first."""
     rules: tuple[Callable[[Profile], Iterator[str]], ...] = (
-        _density, _speed, _uneven, _slots, _heavy, _start, _kinds, _dead
+        _density, _uneven, _slots, _heavy, _start, _kinds, _dead
     )  # fmt: skip
     return [said[0].upper() + said[1:] for rule in rules for said in rule(profile)]
 
@@ -82,21 +82,6 @@ def _density(profile: Profile) -> Iterator[str]:
         )
     else:
         yield f"{percent(density)} of the neurons fire: few enough for prompts and for decoding."
-
-
-def _speed(profile: Profile) -> Iterator[str]:
-    if profile.speed is None:
-        why = f" ({profile.without_speed})" if profile.without_speed else ""
-        yield (
-            f"The speed of the layers was not measured{why}: profile with --speed on an NVIDIA GPU."
-        )
-        return
-    slow = [i for i, layer in enumerate(profile.speed.layers) if layer.speedup < 1]
-    if slow:
-        yield (
-            f"At {profile.speed.tokens} tokens {_layers(slow)} faster dense, and an export runs "
-            "them so. Fewer neurons must fire there before TwELL gains."
-        )
 
 
 def _uneven(profile: Profile) -> Iterator[str]:

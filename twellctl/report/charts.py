@@ -79,19 +79,15 @@ def bar_chart(
     label: str,
     x_name: str,
     names: Sequence[str] | None = None,
-    mark: float | None = None,
 ) -> Markup:
-    """A bar a place, from 0 on; a dotted line at `mark`."""
-    axis = number_axis(values if mark is None else [*values, mark], spelled, zero=True)
+    """A bar a place, from 0 on."""
+    axis = number_axis(values, spelled, zero=True)
     count, made = len(values), []
     gap = 0.12 if count < 120 else 0.0
     for place, value in enumerate(values):
         x, width = _across((place + gap) / count), _across((1 - 2 * gap) / count)
         top = _down(axis.at(value))
         made.append(tag("rect", x=x, width=width, y=top, height=HEIGHT - top, class_="bar"))
-    if mark is not None:
-        y = _down(axis.at(mark))
-        made.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="mark"))
     made += [strip(place / count, (place + 1) / count, text) for place, text in enumerate(says)]
     return chart(made, ticks(axis), places(count, names), label=label, x_name=x_name)
 

@@ -1,4 +1,4 @@
-"""The page of a profile: what fires, where and when, and what that is worth here."""
+"""The page of a profile: what fires, where and when."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,6 @@ def profile_page(profile: Profile) -> str:
     )
     sections = [
         Section("Neurons that fire, by layer", _by_layer(profile)),
-        Section("Speed of the layers", _speed(profile)),
         Section("By position in the window", _by_position(profile)),
         Section("By kind of text", _by_kind(profile)),
         Section("How it was measured", _facts(profile)),
@@ -37,9 +36,6 @@ def _tiles(profile: Profile) -> list[Tile]:
     if profile.loss is not None:
         error = "" if profile.loss_error is None else f"± {profile.loss_error:.4f} "
         tiles.insert(1, Tile("cross-entropy", f"{profile.loss:.4f}", f"{error}nats a token"))
-    if profile.speed is not None:
-        about = f"all FFNs, each the faster way, {profile.speed.tokens} tokens"
-        tiles.insert(1, Tile("speed-up", f"{profile.speed.best_speedup:.2f}x", about))
     return tiles
 
 
@@ -68,41 +64,6 @@ def _by_layer(profile: Profile) -> list[Markup | str]:
     columns = ["layer", "mean", "p10", "p50", "p90", "p99", "most"]
     columns += ["density", "dead", "slots", "overflow"]
     return [plot, folded("Table of all layers", tag("p", text), table(columns, rows))]
-
-
-def _speed(profile: Profile) -> list[Markup | str]:
-    timed = profile.speed
-    if timed is None:
-        return []
-    fired = [layer.nnz_mean for layer in profile.layers]
-    speedups = [layer.speedup for layer in timed.layers]
-    says = [
-        f"layer {number}: {layer.speedup:.2f}x with {count:.1f} neurons firing; "
-        f"{layer.twell_ms:.3f} ms for {layer.dense_ms:.3f} ms ({layer.dense})"
-        for number, (count, layer) in enumerate(zip(fired, timed.layers, strict=True))
-    ]
-    label = "Speed-up of each layer's FFN over the fastest dense form"
-    spelled = "{:g}x".format
-    plot = charts.bar_chart(speedups, spelled, says, label=label, x_name="layer", mark=1.0)
-    found = profile.speed_correlation
-    said = (
-        ""
-        if found is None
-        else f" Pearson's correlation with the neurons that fire is {found:.3f}."
-    )
-    text = (
-        f"Each layer's FFN on what it reads of {timed.tokens} tokens, on {timed.device}: over "
-        f"TwELL, and in the fastest dense form, which is 1x. All over TwELL are "
-        f"{timed.speedup:.2f}x, and with the faster of the two in each layer "
-        f"{timed.best_speedup:.2f}x.{said}"
-    )
-    rows = [
-        (number, f"{count:.1f}", layer.dense, f"{layer.dense_ms:.4f}", f"{layer.twell_ms:.4f}",
-         f"{layer.speedup:.2f}x")
-        for number, (count, layer) in enumerate(zip(fired, timed.layers, strict=True))
-    ]  # fmt: skip
-    columns = ["layer", "neurons", "fastest dense form", "dense ms", "TwELL ms", "speed-up"]
-    return [tag("p", text), plot, folded("Table", table(columns, rows))]
 
 
 def _by_position(profile: Profile) -> list[Markup | str]:

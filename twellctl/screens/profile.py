@@ -35,7 +35,6 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
-    _speed(result)
     for said in of_profile(result)[:MOST_ADVICE]:
         ui.note(said)
     if saved_as is not None:
@@ -49,21 +48,6 @@ def note_overlap(text_tokens: int, tokens: int) -> None:
     """Of a text of so many tokens, whose windows hold so many."""
     if text_tokens < tokens:
         ui.note(f"the text has {text_tokens} tokens: its windows overlap")
-
-
-def _speed(result: Any) -> None:
-    """What the timing of a `Profile` found, if it was asked for."""
-    if result.speed is not None:
-        speedups = [layer.speedup for layer in result.speed.layers]
-        ui.say(
-            f"over TwELL all FFNs are {result.speed.speedup:.2f} times as fast as dense ones, by "
-            f"layer {min(speedups):.2f} to {max(speedups):.2f}, and with the faster of the two in "
-            f"each layer {result.speed.best_speedup:.2f} times, at {result.speed.tokens} tokens"
-        )
-        if (found := result.speed_correlation) is not None:
-            ui.say(f"correlation of neurons that fire and speed-up, by layer: {found:.3f}")
-    if result.without_speed:
-        ui.note(f"the FFNs were not timed: {result.without_speed}")
 
 
 def _densities(what: str, parts: list[tuple[str, Any]]) -> None:
