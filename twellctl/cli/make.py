@@ -166,8 +166,7 @@ def finetune(
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would take, time, memory and disk, and, measured on a GPU, the "
-            "speed that it is to bring.",
+            help="Only say what it would take: time, memory and disk.",
         ),
     ] = False,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
@@ -204,15 +203,12 @@ def finetune(
     ui.doing("loading PyTorch and transformers")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
     if dry_run:
-        from twellctl.bench.expected_speed import expected_speed
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
         tried = try_out(model, settings, ui.note, ui.doing)
         if is_first:
-            has_target = tried.density is not None
-            speed = expected_speed(tried.config, tried.density, ui.doing) if has_target else None
-            tried_out(tried, speed, as_flags(tried.changes))
+            tried_out(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
     from twellctl.screens.run import RunScreen

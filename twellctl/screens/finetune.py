@@ -33,8 +33,8 @@ def finetuned(result: Any) -> None:
     ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
 
 
-def tried_out(result: Any, speed: Any, changes: str) -> None:
-    """What a run would take (a `DryRun`) and bring (an `ExpectedSpeed`); `changes` as flags."""
+def tried_out(result: Any, changes: str) -> None:
+    """What a run would take (a `DryRun`); `changes` as flags."""
     again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
     tokens = f"{result.num_tokens} tokens{again}"
     ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
@@ -46,25 +46,16 @@ def tried_out(result: Any, speed: Any, changes: str) -> None:
     ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
     for plan in result.on_several:
         ui.say(_on_several(plan))
-    _speed_to_expect(speed)
     if result.checkpoint_bytes:
         size = result.checkpoint_bytes / 1e9
         ui.say(
             f"a checkpoint takes {size:.3g} GB on disk; two are kept, a third is there for moments"
         )
+    if result.density is not None:
+        shape = f"--config {ui.word(result.config)} --density {result.density:g}"
+        ui.say(f"its speed, measured with random weights: twellctl bench decode {shape}")
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
-
-
-def _speed_to_expect(speed: Any) -> None:
-    """An `ExpectedSpeed`; None says nothing."""
-    if speed is None:
-        return
-    if speed.speedups:
-        ratios = ", ".join(f"{one.over_dense:.2f}x ({one.work})" for one in speed.speedups)
-        ui.say(f"speed over dense to expect on this GPU, by random weights: {ratios}")
-    for reason in speed.missing:
-        ui.say(f"speed over dense, not measured: {reason}")
 
 
 def _over_processes(result: Any) -> str:
