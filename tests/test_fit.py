@@ -333,11 +333,7 @@ def test_the_report_names_no_path(fitted, text_file):
     assert report["held_out"]["kl"] == done.fitted.held_out.kl
     card = " ".join((out / "README.md").read_text().split())
     assert "fitted to its source layer by layer: each FFN has 16 neurons more" in card
-    page = (out / "fit.html").read_text()
-    assert f"{done.fitted.held_out.kl:.4f}" in page
-    assert f"{done.fitted.layers[1].error:.2%}" in page
-    for file in (out / "twell_fit.json", out / "fit.html"):
-        assert str(text_file.parent) not in file.read_text()
+    assert str(text_file.parent) not in (out / "twell_fit.json").read_text()
 
 
 def refused(make_model, text_file, out, match, kind=TwellError, **settings):

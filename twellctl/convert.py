@@ -93,7 +93,6 @@ def _fitted(
 
     from twellctl.fitting.run import drop_run, fit_weights, fitted_tensors, prepare_fit
     from twellctl.models.shard_writer import write_shards
-    from twellctl.report.of_fit import FIT_PAGE, fit_page
     from twellctl.training.processes import in_all, in_the_first
 
     run, inputs = run_folder(out), [Path(model), *map(Path, fit.data), *text_files(fit.data)]
@@ -122,8 +121,6 @@ def _fitted(
         with claim.staged() as stage:
             write_shards(fitted_tensors(checkpoint, run), stage, SHARD_BYTES)
             (stage / FIT_FILE).write_text(_report(fit, fitted), encoding="utf-8")
-            drawn = fit_page(out.name, fitted, checkpoint.ffn.intermediate_size)
-            (stage / FIT_PAGE).write_text(drawn, encoding="utf-8")
             made = _written(checkpoint, out, stage, fitted.map_neurons, fitted)
         drop_run(run)
         return made

@@ -39,7 +39,6 @@ from twellctl.models.loading import (
     quiet_transformers,
 )
 from twellctl.report.notebook import Shown
-from twellctl.report.write import write_run_page
 from twellctl.training.answers import answers_of_run
 from twellctl.training.arguments import micro_batch
 from twellctl.training.build import build_trainer, for_model
@@ -357,7 +356,6 @@ def _save(
             told = settings_of(public_recipe(recipe))
             report = dataclasses.asdict(result) | {"out": result.out.name, "recipe": told}
             (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
-            write_run_page(stage, report, progress.note)
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from twellctl.firing.profiled import LayerProfile, Profile
-from twellctl.report.axes import percent
 
 FEW_TOKENS = 50_000  # too few to call a neuron dead
 MANY_DEAD = 0.05
@@ -20,7 +19,16 @@ MET = 1.1  # times the target
 # teacher solves (591 executed tasks)
 BAD_LOSS, BAD_KL = 0.1, 0.09
 LOSSES = ("cross_entropy", "teacher_cross_entropy", "teacher_kl")
-MOST_NAMED = 6  # layers, by their numbers: the page's charts tell the others
+MOST_NAMED = 6  # layers, by their numbers
+
+
+def percent(share: float) -> str:
+    """With three digits: "12.3 %", "0.456 %"."""
+    value = 100 * share
+    if value == 0:
+        return "0 %"
+    digits = 1 if value >= 10 else 2 if value >= 1 else 3 if value >= 0.01 else 4
+    return f"{value:.{digits}f} %"
 
 
 def of_profile(profile: Profile) -> list[str]:

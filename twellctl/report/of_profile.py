@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twellctl.firing.profiled import PartDensity, Profile
-from twellctl.report import advice, charts
-from twellctl.report.axes import percent, short_percent
-from twellctl.report.markup import Markup, folded, table, tag
+from twellctl.report import advice
+from twellctl.report.advice import percent
+from twellctl.report.markup import Markup, table, tag
 from twellctl.report.page import Section, Tile, page
 
 
@@ -39,60 +39,49 @@ def _tiles(profile: Profile) -> list[Tile]:
     return tiles
 
 
-def _by_layer(profile: Profile) -> list[Markup | str]:
-    layers = profile.layers
-    says = [
-        f"layer {number}: mean {layer.nnz_mean:.1f} neurons ({percent(layer.density)}); "
-        f"median {layer.nnz_p50}, 99 % of tokens at most {layer.nnz_p99}, most {layer.nnz_max}"
-        for number, layer in enumerate(layers)
-    ]
-    label = f"Share of the neurons that fire, by layer, mean {percent(profile.density)}"
-    plot = charts.bar_chart(
-        [layer.density for layer in layers], short_percent, says, label=label, x_name="layer"
-    )
+def _by_layer(profile: Profile) -> list[Markup]:
     text = (
         f"Slots are the places that a tile of {profile.tile} neurons has in the packed gate. A "
         "token with more in some tile overflows: it is computed apart. Dead neurons fired on no "
         "token."
     )
+    bars = _bars([layer.density for layer in profile.layers])
     rows = [
-        (number, f"{layer.nnz_mean:.1f}", *map(_number, (layer.nnz_p10, layer.nnz_p50,
-         layer.nnz_p90, layer.nnz_p99, layer.nnz_max)), percent(layer.density), layer.dead,
-         layer.slots, f"{layer.overflow:.3%}")
-        for number, layer in enumerate(layers)
+        (number, bar, percent(layer.density), f"{layer.nnz_mean:.1f}",
+         *map(_number, (layer.nnz_p10, layer.nnz_p50, layer.nnz_p90, layer.nnz_p99,
+         layer.nnz_max)), layer.dead, layer.slots, f"{layer.overflow:.3%}")
+        for number, (bar, layer) in enumerate(zip(bars, profile.layers, strict=True))
     ]  # fmt: skip
-    columns = ["layer", "mean", "p10", "p50", "p90", "p99", "most"]
-    columns += ["density", "dead", "slots", "overflow"]
-    return [plot, folded("Table of all layers", tag("p", text), table(columns, rows))]
+    columns = ["layer", "", "density", "mean", "p10", "p50", "p90", "p99", "most"]
+    columns += ["dead", "slots", "overflow"]
+    return [tag("p", text), table(columns, rows)]
 
 
-def _by_position(profile: Profile) -> list[Markup | str]:
-    parts = [part for part in profile.by_position if part.tokens]
-    return _parts(parts, [part.span for part in parts], "position")
+def _by_position(profile: Profile) -> list[Markup]:
+    return _parts([(part.span, part) for part in profile.by_position], "position")
 
 
-def _by_kind(profile: Profile) -> list[Markup | str]:
-    parts = [part for part in profile.by_kind if part.tokens]
-    return _parts(parts, [part.kind for part in parts], "kind of text") if len(parts) > 1 else []
+def _by_kind(profile: Profile) -> list[Markup]:
+    kinds = [(part.kind, part) for part in profile.by_kind]
+    return _parts(kinds, "kind of text") if len(kinds) > 1 else []
 
 
-def _parts(parts: Sequence[PartDensity], names: list[str], what: str) -> list[Markup | str]:
-    """Density of parts of the text, and their losses in a table."""
-    if not parts:
-        return []
-    says = [
-        f"{name}: {percent(part.density)} of the neurons fire, {part.tokens} tokens"
-        for name, part in zip(names, parts, strict=True)
-    ]
-    label = f"Share of the neurons that fire, by {what}"
-    densities = [part.density for part in parts]
-    plot = charts.bar_chart(densities, short_percent, says, label=label, x_name=what, names=names)
-    rows = [(name, part.tokens, percent(part.density), _number(part.loss))
-            for name, part in zip(names, parts, strict=True)]  # fmt: skip
-    return [plot, folded("Table", table([what, "tokens", "density", "cross-entropy"], rows))]
+def _parts(named: Sequence[tuple[str, PartDensity]], what: str) -> list[Markup]:
+    """Density and loss of those parts of the text that have tokens."""
+    named = [(name, part) for name, part in named if part.tokens]
+    bars = _bars([part.density for _, part in named])
+    rows = [(name, bar, percent(part.density), part.tokens, _number(part.loss))
+            for bar, (name, part) in zip(bars, named, strict=True)]  # fmt: skip
+    return [table([what, "", "density", "tokens", "cross-entropy"], rows)] if rows else []
 
 
-def _facts(profile: Profile) -> list[Markup | str]:
+def _bars(shares: Sequence[float]) -> list[Markup]:
+    """A bar for each; the largest is full."""
+    most = max(shares, default=0.0) or 1.0
+    return [tag("meter", value=share / most, aria_label=percent(share)) for share in shares]
+
+
+def _facts(profile: Profile) -> list[Markup]:
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     facts = {
         "model": profile.model,

@@ -1,4 +1,4 @@
-"""The file of a report: its head, its sections, its style and script, and what it may do."""
+"""The file of a report: its head, its sections, its style, and what it may do."""
 
 import base64
 import hashlib
@@ -21,7 +21,6 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 {body}
-<script>{script}</script>
 </body>
 </html>
 """
@@ -47,7 +46,7 @@ class Tile:
 def page(
     title: str, about: str, tiles: Sequence[Tile], advice: Sequence[str], sections: list[Section]
 ) -> str:
-    """The whole file. It loads nothing, and runs no script but its own."""
+    """The whole file. It loads nothing and runs no script."""
     body = tag(
         "main",
         tag("header", tag("h1", title), tag("p", about, class_="about")),
@@ -55,12 +54,12 @@ def page(
         _advice(advice),
         *(tag("section", tag("h2", s.title), *s.content) for s in sections if s.content),
     )
-    style, script = colours() + _part("css"), _part("js")
+    style = colours() + _file("report.css")
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        f"default-src 'none'; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return _PAGE.format(policy=policy, title=escaped(title), style=style, script=script, body=body)
+    return _PAGE.format(policy=policy, title=escaped(title), style=style, body=body)
 
 
 def is_page(path: Path) -> bool:
@@ -89,10 +88,6 @@ def _advice(sentences: Sequence[str]) -> Markup | None:
         return None
     items = tag("ul", *(tag("li", sentence) for sentence in sentences))
     return tag("section", tag("h2", "Advice"), items, class_="advice")
-
-
-def _part(kind: str) -> str:
-    return _file(f"report.{kind}")
 
 
 def _file(name: str) -> str:

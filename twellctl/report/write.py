@@ -1,15 +1,11 @@
-"""Pages go to their files here, whole or not at all, and never cost what they show."""
+"""The page goes to its file here, whole or not at all, and never costs what it shows."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.outputs import check_file, write_file
 from twellctl.firing.profiled import Profile
-from twellctl.models.carried import METRICS_FILE
 from twellctl.report.of_profile import profile_page
-from twellctl.report.of_run import RUN_PAGE, read_rows, run_page
 from twellctl.report.page import is_page
 
 
@@ -35,16 +31,3 @@ def write_profile_page(profile: Profile, path: Path) -> None:
             "was asked for is written; please report it"
         ) from error
     write_file(path, text, lambda: check_page_path(path))
-
-
-def write_run_page(folder: Path, report: dict[str, Any], note: Callable[[str], None]) -> None:
-    """Draw the run that made the model in `folder` beside its metrics; `note` says if it fails.
-
-    `report` is what the run ended with, and by "recipe" its settings.
-    """
-    try:
-        text = run_page(report["out"], read_rows(folder / METRICS_FILE), report)
-    except Exception as error:  # the model is worth more than its page
-        note(f"{RUN_PAGE} could not be drawn ({type(error).__name__}: {reason(error)})")
-        return
-    (folder / RUN_PAGE).write_text(text, encoding="utf-8")

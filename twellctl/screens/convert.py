@@ -43,14 +43,24 @@ def converted(done: Any, model: str) -> None:
         f"held-out text: KL to the source {held.kl:.4f}, same token {held.same_token:.2%}, "
         f"cross-entropy {held.cross_entropy:.4f} (source {held.source_cross_entropy:.4f})"
     )
-    ui.say(f"the fit as a page: {done.out / 'fit.html'}")
     ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE, or profile {out}")
 
 
 def _layers(fitted: Any) -> None:
-    from twellctl.report.of_fit import COLUMNS, layer_rows  # no page is drawn for --help
-
-    ui.table("on held-out text, by layer", list(COLUMNS), layer_rows(fitted))
+    """Errors are shares of the squared output, the map's is its share of it."""
+    rows = [
+        [
+            str(index),
+            f"{layer.fires:.1%}",
+            f"{layer.error_swapped:.2%}",
+            f"{layer.error:.2%}",
+            f"{layer.map_share:.1%}",
+            f"{layer.states_differ:.3f}",
+        ]
+        for index, layer in enumerate(fitted.layers)
+    ]
+    columns = ["layer", "fires", "error, swapped", "error", "by the map", "states differ"]
+    ui.table("on held-out text, by layer", columns, rows)
 
 
 def planned(plan: Any) -> None:

@@ -10,8 +10,7 @@ from twellctl.screens.eval import of_own
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`): first what users will notice."""
-    from twellctl.report.advice import of_run  # no page is drawn for --help
-    from twellctl.report.of_run import RUN_PAGE
+    from twellctl.report.advice import of_run  # that --help need not load it
 
     if result.answers is not None:
         ui.say(f"{result.out}: {result.answers.verdict}")
@@ -28,8 +27,6 @@ def finetuned(result: Any) -> None:
         ui.say(f"held-out cross-entropy: {held_out}{kl}")
     if result.answers is not None:
         ui.say(f"answers to held-out prompts: {of_own(result.answers)}")
-    if (page := result.out / RUN_PAGE).is_file():
-        ui.say(f"the run as a page: {page}")
     ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
 
 
