@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 from twellctl.bundle import twell_ways
@@ -13,6 +13,7 @@ from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
 from twellctl.decoding import down_copies, few_ways, kernel_decoder, kernel_fit
+from twellctl.decoding.attention import Rotary
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, choose
 
@@ -46,18 +47,29 @@ class Kernels:
         fields[Field.POSITION] = (fields[Field.POSITION] + 1).minimum(fields[Field.LIMIT])
 
 
-def rotated(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(heads: Tensor, angles: tuple[Tensor, Tensor], turned: int) -> Tensor:
     cos, sin = (table[:, None] for table in angles)
-    return heads * cos + rotate_half(heads) * sin
+    halves = rotate_half(heads[..., :turned])
+    return heads * cos + torch.cat((halves, heads[..., turned:]), -1) * sin
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def embed_norm(kernels, tokens, table, weight, eps, counts) -> tuple[Tensor, Tensor]:
+def rms_norm(kernels, x, weight, eps, out=None) -> Tensor:
+    y = norm(x, weight, eps)
+    return y if out is None else out.copy_(y)
+
+
+def add_norm(kernels, z, weight_of_z, x, weight, eps) -> tuple[Tensor, Tensor]:
+    x = x + norm(z, weight_of_z, eps)
+    return x, x if weight is None else norm(x, weight, eps)
+
+
+def embed_norm(kernels, tokens, table, weight, eps, counts, *, scale) -> tuple[Tensor, Tensor]:
     counts.zero_()
-    x = F.embedding(tokens, table)
+    x = F.embedding(tokens, table) * scale
     return x, norm(x, weight, eps)
 
 
@@ -68,8 +80,8 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
     q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
     if layer.q_norm is not None:
         q, k = norm(q, layer.q_norm, layer.eps), norm(k, layer.k_norm, layer.eps)
-    angles = tuple(table[positions.long()] for table in rotary)
-    q, k = rotated(q, angles), rotated(k, angles)
+    angles = tuple(table[positions.long()] for table in (rotary.cos, rotary.sin))
+    q, k = (rotated(heads, angles, rotary.turned) for heads in (q, k))
     rows = []
     for row, position in enumerate(positions.tolist()):
         page, slot = int(tables[row, position // PAGE]), position % PAGE
@@ -81,6 +93,8 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
         )
         ours = q[row].unflatten(0, (plan.Hkv, -1))
         scores = torch.einsum("gsd,gpd->gsp", ours, keys) * layer.scale
+        if layer.cap:
+            scores = layer.cap * (scores / layer.cap).tanh()
         rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), values).flatten())
     return torch.stack(rows)
 
@@ -102,7 +116,8 @@ def played(way: Way) -> Way:
     def run(kernels, limits, x, ffn, *, residual, counts, overlap) -> Tensor:
         kernels.taken.append(way.name)
         hidden = gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
-        return residual + F.linear(hidden, ffn.w_down.t(), ffn.b_down)
+        y = F.linear(hidden, ffn.w_down.t(), ffn.b_down)
+        return y if residual is None else residual + y
 
     return replace(way, run=run)
 
@@ -117,9 +132,10 @@ def noted(way: Way) -> Way:
     return replace(way, run=run)
 
 
-def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
+def rotary_tables(rotary, num_positions: int, D: int, device) -> Rotary:
     cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
-    return cos[0], sin[0]
+    rest = 0, D - cos.shape[-1]
+    return Rotary(F.pad(cos[0], rest, value=1.0), F.pad(sin[0], rest), cos.shape[-1])
 
 
 def stand_in(monkeypatch) -> Kernels:
@@ -130,7 +146,8 @@ def stand_in(monkeypatch) -> Kernels:
         "device_limits": lambda index: H200,
         "what_is_missing": lambda: None,
         "embed_norm": embed_norm,
-        "rms_norm": lambda kernels, *inputs: norm(*inputs),
+        "rms_norm": rms_norm,
+        "add_norm": add_norm,
         "attend": attend,
         "few_linear": linear,
         "takes_hopper_kernels": lambda index: True,

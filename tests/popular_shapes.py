@@ -59,6 +59,8 @@ SHAPES = [
     Shape("Mistral-7B", "mistral", 4096, 14336, 32, 8, 128, 32768),
     Shape("Mistral-Small-24B", "mistral", 5120, 32768, 32, 8, 128, 131072),
     Shape("Phi-3-mini", "phi3", 3072, 8192, 32, 32, 96, 32064, window=2047),
+    Shape("Granite-3-8B", "granite", 4096, 12800, 32, 8, 128, 49155),
+    Shape("Falcon3-3B", "llama", 3072, 9216, 12, 4, 256, 131072),
     Shape("Qwen2.5-0.5B", "qwen2", 896, 4864, 14, 2, 64, 151936),
     Shape("Qwen2.5-1.5B", "qwen2", 1536, 8960, 12, 2, 128, 151936),
     Shape("Qwen2.5-3B", "qwen2", 2048, 11008, 16, 2, 128, 151936),
@@ -74,4 +76,4 @@ SHAPES = [
 ]
 
 # Those that no decode kernels take, and why: transformers' own code decodes them.
-NOT_TAKEN = {"OpenLLaMA-3B": "takes heads of 64, 96, 128, not of 100"}
+NOT_TAKEN = {"OpenLLaMA-3B": "takes heads of 64, 80, 96, 112, 128, 160, 192, 256, not of 100"}

@@ -9,6 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
+    Rotary,
+    add_norm,
     attend,
     batch_positions,
     embed_norm,
@@ -22,6 +24,7 @@ from twellctl.decoding.attention import (
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
+SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160)]
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -37,7 +40,7 @@ def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
         "qkv": bf16(B, (H + 2 * Hkv) * D),
         "positions": torch.zeros(B, dtype=torch.int32),
         "tables": torch.zeros(B, W, dtype=torch.int32),
-        "rotary": (bf16(W * PAGE, D), bf16(W * PAGE, D)),
+        "rotary": Rotary(bf16(W * PAGE, D), bf16(W * PAGE, D), D),
         "workspace": open_workspace([plan], CPU),
     }
 
@@ -59,11 +62,19 @@ def test_attend_is_launched_as_its_source_says(shape):
 def test_norms_are_launched_as_their_source_says():
     kernels = Launches()
     rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
+    wide = bf16(3, 4112)[:, :2056]
+    assert rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
+    z, x = bf16(2, 3, 2056)
+    total, y = add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
+    assert total is not y
+    total, y = add_norm(kernels, z, bf16(2056), x, None, 1e-5)
+    assert total is y
     tokens, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     x, y = embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
     assert x.shape == y.shape == (3, 2056)
-    embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5)
-    assert [name for name, *_ in kernels.made] == ["rms_norm", "embed_norm", "embed_norm"]
+    embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
+    names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 2
+    assert [name for name, *_ in kernels.made] == names
     for name, grid, block, args, _ in kernels.made:
         assert (grid, block) == ((3,), 288)
         assert_taken(name, args)
@@ -89,10 +100,10 @@ def test_plans_fit(shape, B, max_positions):
 
 def test_what_the_kernels_do_not_take_is_said():
     assert why_not_attend(32, 8, 128) is None
-    said = "the attention kernel takes heads of 64, 96, 128, not of 80"
-    assert why_not_attend(32, 8, 80) == said
+    said = "the attention kernel takes heads of 64, 80, 96, 112, 128, 160, 192, 256, not of 72"
+    assert why_not_attend(32, 8, 72) == said
     with pytest.raises(ValueError, match=said):
-        plan_attend(1, 32, 8, 80, 1024, 132)
+        plan_attend(1, 32, 8, 72, 1024, 132)
     assert "32 are not a multiple" in why_not_attend(32, 5, 64)
     assert why_no_norm(2048) is None
     assert why_no_norm(100).endswith("not of 100")
@@ -108,7 +119,7 @@ def test_what_the_kernels_do_not_take_is_said():
         ),
         ({"positions": torch.zeros(3)}, r"positions must be int32 \[3\], got torch.float32"),
         ({"tables": torch.zeros(4, 3, dtype=torch.int32).T}, "tables must be int32 with"),
-        ({"rotary": (bf16(256, 64), bf16(128, 64))}, r"sin must be bf16 \[256, 64\]"),
+        ({"rotary": Rotary(bf16(256, 64), bf16(128, 64), 64)}, r"sin must be bf16 \[256, 64\]"),
         ({"layer": AttendLayer(bf16(9, 2, PAGE, 64), bf16(9, 2, 32, 64), 1.0)}, "values must be"),
         (
             {"layer": AttendLayer(*[bf16(9, 2, PAGE, 64)] * 2, 1.0, q_norm=bf16(64))},
@@ -125,8 +136,11 @@ def test_wrong_tensors_are_refused(changed, said):
 
 def test_rotary_tables_are_what_the_model_computes():
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
-    cos, sin = rotary_tables(rotary, 9000, CPU)
+    made = rotary_tables(rotary, 9000, 80, CPU)
     at = torch.tensor([[0, 1, 777, 8191, 8192, 8999]])
     wanted = rotary(bf16(1), at)
-    assert torch.equal(cos[at[0]], wanted[0][0])
-    assert torch.equal(sin[at[0]], wanted[1][0])
+    assert made.turned == 64
+    assert torch.equal(made.cos[at[0], :64], wanted[0][0])
+    assert torch.equal(made.sin[at[0], :64], wanted[1][0])
+    assert (made.cos[:, 64:] == 1).all()
+    assert (made.sin[:, 64:] == 0).all()

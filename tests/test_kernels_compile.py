@@ -19,6 +19,7 @@ from twellctl.bundle.twell_sequence import HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
     E4M3_END,
     ENTRY_FILES,
+    HEAD_DIMS,
     MOST_OF_BLOCK,
     NUMBERS,
     SPEC,
@@ -35,14 +36,14 @@ HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in (""
 HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
-# the text of the steps of 4096, with other numbers
+# the text of the steps of 4096, or of heads of 128, with other numbers
 OTHER_STEPS = {
     f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3_END)
-}
+} | {f"decode/attend_{D}.cu" for D in HEAD_DIMS if D != 128}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{name.removesuffix('.cu')}{E4M3_END}.cu" in SOURCES}
 # nor those that take it long, of instructions that others have, too
-LONG = {"decode/attend.cu", "train/grad_heavy.cu", f"ffn/heavy{E4M3_END}.cu"}
+LONG = {"decode/attend_128.cu", "train/grad_heavy.cu", f"ffn/heavy{E4M3_END}.cu"}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)
     for name in SOURCES

@@ -149,7 +149,7 @@ def carried() -> dict[str, bytes]:
 
 def test_an_export_carries_no_kernel_of_the_decode_engine_and_no_lab_book():
     left = set(map(inside, sources("kernels", DATA["kernels"]))) - set(carried())
-    assert {"MEASURED.md", "LAB.md", "decode/attend.cu", "decode/step.cuh"} <= left
+    assert {"MEASURED.md", "LAB.md", "decode/attend.cuh", "decode/step.cuh"} <= left
     kernels = {name for name in left if name.startswith(("ffn/", "train/", "decode/"))}
     assert all(name.startswith("decode/") for name in kernels)
     assert not [name for name in carried() if name.startswith("decode/")]

@@ -10,7 +10,8 @@ from launched import assert_taken
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding.attention import AttendLayer
+from twellctl.decoding.attention import AttendLayer, Rotary
+from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.whole_step import (
     DecoderLayer,
@@ -22,6 +23,7 @@ from twellctl.decoding.whole_step import (
 
 H200 = Limits(132, 232448, (9, 0))
 SMALL = StepSizes(2048, 5632, 32, 64, 49152)
+SCALES = Scales(1e-5)
 
 
 class Launches:
@@ -54,7 +56,8 @@ def make_layer(window: int | None) -> DecoderLayer:
     ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None)
     attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
     qkv, out = Linear(bf16(3072, 2048), bf16(3072)), Linear(bf16(2048, 2048), None)
-    return DecoderLayer(bf16(2048), qkv, attend, out, bf16(2048), ffn)
+    norms = Norms(bf16(2048), None, bf16(2048), None)
+    return DecoderLayer(norms, qkv, attend, out, ffn)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +104,8 @@ def test_the_launch(form, end):
     kernels, layers = Launches(), [make(None), make(100)]
     sizes = replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
-    rotary = bf16(128, 64), bf16(128, 64)
-    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, 1e-5, form=form, num_own=48)
+    rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
+    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, SCALES, form=form, num_own=48)
     tokens, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     logits, counts = step(tokens, tokens, tables)
     assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
@@ -122,18 +125,18 @@ def test_the_table_of_layers(end):
     layer = fp8_layer(100) if end else make_layer(100)
     kernels, sizes = Launches(), replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
-    rotary = bf16(128, 64), bf16(128, 64)
-    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, 1e-5, form="sparse", num_own=48)(
+    rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
+    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, SCALES, form="sparse", num_own=48)(
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3][0].tolist()
     of_layer = {
-        "input_norm": layer.input_norm,
+        "input_norm": layer.norms.attention,
         "qkv": layer.qkv.weight,
         "qkv_bias": layer.qkv.bias,
         "out": layer.out.weight,
         "out_bias": None,
-        "ffn_norm": layer.ffn_norm,
+        "ffn_norm": layer.norms.ffn,
         "gate": layer.ffn.w_gate,
         "up": layer.ffn.w_up,
         "down": layer.ffn.w_down,
@@ -157,7 +160,7 @@ def test_the_table_of_layers(end):
     assert row == [*known, 0, 0, 48 << 32 | 100, *(scale.data_ptr() for scale in scales)]
     if not end:
         screen = Screen(torch.zeros(1, dtype=torch.uint8), torch.zeros(16), 48)
-        given = kernels, H200, sizes, [layer], *weights, rotary, 1e-5
+        given = kernels, H200, sizes, [layer], *weights, rotary, SCALES
         WholeStep(*given, form="screened", num_own=48, screens=[screen])(
             *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
         )
@@ -170,6 +173,6 @@ def test_weights_that_lie_otherwise_are_refused():
     turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(
-            Launches(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3, (bf16(1, 64),) * 2, 0.1,
-            form="sparse", num_own=64,
+            Launches(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3,
+            Rotary(bf16(1, 64), bf16(1, 64), 64), SCALES, form="sparse", num_own=64,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 // What a block of `attend` is given, its lanes, and batches of positions out of the cache. See
-// attend.cu.
+// attend.cuh.
 #pragma once
 #include "spec.cuh"
 #include "ptx/compiler.cuh"
@@ -15,11 +15,13 @@ struct Job {
     const unsigned short* qkv;
     const int *positions, *tables;
     int table_stride, width;
-    const unsigned short *cos, *sin, *q_norm, *k_norm;
+    const unsigned short *cos, *sin;
+    int half;  // eights in half of what is turned of a head
+    const unsigned short *q_norm, *k_norm;
     float eps;
     unsigned short *keys, *values;
     int num_kv_heads, sharing, window, whole_batches;  // sharing: heads of q to one of k and v
-    float scale;
+    float scale, cap;  // of scores; 0: they are not capped
     float* parts;
     unsigned* tickets;
     unsigned* out;
@@ -28,7 +30,7 @@ struct Job {
 template <int DIM>
 struct Shape {
     static constexpr int EIGHTS = DIM / 8;               // of a head
-    static constexpr int LANES = EIGHTS > 8 ? 16 : 8;    // of a position
+    static constexpr int LANES = EIGHTS > 16 ? 32 : EIGHTS > 8 ? 16 : 8;  // of a position
     static constexpr int GROUPS = 32 / LANES;            // positions side by side
     static constexpr int BATCH = GROUPS * kLoads;        // positions
     static_assert(DIM % 16 == 0 && EIGHTS <= LANES, "no such head");

@@ -1,4 +1,4 @@
-// The softmax of `attend`, batch by batch in a warp, and how parts are put together. See attend.cu.
+// The softmax of `attend`, batch by batch in a warp, and how parts are put together. See attend.cuh.
 #pragma once
 #include "decode/attend_job.cuh"
 #include "ptx/arithmetic.cuh"
@@ -55,6 +55,13 @@ __device__ __forceinline__ void score_batch(float (&scores)[HEADS], const uint4 
 #pragma unroll
     for (int h = 0; h < HEADS; ++h)
         scores[h] = share_sums<Shape<DIM>::LANES>(products[h], lane);
+}
+
+// cap tanh(score / cap), of scores and a cap in powers of two.
+template <int HEADS>
+__device__ __forceinline__ void cap_scores(float (&scores)[HEADS], float cap) {
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) scores[h] = cap * tanhf(scores[h] / cap);
 }
 
 // Scores to exponentials, relative to the largest score so far.

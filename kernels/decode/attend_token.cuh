@@ -1,5 +1,5 @@
 // The new token of `attend`: its heads of q, k and v out of qkv, normalised and rotated as
-// transformers does in bf16, into shared memory, and k and v into the cache. See attend.cu.
+// transformers does in bf16, into shared memory, and k and v into the cache. See attend.cuh.
 #pragma once
 #include "decode/attend_job.cuh"
 #include "ptx/arithmetic.cuh"
@@ -55,13 +55,12 @@ __device__ __forceinline__ void normalise_head(float (&values)[8], const uint4& 
     normalise(values, reciprocal_root(sum * (1.f / DIM) + eps), weight);
 }
 
-// x cos + rotate_half(x) sin.
+// x cos + rotate_half(x) sin, of the first 2 `half` eights of a head; others have cos 1 and sin 0.
 template <int DIM>
 __device__ __forceinline__ void rotate(float (&values)[8], const uint4& cos, const uint4& sin,
-                                       const Lane<DIM>& lane) {
-    constexpr int HALF = Shape<DIM>::EIGHTS / 2;
-    const bool is_low = lane.eight < HALF;
-    const int other = is_low ? lane.eight + HALF : lane.eight - HALF;
+                                       int half, const Lane<DIM>& lane) {
+    const bool is_low = lane.eight < half;
+    const int other = is_low ? lane.eight + half : max(lane.eight - half, 0);
     float cosines[8], sines[8];
     unpack(cos, cosines);
     unpack(sin, sines);
@@ -86,7 +85,7 @@ __device__ __forceinline__ void finish_new_head(const Job& job, const Heads& hea
     float values[8];
     unpack(eight, values);
     if (job.q_norm != nullptr) normalise_head<DIM>(values, head.norm, job.eps);
-    rotate<DIM>(values, head.cos, head.sin, lane);
+    rotate<DIM>(values, head.cos, head.sin, job.half, lane);
     if (!has_part) return;
     if (head.task == kQuery) {
         float* to = shared.q + number * DIM + lane.eight * 8;

@@ -16,7 +16,7 @@
 // `best`, as a number: the value's order, and the token turned round. The last block to arrive
 // finds the row's, and sets all for the next step: what is chosen does not depend on time.
 //
-// Launch: 256 threads, grid (any, B). V a multiple of 4. best uint64 [B] and tickets uint32 [B] are
+// Launch: 256 threads, grid (any, B). best uint64 [B] and tickets uint32 [B] are
 // zero before the first launch; every launch leaves zeros.
 #include "spec.cuh"
 #include "ptx/global.cuh"
@@ -75,22 +75,34 @@ struct Best {
     }
 };
 
+// Logits at .. at + 4 of those of a row; anything for what lies behind. Rows of no multiple of four
+// do not begin at 16 bytes.
+__device__ __forceinline__ uint4 load_four(const float* logits, int at, int V) {
+    uint4 four = make_uint4(0, 0, 0, 0);
+    load_written_if(V % 4 == 0 && at < V, logits + at, four);
+    load_written_word_if(V % 4 != 0 && at < V, logits + at, four.x);
+    load_written_word_if(V % 4 != 0 && at + 1 < V, logits + at + 1, four.y);
+    load_written_word_if(V % 4 != 0 && at + 2 < V, logits + at + 2, four.z);
+    load_written_word_if(V % 4 != 0 && at + 3 < V, logits + at + 3, four.w);
+    return four;
+}
+
 // The best of the block's part of a row: in each thread of the first warp.
 __device__ __forceinline__ Best best_of_block(const float* logits, int V, const Noise& noise) {
     __shared__ Best of_warps[kWarps];
     Best best = {0, ~0u};
     int at = 4 * (blockIdx.x * kThreads + threadIdx.x);
     const int step = 4 * gridDim.x * kThreads;
-    uint4 next = make_uint4(0, 0, 0, 0);
-    if (at < V) next = load_written(logits + at);
+    uint4 next = load_four(logits, at, V);
 #pragma unroll 1
     for (; at < V; at += step) {
         const float four[4] = {__uint_as_float(next.x), __uint_as_float(next.y),
                                __uint_as_float(next.z), __uint_as_float(next.w)};
-        if (at + step < V) next = load_written(logits + at + step);
+        next = load_four(logits, at + step, V);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            best.take(noise.temperature > 0.f ? noise.drawn(four[i], at + i) : four[i], at + i);
+            if (at + i < V)
+                best.take(noise.temperature > 0.f ? noise.drawn(four[i], at + i) : four[i], at + i);
     }
     best = best.of_warp();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;

@@ -1,13 +1,16 @@
-// rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16.
-// embed_norm: the same of rows of a table [., K], picked by int32 tokens [B], which go to x, too; it
-// begins a step, and clears what the step counts.
+// rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, for each row of x [B, K], bf16; rows of x and y
+// lie `stride` apart, and y may be x.
+// embed_norm: the same of rows of a table [., K], picked by int32 tokens [B], times `scale`, which
+// go to x, too; it begins a step, and clears what the step counts.
+// add_norm: of z [B, K], added to x; the sum goes to `sum`, and its norm by `weight` to y, if there
+// is a weight.
 //
 // Rounded as transformers' LlamaRMSNorm in bf16: x / sqrt(..), and once more after the weight. A
-// row is a block, which has all of it under way at once and meets at one barrier: with few rows
-// latency is all that counts.
+// row is a block, which has all of it under way at once and meets at one barrier a norm: with few
+// rows latency is all that counts.
 //
 // Launch: a block a row, of ceil(K / 8) threads rounded up to warps, at most 1024. K a multiple of
-// 8 up to 16384; rows are contiguous.
+// 8 up to 16384, and so is a stride.
 #include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/global.cuh"
@@ -32,70 +35,117 @@ __device__ __forceinline__ float sum_over_block(float value, float* sums) {
     return sum;
 }
 
-// What of a row's weights a thread needs; no kernel writes them.
-__device__ __forceinline__ void load_weights(uint4 (&weights)[kParts], const uint4* weight,
-                                             int num) {
+// Calls do_eight(part, i) for each eight of a row that the thread has; i may lie behind the row.
+template <class Do>
+__device__ __forceinline__ void for_each_eight(Do&& do_eight) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int i = threadIdx.x + part * blockDim.x;
-        weights[part] = make_uint4(0, 0, 0, 0);
-        load_streamed_if(i < num, weight + i, weights[part]);
-    }
+    for (int part = 0; part < kParts; ++part)
+        do_eight(part, static_cast<int>(threadIdx.x + part * blockDim.x));
 }
 
-// One row, by the block; it goes to `copy`, too, if that is not null.
-__device__ __forceinline__ void normalise_row(const uint4* x, const uint4 (&weights)[kParts],
-                                              float eps, int num, uint4* copy, uint4* y) {
-    __shared__ float sums[kMaxWarps];
-    uint4 row[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int i = threadIdx.x + part * blockDim.x;
-        row[part] = make_uint4(0, 0, 0, 0);
-        if (i < num) row[part] = load_written(x + i);
+// What of a row's weights a thread needs; no kernel writes them.
+struct Weights {
+    uint4 eights[kParts];
+
+    __device__ __forceinline__ Weights(const uint4* weight, int num) {
+        for_each_eight([&](int part, int i) {
+            eights[part] = make_uint4(0, 0, 0, 0);
+            load_streamed_if(weight && i < num, weight + i, eights[part]);
+        });
     }
+};
+
+// The thread's eights of one row of `num`, as numbers; 0 behind it.
+struct Row {
     float values[kParts][8];
-    float sum = 0.f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        unpack(row[part], values[part]);
-        sum += sum_of_squares(values[part]);
+    int num;
+
+    __device__ __forceinline__ Row(const uint4* x, int num) : num(num) {
+        for_each_eight([&](int part, int i) {
+            uint4 eight = make_uint4(0, 0, 0, 0);
+            if (i < num) eight = load_written(x + i);
+            unpack(eight, values[part]);
+        });
     }
-    const float share = 1.f / (8 * num);
-    const float root = reciprocal_root(sum_over_block(sum, sums) * share + eps);
+
+    // Each number is what change(it, part, place) makes of it, rounded.
+    template <class Change>
+    __device__ __forceinline__ void change(Change&& changed) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int i = threadIdx.x + part * blockDim.x;
-        normalise(values[part], root, weights[part]);
-        if (i < num) y[i] = pack(values[part]);
-        if (i < num && copy) copy[i] = row[part];
+        for (int part = 0; part < kParts; ++part)
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                values[part][j] = rounded(changed(values[part][j], part, j));
     }
-}
+
+    // `sums`: shared, for this norm alone.
+    __device__ __forceinline__ void normalise_by(const Weights& weights, float eps, float* sums) {
+        float sum = 0.f;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) sum += sum_of_squares(values[part]);
+        const float share = 1.f / (8 * num);
+        const float root = reciprocal_root(sum_over_block(sum, sums) * share + eps);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            normalise(values[part], root, weights.eights[part]);
+    }
+
+    __device__ __forceinline__ void store(uint4* y) const {
+        for_each_eight([&](int part, int i) {
+            if (i < num) y[i] = pack(values[part]);
+        });
+    }
+};
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
-    rms_norm(const uint4* x, const uint4* weight, float eps, int K, uint4* y) {
+    rms_norm(const uint4* x, const uint4* weight, float eps, int K, int stride, uint4* y) {
+    __shared__ float sums[kMaxWarps];
     let_next_start();
     const int num = K / 8;
-    const long long start = static_cast<long long>(blockIdx.x) * num;
-    uint4 weights[kParts];
-    load_weights(weights, weight, num);
+    const long long start = static_cast<long long>(blockIdx.x) * (stride / 8);
+    const Weights weights(weight, num);
     wait_for_previous();
-    normalise_row(x + start, weights, eps, num, nullptr, y + start);
+    Row row(x + start, num);
+    row.normalise_by(weights, eps, sums);
+    row.store(y + start);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
-    embed_norm(const int* tokens, const uint4* table, const uint4* weight, float eps, int K,
-               int* counts, int num_counts, uint4* x, uint4* y) {
+    embed_norm(const int* tokens, const uint4* table, float scale, const uint4* weight, float eps,
+               int K, int* counts, int num_counts, uint4* x, uint4* y) {
+    __shared__ float sums[kMaxWarps];
     let_next_start();
     const int num = K / 8;
     const long long start = static_cast<long long>(blockIdx.x) * num;
-    uint4 weights[kParts];
-    load_weights(weights, weight, num);
+    const Weights weights(weight, num);
     wait_for_previous();
     const long long token = tokens[blockIdx.x];
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < num_counts; i += gridDim.x * blockDim.x)
         counts[i] = 0;
-    normalise_row(table + token * num, weights, eps, num, x + start, y + start);
+    Row row(table + token * num, num);
+    row.change([&](float value, int, int) { return value * scale; });
+    row.store(x + start);
+    row.normalise_by(weights, eps, sums);
+    row.store(y + start);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
+    add_norm(const uint4* z, const uint4* weight_of_z, const uint4* x, const uint4* weight,
+             float eps, int K, uint4* sum, uint4* y) {
+    __shared__ float sums[2][kMaxWarps];
+    let_next_start();
+    const int num = K / 8;
+    const long long start = static_cast<long long>(blockIdx.x) * num;
+    const Weights weights_of_z(weight_of_z, num), weights(weight, num);
+    wait_for_previous();
+    Row row(z + start, num);
+    const Row before(x + start, num);
+    row.normalise_by(weights_of_z, eps, sums[0]);
+    row.change([&](float value, int part, int j) { return value + before.values[part][j]; });
+    row.store(sum + start);
+    if (!weight) return;
+    row.normalise_by(weights, eps, sums[1]);
+    row.store(y + start);
 }

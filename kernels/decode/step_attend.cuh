@@ -1,4 +1,4 @@
-// Attention in `step` (step.cuh), as attend.cu has it: a block has a head of q, or a part of its
+// Attention in `step` (step.cuh), as attend.cuh has it: a block has a head of q, or a part of its
 // positions, its warps have batches of those. Parts of a head, where its row is long, go to the
 // head's first block as words.
 //

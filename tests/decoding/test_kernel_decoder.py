@@ -31,6 +31,10 @@ def run(scheduler, prompts, count: int) -> tuple[list[list[int]], list]:
     return ids, tokens
 
 
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA = {"hidden_activation": "relu", "vocab_size": 517, "head_dim": 256}
+WINDOW = {"layer_types": MIXED, "sliding_window": 40}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 CASES = {
     "llama": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -45,6 +49,32 @@ CASES = {
     "ministral": ("ministral", {"sliding_window": 40}),
     "seed_oss": ("seed_oss", {}),
     "cwm": ("cwm", {"sliding_window": 40}),
+    "granite": (
+        "granite",
+        {
+            "vocab_size": 515,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 5.0,
+        },
+    ),
+    "heads of 256": ("llama", {"head_dim": 256, "vocab_size": 513}),
+    "gemma": ("gemma", GEMMA),
+    "gemma2": ("gemma2", GEMMA | WINDOW | CAPS),
+    "gemma3": ("gemma3_text", GEMMA | WINDOW),
+    "vaultgemma": ("vaultgemma", GEMMA | WINDOW),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", WINDOW),
+    "exaone4": ("exaone4", WINDOW),
+    "part of a head": (
+        "phi3",
+        {
+            "hidden_size": 256,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
 }
 
 
@@ -56,9 +86,9 @@ CASES = {
 def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_sparse):
     family, changes = CASES[case]
     model = tiny(family, **SIZES | changes)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.data += 0.3 * torch.randn_like(parameter)
     if case == "llama":
         model.config.twell = TWELL
     known = [generated(model, prompt, 24) for prompt in prompts]
@@ -241,13 +271,17 @@ def test_fused_weights_are_not_copied(tiny):
     ("rope", "said"),
     [
         ({"rope_type": "default"}, None),
-        ({"rope_type": "default", "partial_rotary_factor": 0.75}, "Phi3ForCausalLM 48 of 64"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.75}, None),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.625},
+            "multiples of 16 by their positions, Phi3ForCausalLM 40 of 64",
+        ),
         (
             {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
             "longrope rotary positions depend on the longest sequence",
         ),
     ],
-    ids=["plain", "partial", "longrope"],
+    ids=["plain", "partial", "odd", "longrope"],
 )
 def test_rotary_positions_of_phi3(tiny, as_on_a_gpu, rope, said):
     parameters = {"rope_theta": 1e4, **rope}
@@ -268,7 +302,7 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     assert module.step_sizes(rounded).entry("sparse") == "step_2048_64_e4m3"
     mixed = tiny("llama", **wide)
     monkeypatch.setattr(module, "window_of", lambda model, i: 40 if model is mixed and i else None)
-    assert "the same window" in module.why_not_one_kernel(mixed)
+    assert "the same window and positions" in module.why_not_one_kernel(mixed)
     takes.lm_head.bias = nn.Parameter(torch.zeros(512))
     assert "no bias" in module.why_not_one_kernel(takes)
     monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)

@@ -37,7 +37,7 @@ def test_a_step_is_told_and_goes_on():
     assert of_a_fit.shares(told.numpy()).tolist() == [[0, 1], [0, 4 / 6], [0, 2 / 6]]
 
 
-@pytest.mark.parametrize(("B", "V", "blocks"), [(1, 49152, 48), (3, 40, 1), (64, 49152, 16)])
+@pytest.mark.parametrize(("B", "V", "blocks"), [(1, 49152, 48), (3, 41, 1), (64, 49155, 16)])
 def test_the_kernel_is_launched_as_its_source_says(B, V, blocks):
     kernels, record = Launches(), Record((), V)
     rows, told = fields(*[Sampling(1)] * B), torch.zeros(B, record.width, dtype=torch.int32)
@@ -48,8 +48,6 @@ def test_the_kernel_is_launched_as_its_source_says(B, V, blocks):
     assert (name, grid, block) == ("choose", (blocks, B), 256)
     assert_taken(name, args)
     assert args[0].dtype == torch.float32
-    with pytest.raises(ValueError, match="a multiple of 4 tokens, not 10"):
-        end(torch.zeros(B, 10), fired, rows, told, Variant())
 
 
 def test_the_kernel_needs_no_graph_of_its_own_for_draws():

@@ -16,6 +16,8 @@ from twellctl.bundle.twell_launch import kernels_for
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
+    Rotary,
+    add_norm,
     attend,
     embed_norm,
     open_workspace,
@@ -36,6 +38,7 @@ NAN = float("nan")
 EPS = 1e-5
 # H, Hkv, D: alone and shared by 2, 3, 4, 7 (two blocks, one not full); all head sizes
 HEADS = [(3, 3, 64), (4, 2, 64), (6, 2, 64), (8, 2, 128), (7, 1, 64), (2, 2, 96), (3, 1, 96)]
+HEADS += [(2, 2, 256), (4, 2, 256), (3, 1, 256), (4, 1, 80), (4, 2, 112), (3, 1, 160), (2, 1, 192)]
 # positions of rows: first token, ends of batches and pages, several pages, several splits
 SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
 LONG = [700, 127, 0, 1023, 128]
@@ -87,10 +90,11 @@ class Pages:
         )
 
 
-def tables_of_angles(D: int, num: int = 2048) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(num)[:, None] * 1e4 ** (-torch.arange(0, D, 2) / D)
-    angles = torch.cat((angles, angles), 1)
-    return angles.cos().bfloat16().to(DEVICE), angles.sin().bfloat16().to(DEVICE)
+def tables_of_angles(D: int, num: int = 2048, turned: int | None = None) -> Rotary:
+    turned = turned or D
+    angles = torch.arange(num)[:, None] * 1e4 ** (-torch.arange(0, turned, 2) / turned)
+    angles = F.pad(torch.cat((angles, angles), 1), (0, D - turned))
+    return Rotary(angles.cos().bfloat16().to(DEVICE), angles.sin().bfloat16().to(DEVICE), turned)
 
 
 def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv: int):
@@ -99,7 +103,10 @@ def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv
     if layer.q_norm is not None:
         q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
     at = torch.tensor(pages.positions, device=DEVICE)
-    q, k = apply_rotary_pos_emb(q, k, rotary[0][at], rotary[1][at])
+    turned = rotary.turned
+    both = [part[..., :turned] for part in (q, k)]
+    both = apply_rotary_pos_emb(*both, rotary.cos[at, :turned], rotary.sin[at, :turned])
+    q, k = (torch.cat((new, old[..., turned:]), -1) for new, old in zip(both, (q, k), strict=True))
     return q, k, v
 
 
@@ -110,42 +117,56 @@ def norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         return layer(x)
 
 
-def wanted_rows(pages: Pages, q: Tensor, window: int | None, scale: float) -> Tensor:
+def wanted_rows(pages: Pages, q: Tensor, layer: AttendLayer) -> Tensor:
     """softmax(q K^T scale) V in float64, of each row's own length: `[B, H D]`."""
     rows = []
     for row, position in enumerate(pages.positions):
-        start = max(0, position + 1 - window) if window else 0
+        start = max(0, position + 1 - layer.window) if layer.window else 0
         k, v = (part[:, start:].double() for part in pages.of_row(row))
         sharing = q.shape[1] // len(k)
         scores = torch.einsum("gsd,gpd->gsp", q[row].double().unflatten(0, (-1, sharing)), k)
-        rows.append(torch.einsum("gsp,gpd->gsd", (scores * scale).softmax(-1), v).flatten())
+        scores *= layer.scale
+        if layer.cap:
+            scores = layer.cap * (scores / layer.cap).tanh()
+        rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), v).flatten())
     return torch.stack(rows)
 
 
-def close(found: Tensor, wanted: Tensor, steps: float = 1.0) -> None:
-    """Within so many roundings of bf16, and of float32 sums of numbers near 1."""
+def close(found: Tensor, wanted: Tensor, steps: float = 1.0, atol: float | None = None) -> None:
+    """Within so many roundings of bf16, and of float32 sums of numbers near 1, or `atol`."""
     torch.testing.assert_close(
-        found.double(), wanted.double(), rtol=steps * 2**-8, atol=2e-5 * steps
+        found.double(), wanted.double(), rtol=steps * 2**-8, atol=atol or 2e-5 * steps
     )
 
 
 def check_attend(
-    kernels, heads, positions, *, window=None, normed=False, splits=None, warps=None, whole=1
+    kernels,
+    heads,
+    positions,
+    *,
+    window=None,
+    normed=False,
+    splits=None,
+    warps=None,
+    whole=1,
+    turned=None,
+    cap=None,
 ) -> Tensor:
     """One step over random pages; the rows it gives."""
     H, Hkv, D = heads
     pages = Pages(positions, Hkv, D)
     weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
-    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *weights, EPS)
+    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *weights, EPS, cap)
     plan = plan_attend(len(positions), H, Hkv, D, pages.width * PAGE, 132)
     plan = replace(
         plan,
         splits=splits or plan.splits,
-        num_warps=warps or plan.num_warps,
+        num_warps=max(warps or 0, plan.num_warps) if D > 128 else warps or plan.num_warps,
         whole_batches=whole,
     )
     qkv = random_bf16(len(positions), (H + 2 * Hkv) * D, seed=5)
-    rotary, workspace = tables_of_angles(D), open_workspace([plan], torch.device(DEVICE))
+    rotary = tables_of_angles(D, turned=turned)
+    workspace = open_workspace([plan], torch.device(DEVICE))
     at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     args = (qkv, at, pages.tables, rotary, workspace)
     found = attend(kernels, plan, layer, *args)
@@ -158,7 +179,8 @@ def check_attend(
             close(new_k, k[row], 2)
         else:
             assert torch.equal(new_k, k[row]), f"row {row}: k in the cache"
-    close(found, wanted_rows(pages, q, window, layer.scale), 2 if normed else 1)
+    # a q that is rounded otherwise moves its scores
+    close(found, wanted_rows(pages, q, layer), 2 if normed else 1, 1e-3 if normed else None)
     untouched = (~pages.keys.isnan()).sum() + (~pages.values.isnan()).sum()
     assert untouched == sum(position + 1 for position in positions) * Hkv * D * 2
 
@@ -189,6 +211,18 @@ def test_window(kernels, heads, window):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_norm_of_heads(kernels, heads):
     check_attend(kernels, heads, [0, 77, 300], normed=True, splits=2, warps=4)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_scores_that_are_capped(kernels, heads):
+    check_attend(kernels, heads, [0, 77, 300], cap=0.7, splits=2, warps=4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "turned"), [((4, 2, 64), 48), ((4, 2, 128), 96), ((3, 1, 256), 16)]
+)
+def test_heads_that_are_turned_in_part(kernels, heads, turned):
+    check_attend(kernels, heads, [0, 77, 300], turned=turned)
 
 
 def test_rows_do_not_depend_on_their_neighbours(kernels):
@@ -246,7 +280,7 @@ def test_as_transformers(kernels, family, length):
     plan = plan_attend(1, H, Hkv, D, 512, 132)
     found = attend(
         kernels, plan, layer, qkv, torch.tensor([length], dtype=torch.int32, device=DEVICE),
-        pages.tables, rotary_tables(embedding, 512, DEVICE),
+        pages.tables, rotary_tables(embedding, 512, D, DEVICE),
         open_workspace([plan], torch.device(DEVICE)),
     )  # fmt: skip
     keys, values = pages.of_row(0)
@@ -268,6 +302,27 @@ def test_norms(kernels, B, K):
 
 
 @pytest.mark.parametrize("K", [64, 2048, 8200])
+def test_a_norm_that_is_added(kernels, K):
+    z, x = random_bf16(2, 5, K, seed=1)
+    weights = [1 + random_bf16(K, seed=seed, scale=0.2) for seed in (3, 4)]
+    total, y = add_norm(kernels, z, weights[0], x, weights[1], EPS)
+    assert torch.equal(total, x + rms_norm(kernels, z, weights[0], EPS))
+    assert torch.equal(y, rms_norm(kernels, total, weights[1], EPS))
+    alone, same = add_norm(kernels, z, weights[0], x, None, EPS)
+    assert alone is same
+    assert torch.equal(alone, total)
+
+
+def test_a_norm_of_a_part_of_rows(kernels):
+    x, weight = random_bf16(5, 704, seed=1), 1 + random_bf16(256, seed=3, scale=0.2)
+    wanted = x.clone()
+    wanted[:, 200:456] = rms_norm(kernels, x[:, 200:456].contiguous(), weight, EPS)
+    part = x[:, 200:456]
+    rms_norm(kernels, part, weight, EPS, out=part)
+    assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("K", [64, 2048, 8200])
 def test_embeddings_and_their_norm(kernels, K):
     table, weight = random_bf16(11, K, seed=1), 1 + random_bf16(K, seed=3, scale=0.2)
     tokens = torch.tensor([3, 10, 0, 3], dtype=torch.int32, device=DEVICE)
@@ -276,6 +331,9 @@ def test_embeddings_and_their_norm(kernels, K):
     assert torch.equal(x, table[tokens.long()])
     assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
     assert not counts.any()
+    x, y = embed_norm(kernels, tokens, table, weight, EPS, scale=54.5)
+    assert torch.equal(x, table[tokens.long()] * 54.5)
+    assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
 
 
 def test_norm_keeps_what_is_not_finite_in_its_row(kernels):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
@@ -19,6 +19,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": MIXED,
+    "sliding_window": 40,
+    "vocab_size": 1001,
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {"num_key_value_heads": 2},
@@ -30,7 +39,30 @@ FAMILIES = {
         "num_key_value_heads": 6,
         "sliding_window": 40,
     },
-    "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "odd heads": {
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+    "granite": {
+        "vocab_size": 1003,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.02,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "falcon3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 256},
+    "gemma": {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 1001},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": GEMMA | {"tie_word_embeddings": False},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "num_key_value_heads": 2},
+    "olmo2": {"num_key_value_heads": 4},
+    "exaone4": {"layer_types": MIXED, "sliding_window": 40, "head_dim": 80},
+    "part of a head": {
+        "kind": "phi3",
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
 }
 ONE_KERNEL = {  # models of which a step of one row is one kernel
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 32},
@@ -51,7 +83,7 @@ def make(family: str, changes: dict | None = None):
     """A random ReLU model in bf16 whose logits spread over some units."""
     settings = {
         "vocab_size": 1000,
-        "hidden_size": 576 if family == "odd heads" else 512,
+        "hidden_size": 512,
         "intermediate_size": 1416,
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
@@ -63,8 +95,10 @@ def make(family: str, changes: dict | None = None):
         "hidden_act": "relu",
     }
     torch.manual_seed(0)
-    kind = family if family in ("qwen2", "qwen3", "mistral", "phi3") else "llama"
-    config = AutoConfig.for_model(kind, **settings | (changes or FAMILIES[family]))
+    settings |= FAMILIES[family] if changes is None else changes
+    settings["hidden_activation"] = settings["hidden_act"]  # as Gemma calls it
+    kind = settings.pop("kind", family if family in CONFIG_MAPPING else "llama")
+    config = AutoConfig.for_model(kind, **settings)
     model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases

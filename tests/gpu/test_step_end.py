@@ -46,7 +46,7 @@ def ended(kernels, logits: torch.Tensor, variant: Variant) -> tuple[torch.Tensor
     return fields, records
 
 
-@pytest.mark.parametrize("V", [4, 1000, 4096, 49152, 128256])
+@pytest.mark.parametrize("V", [4, 1000, 1021, 4096, 49155, 128256])
 @pytest.mark.parametrize("B", [1, 3, 64])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_what_torch_would_choose(kernels, B, V, is_cut):

@@ -177,7 +177,7 @@ def few_down_entries(capability: Capability, end: str = "") -> dict[str, FewDown
 # ---- the decode engine
 
 PAGE = 64  # positions of a page of the cache
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 HEADS_A_BLOCK = (1, 2, 4)
 ATTEND_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
 ATTEND_BLOCK = 256  # threads, at most
@@ -273,15 +273,16 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "train/grad_biases.cu": ("grad_biases",),
     "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
     "train/tally.cu": ("tally",),
-    "decode/attend.cu": {
-        f"attend_{D}_{heads}": (D, heads, 2 if heads == 1 else 1)
+    **{
+        f"decode/attend_{D}.cu": {
+            f"attend_{D}_{heads}": (D, heads, 2 if heads == 1 else 1) for heads in HEADS_A_BLOCK
+        }
         for D in HEAD_DIMS
-        for heads in HEADS_A_BLOCK
     },
     "decode/choose.cu": ("choose",),
     "decode/few_gated.cu": partial(few_entries, "few_gated"),
     f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
-    "decode/norm.cu": ("rms_norm", "embed_norm"),
+    "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
     **dict(_STEPS.values()),
 }
 ENTRY_FILES = {

@@ -2,17 +2,19 @@
 row over paged keys and values, with rotary, and RMSNorm.
 
 B rows, K hidden size, H heads of q, Hkv heads of k and v, D their size. All bf16, contiguous, on
-one device. What is computed, and how it is rounded, stands in kernels/decode/attend.cu and norm.cu;
-how a launch is laid out, here. Nothing depends on values on the device: a CUDA graph can hold it
-all. The kernels may start before the one in front of them has ended, as kernels/ptx/pdl.cuh says.
+one device. What is computed, and how it is rounded, stands in kernels/decode/attend.cuh and
+norm.cu; how a launch is laid out, here. Nothing depends on values on the device: a CUDA graph can
+hold it all. The kernels may start before the one in front of them has ended, as kernels/ptx/pdl.cuh
+says.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_spec import (
@@ -90,8 +92,12 @@ def _heads_of_block(sharing: int) -> int:
 
 def batch_positions(D: int) -> int:
     """Positions that a warp of `attend` takes at a time."""
-    lanes = 8 if D <= 64 else 16  # of a position
-    return ATTEND_LOADS * 32 // lanes
+    return ATTEND_LOADS * _side_by_side(D)
+
+
+def _side_by_side(D: int) -> int:
+    """Positions that a warp of `attend` holds, of which each lane has 16 bytes."""
+    return 4 if D <= 64 else 2 if D <= 128 else 1
 
 
 def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int) -> AttendPlan:
@@ -107,7 +113,8 @@ def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: i
     heads = _heads_of_block(sharing)
     blocks = B * Hkv * -(-sharing // heads)
     at_once = num_sms * (2 if heads == 1 else 1)  # blocks of 8 warps, by their registers
-    num_warps = 8 if blocks <= at_once else 4
+    # a head of the new token for each position that they hold
+    num_warps = 4 if blocks > at_once and 4 * _side_by_side(D) >= heads + 2 else 8
     by_length = min(-(-max_positions // _SPLIT_POSITIONS), _WAVES * at_once // blocks)
     useful = -(-max_positions // (batch_positions(D) * num_warps))
     if useful <= _WHOLE_BATCHES:
@@ -146,6 +153,7 @@ class AttendLayer:
     q_norm: Tensor | None = None  # [D], RMSNorm over each head before rotary; both or none
     k_norm: Tensor | None = None
     eps: float = 0.0
+    cap: float | None = None  # of scores: cap tanh(score / cap)
 
 
 def attend(
@@ -155,13 +163,13 @@ def attend(
     qkv: Tensor,
     positions: Tensor,
     tables: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: "Rotary",
     workspace: Workspace,
 ) -> Tensor:
     """`[B, (H + 2 Hkv) D]` of the new tokens to `[B, H D]`; their k and v go into the cache.
 
-    `positions` int32 `[B]`; `tables` int32 `[B, W]`, rows may lie further apart; `rotary` cos and
-    sin, `[positions, D]`. A row attends to what is cached below its position, and to itself.
+    `positions` int32 `[B]`; `tables` int32 `[B, W]`, rows may lie further apart; `rotary` as
+    `rotary_tables` has it. A row attends to what is cached below its position, and to itself.
     """
     _check(plan, layer, qkv, positions, tables, rotary)
     out = qkv.new_empty(plan.B, plan.H * plan.D)
@@ -170,10 +178,11 @@ def attend(
         plan.grid,
         32 * plan.num_warps,
         (
-            *(qkv, positions, tables, tables.stride(0), tables.shape[1], *rotary),
+            *(qkv, positions, tables, tables.stride(0), tables.shape[1]),
+            *(rotary.cos, rotary.sin, rotary.turned // 16),
             *(layer.q_norm, layer.k_norm, float(layer.eps), layer.keys, layer.values),
             *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.whole_batches),
-            *(float(layer.scale), workspace.parts, workspace.tickets, out),
+            *(float(layer.scale), float(layer.cap or 0), workspace.parts, workspace.tickets, out),
         ),
         plan.smem_bytes,
         overlap=True,
@@ -186,8 +195,8 @@ def _check(plan: AttendPlan, layer: AttendLayer, qkv, positions, tables, rotary)
     cache = (len(layer.keys), plan.Hkv, PAGE, plan.D)
     _check_bf16("keys", layer.keys, cache)
     _check_bf16("values", layer.values, cache)
-    for name, table in zip(("cos", "sin"), rotary, strict=True):
-        _check_bf16(name, table, (len(rotary[0]), plan.D))
+    for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
+        _check_bf16(name, table, (len(rotary.cos), plan.D))
     if (layer.q_norm is None) != (layer.k_norm is None):
         raise ValueError("attend takes q_norm and k_norm, or neither")
     for name, weight in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
@@ -212,17 +221,40 @@ def _told(tensor: Tensor) -> str:
 # ---- rotary ----
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """By what positions turn heads: cos and sin `[positions, D]`, bf16.
+
+    The first `turned` columns of a head are; behind them cos is 1 and sin 0.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    turned: int
+
+    @classmethod
+    def none(cls, num_positions: int, D: int, device: torch.device) -> "Rotary":
+        """Of heads that their positions do not turn."""
+        ones = torch.ones(num_positions, D, dtype=torch.bfloat16, device=device)
+        return cls(ones, torch.zeros_like(ones), D)
+
+
 @torch.inference_mode()
-def rotary_tables(rotary: nn.Module, num_positions: int, device) -> tuple[Tensor, Tensor]:
-    """cos and sin `[num_positions, D]` in bf16, as the model's rotary embedding computes them.
+def rotary_tables(
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], num_positions: int, D: int, device
+) -> Rotary:
+    """What the model's rotary embedding computes, for heads of D.
 
     Its angles must depend on the position alone, as those of any model in pages do (hf_decoder.py).
     """
     like = torch.empty(1, dtype=torch.bfloat16, device=device)
     positions = torch.arange(num_positions, device=device)[None]
     parts = [rotary(like, part) for part in positions.split(8192, dim=1)]
-    cos, sin = (torch.cat([table[0] for table in tables]) for tables in zip(*parts, strict=True))
-    return cos.contiguous(), sin.contiguous()
+    cos, sin = (
+        torch.cat([table[0].bfloat16() for table in tables]) for tables in zip(*parts, strict=True)
+    )
+    rest = 0, D - cos.shape[1]
+    return Rotary(F.pad(cos, rest, value=1.0), F.pad(sin, rest), cos.shape[1])
 
 
 # ---- norm ----
@@ -235,17 +267,39 @@ def why_no_norm(K: int) -> str | None:
     return None
 
 
-def rms_norm(kernels: KernelSet, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the rows of `x` `[B, K]`."""
+def rms_norm(
+    kernels: KernelSet, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """RMSNorm over the rows of `x` `[B, K]`; into `out`, whose rows lie as those of `x`, and which
+    may be `x`."""
     B, K = x.shape
-    if reason := why_no_norm(K):
-        raise ValueError(reason)
-    _check_bf16("x", x, (B, K))
-    _check_bf16("weight", weight, (K,))
-    y = torch.empty_like(x)
-    args = (x, weight, float(eps), K, y)
+    y = torch.empty_like(x) if out is None else out
+    _check_rows(K, weight=weight)
+    _check_bf16("x", x[0], (K,))
+    if (stride := x.stride(0)) % 8 or y.stride() != x.stride():
+        raise ValueError(f"rows of x and y must begin at 16 bytes alike, got {_told(x)}")
+    args = (x, weight, float(eps), K, stride, y)
     kernels.launch("rms_norm", (B,), _norm_block(K), args, overlap=True)
     return y
+
+
+def add_norm(
+    kernels: KernelSet,
+    z: Tensor,
+    weight_of_z: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`x` `[B, K]` with the RMSNorm of `z` added, and the RMSNorm of that; without a `weight` the
+    sum itself."""
+    B, K = x.shape
+    _check_rows(K, weight_of_z=weight_of_z, x=x, weight=weight)
+    _check_bf16("z", z, (B, K))
+    total, y = torch.empty_like(x), None if weight is None else torch.empty_like(x)
+    args = (z, weight_of_z, x, weight, float(eps), K, total, y)
+    kernels.launch("add_norm", (B,), _norm_block(K), args, overlap=True)
+    return total, total if y is None else y
 
 
 def embed_norm(
@@ -255,23 +309,32 @@ def embed_norm(
     weight: Tensor,
     eps: float,
     counts: Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `table` `[V, K]` by int32 `tokens` `[B]`, and their RMSNorm; both `[B, K]`.
+    """Rows of `table` `[V, K]` by int32 `tokens` `[B]`, times `scale`, and their RMSNorm; both
+    `[B, K]`.
 
     It begins a step: int32 `counts` are set to 0. Tokens are not checked.
     """
-    (B,), (V, K) = tokens.shape, table.shape
-    if reason := why_no_norm(K):
-        raise ValueError(reason)
-    _check_bf16("table", table, (V, K))
-    _check_bf16("weight", weight, (K,))
+    (B,), K = tokens.shape, table.shape[1]
+    _check_rows(K, table=table, weight=weight)
     if tokens.dtype != torch.int32 or not tokens.is_contiguous():
         raise ValueError(f"tokens must be int32 [{B}] and contiguous, got {_told(tokens)}")
     x, y = table.new_empty(2, B, K)
     num_counts = 0 if counts is None else counts.numel()
-    args = (tokens, table, weight, float(eps), K, counts, num_counts, x, y)
+    args = (tokens, table, float(scale), weight, float(eps), K, counts, num_counts, x, y)
     kernels.launch("embed_norm", (B,), _norm_block(K), args)
     return x, y
+
+
+def _check_rows(K: int, **tensors: Tensor | None) -> None:
+    """That all have rows of K, which a norm takes."""
+    if reason := why_no_norm(K):
+        raise ValueError(reason)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_bf16(name, tensor, (*tensor.shape[:-1], K))
 
 
 def _norm_block(K: int) -> int:

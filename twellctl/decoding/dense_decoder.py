@@ -48,7 +48,7 @@ class DenseDecoder:
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.context = context_of(model.config.get_text_config().to_dict())
-        self.kernels = _kernels_that_choose(self.device, self.vocab_size)
+        self.kernels = _kernels_that_choose(self.device)
         self._model, self._cache_argument = model, cache_argument(model)
         self._shapes = cached_shapes(model)
         self.page_bytes = sum(shape.page_bytes for shape in self._shapes)
@@ -254,9 +254,9 @@ def _why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _kernels_that_choose(device: torch.device, vocab_size: int) -> KernelSet | None:
+def _kernels_that_choose(device: torch.device) -> KernelSet | None:
     """Those with kernels/decode/choose.cu, if they are at hand."""
-    if device.type != "cuda" or vocab_size % 4:
+    if device.type != "cuda":
         return None
     if why_not_loaded(own_kernels(), device.index, ("choose",)):
         return None

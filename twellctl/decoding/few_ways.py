@@ -100,14 +100,13 @@ def _in_place(
     x: Tensor,
     ffn: FFN,
     *,
-    residual: Tensor,
+    residual: Tensor | None = None,
     counts: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
     hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
-    return torch.addmm(
-        residual if ffn.b_down is None else residual + ffn.b_down, hidden, ffn.w_down
-    )
+    added = [tensor for tensor in (residual, ffn.b_down) if tensor is not None]
+    return torch.addmm(sum(added), hidden, ffn.w_down) if added else hidden @ ffn.w_down
 
 
 def with_activation(activation: nn.Module) -> Way:
@@ -119,7 +118,7 @@ def with_activation(activation: nn.Module) -> Way:
         x: Tensor,
         ffn: FFN,
         *,
-        residual: Tensor,
+        residual: Tensor | None = None,
         counts: None = None,
         overlap: bool = False,
     ) -> Tensor:

@@ -1,5 +1,5 @@
-"""A decoder over our own kernels, for Llama and its kin on an NVIDIA GPU: in bf16, or with linear
-layers in FP8, whose weights are e4m3.
+"""A decoder over our own kernels, for Llama and its kin (families.py) on an NVIDIA GPU: in bf16, or
+with linear layers in FP8, whose weights are e4m3.
 
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
@@ -7,7 +7,8 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> few_linear (q, k, v) -> attend -> few_linear (o), onto x
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
-and rms_norm -> few_linear (the head). `choose` (step_end.py) follows them. With more than 32 rows
+and rms_norm -> few_linear (the head). Where what a block adds is normalised, too, add_norm takes
+the place of rms_norm. `choose` (step_end.py) follows them. With more than 32 rows
 PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py), in
 FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer rows.
 
@@ -22,7 +23,7 @@ The model is made over for that: q, k and v lie together, and down of a sparse f
 neurons. In FP8 W_down is there in both layouts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding.attention import (
     AttendLayer,
     AttendPlan,
+    Rotary,
+    add_norm,
     attend,
     embed_norm,
     open_workspace,
@@ -57,6 +60,7 @@ from twellctl.decoding.attention import (
 )
 from twellctl.decoding.down_copies import BothLayouts, DownCopies
 from twellctl.decoding.engine import SCREENED, WHOLE
+from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_fit import (
@@ -127,7 +131,7 @@ class KernelDecoder:
         self._densities = [
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
         ]
-        self._eps = model.config.rms_norm_eps
+        self._scales = scales_of(model)
         self._plans: dict[tuple[int, int], AttendPlan] = {}
 
     def open_cache(self, num_pages: int) -> None:
@@ -146,7 +150,8 @@ class KernelDecoder:
         else:
             self._copies = DownCopies(ffns, self.device)
         reach = min(self.context, (num_pages - 1) * PAGE)
-        self._rotary = rotary_tables(body.rotary_emb, reach, self.device)
+        self._rotary = self._turned_by(reach)
+        self._last_norm = norm_weight(body.norm)
         # for any number of rows: some want more room than the most rows do
         rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
         plans = [self._plan(B, W) for B in rows for W in widths]
@@ -207,12 +212,16 @@ class KernelDecoder:
         plan = self._plan(B, tables.shape[1])
         counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=self.device)
         table = self._model.get_input_embeddings().weight
-        first_norm = self._layers[0].input_norm
-        x, h = embed_norm(self.kernels, tokens, table, first_norm, self._eps, counts)
+        norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
+        first = norms[0] if norms[0] is not None else self._last_norm
+        how = {"scale": self._scales.embeddings}
+        x, h = embed_norm(self.kernels, tokens, table, first, self._scales.eps, counts, **how)
+        if norms[0] is None:
+            h = x
         for i, layer in enumerate(self._layers):
-            if i:
-                h = rms_norm(self.kernels, x, layer.input_norm, self._eps)
             qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
+            if layer.q_k_norms is not None:
+                self._normalise_q_and_k(qkv, *layer.q_k_norms)
             h = attend(
                 self.kernels,
                 plan,
@@ -220,16 +229,16 @@ class KernelDecoder:
                 qkv,
                 positions,
                 tables,
-                self._rotary,
+                self._rotary[i],
                 self._workspace,
             )
-            x = self._linear(h, layer.out, x)
-            h = rms_norm(self.kernels, x, layer.ffn_norm, self._eps)
+            out = partial(self._linear, h, layer.out)
+            x, h = self._added(x, out, layer.norms.behind_attention, layer.norms.ffn)
             copied = self._sparse and not ways[i].by_rows
             ffn = self._copies[i] if copied else layer.ffn
-            how = {"residual": x, "counts": counts[i] if self._sparse else None, "overlap": True}
-            x = ways[i].run(self.kernels, self._limits, h, ffn, **how)
-        h = rms_norm(self.kernels, x, self._model.model.norm.weight, self._eps)
+            how = {"counts": counts[i] if self._sparse else None, "overlap": True}
+            run = partial(ways[i].run, self.kernels, self._limits, h, ffn, **how)
+            x, h = self._added(x, run, layer.norms.behind_ffn, norms[i + 1])
         head = self._model.lm_head
         # not rounded to bf16, which would make many tokens equally likely
         logits = [
@@ -238,13 +247,32 @@ class KernelDecoder:
             )
             for few in h.split(self._at_once)
         ]
-        return logits[0] if len(logits) == 1 else torch.cat(logits), counts
+        return self._scales.of_model(logits[0] if len(logits) == 1 else torch.cat(logits)), counts
+
+    def _added(
+        self, x: Tensor, block: Callable[..., Tensor], behind: Tensor | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`x` with what a block computes, and the norm of that: what the next block takes.
+
+        `behind`: the norm of what the block computes itself.
+        """
+        if behind is not None:
+            y = block(residual=None)
+            return add_norm(self.kernels, y, behind, x, norm, self._scales.eps)
+        x = block(residual=x)
+        return x, rms_norm(self.kernels, x, norm, self._scales.eps)
+
+    def _normalise_q_and_k(self, qkv: Tensor, of_q: Tensor, of_k: Tensor) -> None:
+        """All heads of each together."""
+        q, k, _ = qkv.split((len(of_q), len(of_k), qkv.shape[1] - len(of_q) - len(of_k)), dim=1)
+        rms_norm(self.kernels, q, of_q, self._scales.eps, out=q)
+        rms_norm(self.kernels, k, of_k, self._scales.eps, out=k)
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, if the model is such."""
         if why_not_one_kernel(self._model) is not None:
             return {}
-        layers, body = self._layers, self._model.model
+        layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
             layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
         sizes = step_sizes(self._model)
@@ -255,10 +283,10 @@ class KernelDecoder:
             sizes,
             layers,
             self._model.get_input_embeddings().weight,
-            body.norm.weight,
+            self._last_norm,
             self._model.lm_head.weight,
-            self._rotary,
-            self._eps,
+            self._rotary[0],
+            self._scales,
         )
         dense = {"one dense kernel": make(form="dense", num_own=sizes.N)}
         if not self._sparse:
@@ -284,24 +312,37 @@ class KernelDecoder:
             self._plans[B, width] = plan_attend(B, *heads, D, width * PAGE, self._limits.num_sms)
         return self._plans[B, width]
 
+    def _turned_by(self, reach: int) -> list[Rotary]:
+        """Of each layer; those of layers of a kind are the same."""
+        kinds = [turned_by(self._model, layer) for layer in self._model.model.layers]
+        D, made = head_dim(self._model), {}
+        for kind in set(kinds):
+            if kind is None:
+                made[kind] = Rotary.none(reach, D, self.device)
+            else:
+                made[kind] = rotary_tables(rotary_of(self._model, kind), reach, D, self.device)
+        return [made[kind] for kind in kinds]
+
     def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> DecoderLayer:
         attention = layer.self_attn
-        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        q_and_k = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        q_k_norms = None if None in q_and_k else tuple(map(norm_weight, q_and_k))
+        of_heads = q_k_norms is not None and len(q_k_norms[0]) == head_dim(self._model)
         return DecoderLayer(
-            layer.input_layernorm.weight,
+            norms_of(layer),
             _qkv(attention),
             AttendLayer(
                 keys,
                 values,
                 attention.scaling,
                 window_of(self._model, attention.layer_idx),
-                None if q_norm is None else q_norm.weight,
-                None if k_norm is None else k_norm.weight,
-                self._eps,
+                *(q_k_norms if of_heads else (None, None)),
+                self._model.config.rms_norm_eps,
+                self._scales.scores_cap,
             ),
             _linear(attention.o_proj),
-            layer.post_attention_layernorm.weight,
             self._ffn_of(layer.mlp),
+            None if of_heads else q_k_norms,
         )
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:

@@ -16,13 +16,19 @@ from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import E4M3_END, PAGE
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
+from twellctl.decoding.families import (
+    FAMILIES,
+    norms_of,
+    num_turned,
+    scaled_embeddings,
+    scales_of,
+    turned_by,
+)
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
 
-_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _MOST_DENSE = 256  # rows of a step that is dense because its FFNs are not ReLU
 
@@ -41,8 +47,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
     if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
-    if config.model_type not in _FAMILIES:
-        return f"the decode kernels know {', '.join(_FAMILIES)}, not {config.model_type}"
+    if config.model_type not in FAMILIES:
+        return f"the decode kernels know {', '.join(FAMILIES)}, not {config.model_type}"
     limits = device_limits(model.device.index)
     if limits.capability < (8, 0):
         return "the decode kernels need compute capability 8.0 or newer"
@@ -52,13 +58,13 @@ def why_not(model: PreTrainedModel) -> str | None:
         config.num_attention_heads, config.num_key_value_heads, head_dim(model)
     ):
         return said
-    if (size := 2 * model.model.rotary_emb.inv_freq.numel()) != head_dim(model):
-        said = f"{name} {size} of {head_dim(model)} columns"
-        return f"the attention kernel turns whole heads by their positions, {said}"
+    if other := {size for size in num_turned(model) if size % 16}:
+        said = f"{name} {other.pop()} of {head_dim(model)} columns"
+        return f"the attention kernel turns multiples of 16 by their positions, {said}"
     if said := why_no_norm(config.hidden_size):
         return said
-    if config.hidden_size % 64 or config.intermediate_size % 8 or config.vocab_size % 8:
-        return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons, vocabulary)"
+    if config.hidden_size % 64 or config.intermediate_size % 8:
+        return f"{name}'s sizes are not multiples of 64 (hidden) and 8 (neurons)"
     if not most_rows(model):
         return "the decode kernels need more shared memory than this GPU has"
     return _why_not_layers(model) or _why_no_kernels(model)
@@ -68,9 +74,11 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
     if not is_relu(model):
         return "a step in one kernel has ReLU"
-    layers = range(model.config.num_hidden_layers)
-    if len({window_of(model, i) for i in layers}) > 1:
-        return "a step in one kernel has the same window in all layers"
+    layers = model.model.layers
+    if len({(window_of(model, i), turned_by(model, of)) for i, of in enumerate(layers)}) > 1:
+        return "a step in one kernel has the same window and positions in all layers"
+    if not _is_like_llama(model):
+        return "a step in one kernel has Llama's norms, embeddings and heads"
     if model.lm_head.bias is not None:
         return "a step in one kernel has no bias of the LM head"
     if not takes_hopper_kernels(model.device.index):
@@ -155,7 +163,7 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
         few |= linears
         if takes_hopper_kernels(index):
             few.update(DENSE_E4M3_KERNELS)
-    others = ["embed_norm", "rms_norm", "choose", attention]
+    others = ["embed_norm", "rms_norm", "add_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
         others += [sizes.entry(form) for form in ("sparse", "dense")]
@@ -171,11 +179,11 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
 def _why_not_layers(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     head, embeddings = model.lm_head, model.model.embed_tokens
-    if not (is_plain(head, nn.Linear) and is_plain(embeddings, nn.Embedding)):
+    kind = type(embeddings) if scaled_embeddings(embeddings) else nn.Embedding
+    if not (is_plain(head, nn.Linear) and is_plain(embeddings, kind)):
         return f"the embeddings or the LM head of {name} are not plain layers"
     for layer in model.model.layers:
-        parts = {part for part, module in layer.named_children() if type(module) is not nn.Dropout}
-        if parts != _LAYER_PARTS:
+        if norms_of(layer) is None:
             return f"the layers of {name} have other parts than the decode kernels know"
         if entry_end(model) and not _is_relu(activation_of(layer.mlp)):
             return f"the FFNs of {name} are in FP8 and not ReLU"
@@ -195,6 +203,13 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
             if linear.in_features % step and (is_fp8 or part != "mlp.down_proj"):
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
     return None
+
+
+def _is_like_llama(model: PreTrainedModel) -> bool:
+    scales, norms = scales_of(model), [norms_of(layer) for layer in model.model.layers]
+    plain = scales.embeddings == 1 and scales.scores_cap is None
+    behind = [of.behind_attention is not None or of.behind_ffn is not None for of in norms]
+    return plain and not any(behind) and num_turned(model) == {head_dim(model)}
 
 
 def _is_relu(activation: nn.Module) -> bool:

@@ -18,7 +18,8 @@ from twellctl.bundle.twell_spec import (
     step_entry,
 )
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding.attention import AttendLayer
+from twellctl.decoding.attention import AttendLayer, Rotary
+from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
 
 _THREADS = 32 * (STEP_WARPS + 1)  # a warp asks for weights
@@ -37,12 +38,12 @@ class Linear:
 class DecoderLayer:
     """One decoder layer as the kernels take it."""
 
-    input_norm: Tensor
+    norms: Norms
     qkv: Linear
     attend: AttendLayer
     out: Linear
-    ffn_norm: Tensor
     ffn: FFN
+    q_k_norms: tuple[Tensor, Tensor] | None = None  # over all heads of each together
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def takes_shared(sizes: StepSizes, num_own: int, rows: int, limits: Limits) -> b
 class WholeStep:
     """For steps of one row that follow one another. It reads the weights where they lie.
 
-    `layers` have W_down by rows of neurons, and the same window; `rotary` is cos and sin
-    `[positions, D]`.
+    `layers` have W_down by rows of neurons, Llama's norms and the same window; `rotary` turns whole
+    heads.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class WholeStep:
         embeddings: Tensor,
         last_norm: Tensor,
         head: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        eps: float,
+        rotary: Rotary,
+        scales: Scales,
         *,
         form: str,
         num_own: int,
@@ -116,8 +117,8 @@ class WholeStep:
         self._entry = sizes.entry(form)
         self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
-        self._weights = embeddings, last_norm, head, *rotary
-        self._eps = eps
+        self._weights = embeddings, last_norm, head, rotary.cos, rotary.sin
+        self._scales = scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
         of = screens or [None] * len(layers)
         words = [_words_of(*both, num_own) for both in zip(layers, of, strict=True)]
@@ -141,23 +142,23 @@ class WholeStep:
             (
                 *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
                 *(tokens, positions, tables, *self._weights),
-                *(float(self._eps), float(self._scale)),
+                *(float(self._scales.eps), float(self._scale)),
                 *(self._words, self._epoch, counts, logits),
             ),
             self._limits.smem_bytes,
             together=True,
         )
-        return logits, counts
+        return self._scales.of_model(logits), counts
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:
     """kernels/decode/step_shared.cuh: LayerOf, and of e4m3 weights ScaledLayer."""
-    ffn, attend = layer.ffn, layer.attend
+    ffn, attend, norms = layer.ffn, layer.attend, layer.norms
     if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
         raise ValueError("the kernel of a whole step takes weights by rows of neurons")
     tensors = (
-        *(layer.input_norm, layer.qkv.weight, layer.qkv.bias, layer.out.weight, layer.out.bias),
-        *(layer.ffn_norm, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, ffn.b_down),
+        *(norms.attention, layer.qkv.weight, layer.qkv.bias, layer.out.weight, layer.out.bias),
+        *(norms.ffn, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, ffn.b_down),
         *(attend.keys, attend.values, attend.q_norm, attend.k_norm),
     )
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

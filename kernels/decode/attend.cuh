@@ -3,23 +3,26 @@
 //
 //   qkv           [B, (H + 2 Hkv) DIM] bf16: the heads of q, then of k, then of v
 //   positions     int32 [B]: where the new token stands
-//   cos, sin      [positions, DIM] bf16
+//   cos, sin      [positions, DIM] bf16; 1 and 0 behind the first 16 `half` columns, which alone
+//                 are turned
 //   tables        int32 [B, width], rows `table_stride` apart; position p of row b lies in page
 //                 tables[b, p / 64]
 //   keys, values  [pages, Hkv, 64, DIM] bf16; keys as rotated
 //   out           [B, H DIM] bf16
 //
 // Rounded as transformers' apply_rotary_pos_emb in bf16 (and its RMSNorm over a head before, with
-// q_norm and k_norm), from there on fp32. Nothing cached at positions >= positions[b] is used.
-// With a window only the last `window` positions count, the new one included.
+// q_norm and k_norm), from there on fp32. With a cap, scores are cap tanh(score / cap). Nothing
+// cached at positions >= positions[b] is used. With a window only the last `window` positions
+// count, the new one included.
 //
 // A block has a row, a head of k and v with up to HEADS of the heads of q that share it, and one of
-// the row's splits. 8 lanes (16 if DIM > 64) hold a position, 16 bytes each. A warp takes a batch,
-// 8 times the positions that it holds side by side, and has all its keys and values under way at
-// once, those of the first batch before the previous kernel has ended. Of the 8 dot products that a
-// lane has parts of, it ends with one whole: it takes that exponential and hands it round for the
-// sums of values, of which a lane has 8 columns. Warps, and after them splits, keep (largest score,
-// sum of exponentials, sums of values) and are put together at the end.
+// the row's splits. 8 lanes (16 if DIM > 64, 32 if DIM > 128) hold a position, 16 bytes each. A
+// warp takes a batch, 8 times the positions that it holds side by side, and has all its keys and
+// values under way at once, those of the first batch before the previous kernel has ended. Of the 8
+// dot products that a lane has parts of, it ends with one whole: it takes that exponential and
+// hands it round for the sums of values, of which a lane has 8 columns. Warps, and after them
+// splits, keep (largest score, sum of exponentials, sums of values) and are put together at the
+// end.
 //
 // Batches lie at multiples of their size. Warp i of all the warps of a row's splits takes batches
 // i, i + warps, .. from the first that counts. A row that gives each warp of one block at most
@@ -31,10 +34,12 @@
 // there out of shared memory: so no block waits for another. If H / Hkv > HEADS, several blocks
 // rotate k, and the first of them stores it.
 //
-// Launch: attend_DIM_HEADS, 4 to 8 warps, grid (Hkv ceil(H / Hkv / HEADS), B, splits), dynamic
-// shared memory (HEADS DIM + DIM + warps HEADS (DIM + 2)) 4 bytes. If splits > 1:
+// Launch: attend_DIM_HEADS, 4 to 8 warps, which hold HEADS + 2 positions side by side, grid
+// (Hkv ceil(H / Hkv / HEADS), B, splits), dynamic shared memory
+// (HEADS DIM + DIM + warps HEADS (DIM + 2)) 4 bytes. If splits > 1:
 //   parts    float32 [B, grid.x, splits, HEADS, DIM + 2]
 //   tickets  uint32 [B, grid.x], zero before the first launch; every launch leaves zeros
+#pragma once
 #include "spec.cuh"
 #include "decode/attend_softmax.cuh"
 #include "decode/attend_token.cuh"
@@ -153,6 +158,7 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
         next_page = __ldg(table + page_of(at + 2 * split.step));
         float scores[HEADS];
         score_batch<DIM, HEADS>(scores, keys, q, threadIdx.x % 32);
+        if (job.cap > 0.f) cap_scores(scores, job.cap * kLog2E);
         load(keys, job.keys, at + split.step);
         const int scored = at * S::BATCH + threadIdx.x % kLoads * S::GROUPS + lane.group;
         take_exponentials(softmax, scores, scored >= range.start && scored <= range.position);
@@ -167,19 +173,17 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
 
 }  // namespace
 
-#define ATTEND(NAME, DIM, HEADS, BLOCKS)                                                      \
+#define TWELL_ATTEND(NAME, DIM, HEADS, BLOCKS)                                                \
     extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) NAME(            \
         const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
-        int width, const unsigned short* cos, const unsigned short* sin,                      \
+        int width, const unsigned short* cos, const unsigned short* sin, int half,            \
         const unsigned short* q_norm, const unsigned short* k_norm, float eps,                \
         unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
-        int window, int whole_batches, float scale, float* parts, unsigned* tickets,          \
-        unsigned* out) {                                                                      \
+        int window, int whole_batches, float scale, float cap, float* parts,                  \
+        unsigned* tickets, unsigned* out) {                                                   \
         extern __shared__ float memory[];                                                     \
-        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, q_norm,    \
-                            k_norm, eps, keys, values, num_kv_heads, sharing, window,         \
-                            whole_batches, scale, parts, tickets, out},                       \
+        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, half,      \
+                            q_norm, k_norm, eps, keys, values, num_kv_heads, sharing, window, \
+                            whole_batches, scale, cap, parts, tickets, out},                  \
                            memory);                                                           \
     }
-
-TWELL_ENTRIES(ATTEND)
