@@ -42,7 +42,6 @@ from twellctl.training import (
     sharded_weights,
     trainer,
 )
-from twellctl.training.from_scratch import open_config
 from twellctl.training.optimizer import make_optimizer
 from twellctl.training.processes import check_same, from_all
 from twellctl.training.progress import Progress
@@ -198,15 +197,6 @@ def _act_at(step: int, act) -> None:
     ShardedTrainer.finish_step = acting
 
 
-def draw(config: str) -> dict[str, list[float]]:
-    """Sums of each weight and of its squares, of random ones."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    made = sharded_weights.load_sharded(open_config(config), torch.device("cpu"), torch.float32)
-    wholes = {name: p.detach().full_tensor() for name, p in made.named_parameters()}
-    return {name: [w.sum().item(), w.std().item()] for name, w in wholes.items()}
-
-
 def load(model: str) -> list[str]:
     """The weights and buffers that are not what one process loads."""
     dist.init_process_group("gloo")
@@ -288,7 +278,7 @@ def command(*words: str) -> list:
         return [code, *(file.seek(0) or file.read() for file in (stdout, stderr))]
 
 
-JOBS = (muon, run, means, draw, load, dry, slow_disk, same, stuck, gradients, command)
+JOBS = (muon, run, means, load, dry, slow_disk, same, stuck, gradients, command)
 JOBS = {job.__name__: job for job in JOBS}
 
 

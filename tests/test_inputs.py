@@ -60,7 +60,6 @@ def out(inputs, text_file, tmp_path) -> Path:
         ("finetune", "RELU", "OUT", "--data", "TEXT", "--recipe", "OUT/recipe.yaml"),
         ("finetune", "OUT", "OUT", "--data", "TEXT"),
         ("finetune", "OUT.run", "OUT", "--data", "TEXT"),
-        ("finetune", "--from-scratch", "OUT/config.json", "OUT", "--data", "TEXT"),
         ("export", "RELU", "OUT", "--profile", "OUT/profile.json"),
         ("export", "OUT", "OUT"),
         ("convert", "OUT", "OUT"),

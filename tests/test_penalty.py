@@ -81,10 +81,9 @@ def test_two_processes_change_nothing(processes, relu_llama, eight_blocks, expec
     compare(tmp_path / "g.pt", expected)
 
 
-@pytest.mark.parametrize("normalizer", ["sum", "mean"])
-def test_normalizer(relu_llama, eight_blocks, normalizer):
+def test_the_penalty_is_a_sum_over_neurons(relu_llama, eight_blocks):
     model = load_model(open_checkpoint(relu_llama))
-    penalty = FfnPenalty(model, normalizer)
+    penalty = FfnPenalty(model)
     ids = eight_blocks[1]
     model(ids)
     value, densities = penalty.measured()
@@ -93,8 +92,7 @@ def test_normalizer(relu_llama, eight_blocks, normalizer):
         layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
         layer.mlp.act_fn.register_forward_hook(lambda module, args, out: fired.append(out > 0))
     model(ids)
-    reduce = torch.sum if normalizer == "sum" else torch.mean
-    wanted = torch.stack([reduce(h.abs(), -1).mean() for h in hidden]).mean()
+    wanted = torch.stack([h.abs().sum(-1).mean() for h in hidden]).mean()
     assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
     expected = [layer.double().mean().item() for layer in fired]
     assert densities.tolist() == pytest.approx(expected, rel=1e-6)

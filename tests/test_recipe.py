@@ -67,13 +67,6 @@ def test_kinds(write):
     assert resolve_recipe(write("data: a.txt")).data == ["a.txt"]
 
 
-def test_density_as_it_was_said_before(write):
-    assert resolve_recipe(write("target-sparsity: 0.97")).density == 0.03
-    assert resolve_recipe(None, {"target_sparsity": 0.9}).density == 0.1
-    text = refusal(UsageError, None, target_sparsity=2)
-    assert text == "density must be > 0 and < 1, got -1"
-
-
 def test_unknown_keys_are_named_with_what_was_meant(write):
     text = refusal(TwellError, write("max_tokens: 9\nlearnin-rate: 1\nxyz: 1\n3: 4\n"))
     assert "mine.yaml: " in text
@@ -105,7 +98,6 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
         ("max-steps", "0", "must be >= 1"),
         ("lora-ffn", "1", "must be true or false"),
         ("l1-schedule", "linear", "must be target or constant, got 'linear'"),
-        ("l1-normalizer", "max", "must be sum or mean"),
         ("report-to", "no", "must be text, got False"),
         ("data", "3", "must be one path or a list of paths"),
         ("data", "[a, 3]", "must be one path or a list of paths"),
@@ -192,4 +184,3 @@ def test_what_ships():
         assert f"]({name}.yaml)" in readme
     paper = resolve_recipe("paper")
     assert (paper.l1, paper.l1_schedule, paper.teacher) == (2e-5, "constant", "none")
-    assert "l1-normalizer: mean" in (resource_dir("recipes") / "paper.yaml").read_text()

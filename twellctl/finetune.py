@@ -27,7 +27,6 @@ from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
 from twellctl.models.carried import (
     METRICS_FILE,
-    clean_side_file,
     copy_side_files,
     write_config,
 )
@@ -132,7 +131,7 @@ def finetune(
 
     `settings` are the fields of `Recipe`, like `data=[...]` or `density=0.03`; they win
     over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
-    what the run began with. Weights are drawn for what `from_scratch.open_config` returns.
+    what the run began with.
     `recipe_file`, where a `Recipe` was read, is spared like all other inputs; `progress` receives
     what the run reports. Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that
     `resume` goes on from.
@@ -339,11 +338,7 @@ def _save(
     try:
         with claim.staged() as stage:
             write(stage)
-            if checkpoint.shards:
-                copy_side_files(checkpoint, stage)
-            else:
-                load_tokenizer(checkpoint).save_pretrained(stage)
-                clean_side_file(stage / "tokenizer_config.json")
+            copy_side_files(checkpoint, stage)
             if (run / "runs").is_dir():  # where tensorboard writes
                 shutil.copytree(run / "runs", stage / "runs")
             shutil.copy(run / METRICS_FILE, stage)

@@ -61,14 +61,14 @@ class AddL1Gradient(torch.autograd.Function):
 class FfnMeter:
     """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
 
-    `price` is the penalty's weight for one token, `per_neuron` whether it is divided by neurons
-    too. Where gradients are taken, `route` stands for the FFN's own, if there is one, and `watch`
-    is called with the input; what it returns, with y. `plain` computes where no kernels do. After a
-    forward pass there are the sum of |h|, how many fired, tokens and neurons.
+    `price` is the penalty's weight for one token. Where gradients are taken, `route` stands for the
+    FFN's own, if there is one, and `watch` is called with the input; what it returns, with y.
+    `plain` computes where no kernels do. After a forward pass there are the sum of |h|, how many
+    fired, tokens and neurons.
     """
 
-    def __init__(self, *, per_neuron: bool = False):
-        self.price, self.per_neuron = 0.0, per_neuron
+    def __init__(self):
+        self.price = 0.0
         self.route: str | None = None
         self.watch: Callable[[Tensor], Callable[[Tensor], None]] | None = None
         self.plain = plain_train_ffn
@@ -79,7 +79,7 @@ class FfnMeter:
     def weight(self, num_tokens: int, num_neurons: int) -> float | None:
         """Of the sum of |h| over so many tokens in the loss; None if there is no penalty."""
         self.num_tokens, self.num_neurons = num_tokens, num_neurons
-        share = self.price / (num_tokens * (num_neurons if self.per_neuron else 1))
+        share = self.price / num_tokens
         return share if share and torch.is_grad_enabled() else None
 
     def measure(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -134,13 +134,8 @@ def write(
 @takes(Recipe)
 def finetune(
     *,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A ReLU model folder; leave it out with --from-scratch."
-        ),
-    ],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder to write.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
+    out: Out,
     more: Annotated[
         list[str] | None,
         typer.Argument(
@@ -149,14 +144,6 @@ def finetune(
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
-    ] = None,
-    from_scratch: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="In the place of MODEL: train random weights of this config.json, or of the one "
-            "in this folder, with the tokenizer beside it.",
-        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
@@ -169,7 +156,6 @@ def finetune(
             help="Only say what it would take: time, memory and disk.",
         ),
     ] = False,
-    target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: dict[str, Any],
 ) -> None:
     """Make a ReLU model sparse.
@@ -182,23 +168,12 @@ def finetune(
     from twellctl.training.recipe import file_of, recipe_to_resume, resolve_recipe
     from twellctl.training.trackers import check_report_to
 
-    if from_scratch is not None:
-        more = [*([] if out is None else [str(out)]), *(more or [])]
-        model, out = None, Path(model)
-    elif out is None:
-        raise UsageError("no OUT: name the folder to write")
     if more and ("data" not in flags or "eval-data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
-    if target_sparsity is not None:
-        flags["target-sparsity"] = target_sparsity
     recipe_file = file_of(recipe)
     settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
-    if from_scratch is not None:
-        from twellctl.training.from_scratch import open_config
-
-        model = open_config(from_scratch)
     check_report_to(settings.report_to)
     ui.doing("loading PyTorch and transformers")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so

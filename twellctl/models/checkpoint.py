@@ -50,7 +50,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class Checkpoint:
     """A checked model folder. `name` is what the user called it, `path` where it lies.
 
-    Without `shards` the model is a random one, of a config alone (`training.from_scratch`).
     `corrections` are the entries of `config` that the folder's config.json lacks or has otherwise.
     `config` is of the plain ReLU model, also where the folder holds it in SiLU form, with the
     numbers of `silu_form` (twell_config.py); those who read weights undo that form.
@@ -91,8 +90,8 @@ class Checkpoint:
 
     @property
     def origin(self) -> str:
-        """What a run began from: the folder, of a random model its config's file."""
-        return str((self.path if self.shards else Path(self.name)).resolve())
+        """What a run began from: the folder."""
+        return str(self.path.resolve())
 
     def ffn_weights(self, layer: int) -> list[str]:
         """The names of the weights of a layer's FFN; layers count from 0."""

@@ -67,12 +67,10 @@ def load_model(
     """The model in eval mode, of the stock class.
 
     `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` (a
-    freshly converted model with the SiLU it had). Weights of a checkpoint without shards are drawn.
+    freshly converted model with the SiLU it had).
     `TwellError` for what transformers cannot load, and for a weight that is NaN or infinite.
     """
     device = device or default_device()
-    if not checkpoint.shards:
-        return _random_model(checkpoint, dtype, device)
     extra = {} if activation is None else {checkpoint.activation_key: activation}
     model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
     if checkpoint.silu_form:
@@ -221,15 +219,6 @@ def _ends(tensor: Tensor) -> Tensor:
     return torch.stack(tensor.aminmax()).float()
 
 
-def _random_model(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
-) -> PreTrainedModel:
-    config = AutoConfig.for_model(**checkpoint.config)
-    with quiet_transformers(), device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
-    return model.to(device).eval()
-
-
 def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
     """The config `given` as transformers completes it, and its model on no device; `TwellError`."""
     what = f"{name}: transformers makes no model of it"
@@ -246,10 +235,7 @@ def without_values(
 
     Its buffers are there. What the weights hold is not looked at.
     """
-    if checkpoint.shards:
-        config = skeleton(checkpoint).config
-    else:
-        config = AutoConfig.for_model(**checkpoint.config)
+    config = skeleton(checkpoint).config
     if activation is not None:
         setattr(config, checkpoint.activation_key, activation)
     with _no_model_of(checkpoint), init_empty_weights(include_buffers=False):

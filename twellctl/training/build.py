@@ -20,8 +20,7 @@ from twellctl.models.loading import (
 )
 from twellctl.text.blocks import Blocks
 from twellctl.training.arguments import trainer_arguments
-from twellctl.training.from_scratch import check_from_scratch
-from twellctl.training.l1_schedule import MAX_L1, ConstantL1, TargetL1
+from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
@@ -41,8 +40,6 @@ LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at i
 
 def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
-    if not checkpoint.shards:
-        check_from_scratch(recipe)
     if checkpoint.silu_form and any(map(stays_silu, checkpoint.silu_form["sharpness"])):
         raise TwellError(f"{checkpoint.name} has neurons that stay SiLU, which no recipe trains")
     longest = checkpoint.context or math.inf
@@ -96,7 +93,7 @@ def build_trainer(
     taught_by = _taught_by(teacher, recipe, sharded)
     trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
-        schedule=_schedule(recipe, num_neurons, arguments.max_steps),
+        schedule=_schedule(recipe, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
         states=_states(model, taught_by, recipe),
@@ -171,17 +168,16 @@ def _penalty(
     model: PreTrainedModel, recipe: Recipe, train: Blocks, map_neurons: int
 ) -> PricedGates | FfnPenalty:
     if recipe.penalty == "count":
-        gates = PricedGates(model, recipe.l1_normalizer, map_neurons)
+        gates = PricedGates(model, map_neurons)
         device = model.device
         batches = (train[i]["input_ids"][None].to(device) for i in range(len(train)))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             gates.find_directions(model.train(), batches)
         return gates
-    return FfnPenalty(model, recipe.l1_normalizer, compiled=bool(recipe.compile))
+    return FfnPenalty(model, compiled=bool(recipe.compile))
 
 
-def _schedule(recipe: Recipe, num_neurons: int, num_steps: int) -> ConstantL1 | TargetL1:
+def _schedule(recipe: Recipe, num_steps: int) -> ConstantL1 | TargetL1:
     if recipe.l1_schedule == "constant":
         return ConstantL1(recipe.l1)
-    ceiling = MAX_L1 * (num_neurons if recipe.l1_normalizer == "mean" else 1)
-    return TargetL1(recipe.l1, recipe.density, num_steps, ceiling)
+    return TargetL1(recipe.l1, recipe.density, num_steps)

@@ -30,7 +30,6 @@ MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
 RATE_BY_SIZE = 0.015  # over the rms of weights: 0.3 % of a matrix a step (LAB.md)
 OF_WHAT_WORKS = 0.1  # of that, where a model is as it shall stay: more costs it rare knowledge
-DRAWN_STD = 0.02  # of random weights, unless their config says otherwise
 AT_ONCE = 1 << 26  # weights that are orthogonalised together
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five times within 0.7-1.2
 
@@ -202,12 +201,10 @@ def make_optimizer(
 def default_rate(checkpoint: Checkpoint) -> float:
     """`RATE_BY_SIZE` times the rms of the middle layer's FFN weights, or `OF_WHAT_WORKS` of it.
 
-    The former for random weights, and for a model whose activation was swapped. To two digits, so
+    The former for a model whose activation was swapped. To two digits, so
     that all processes have the same. What a layer gives after a norm does not depend on the size of
     its weights, so a step is a share of that. `TwellError` for weights that are all zero.
     """
-    if not checkpoint.shards:
-        return _two_digits(RATE_BY_SIZE * (checkpoint.config.get("initializer_range") or DRAWN_STD))
     layer = checkpoint.ffn.num_layers // 2
     squares = count = 0
     for _, weight in read_tensors(checkpoint, checkpoint.ffn_weights(layer)):

@@ -78,16 +78,15 @@ class _Fire(torch.autograd.Function):
 class PricedGates:
     """Puts a `PricedGate` into every gated FFN of `model`, and counts what fires.
 
-    The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`, or with
-    `normalizer="mean"` of the share of them. The last `map_neurons`, which always fire, are not
-    counted, and so far from zero that no price reaches them.
+    The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`. The last
+    `map_neurons`, which always fire, are not counted, and so far from zero that no price reaches
+    them.
     """
 
-    def __init__(self, model: nn.Module, normalizer: str = "sum", map_neurons: int = 0):
+    def __init__(self, model: nn.Module, map_neurons: int = 0):
         self.ffns = gated_ffns(model)
         self.hidden_size, num_neurons = self.ffns[0].down_proj.weight.shape
         self.num_neurons = num_neurons - map_neurons
-        self.normalizer = normalizer
         self._price = torch.zeros((), device=next(model.parameters()).device)
         sizes = num_neurons, self.hidden_size, map_neurons
         self.gates = [PricedGate(*sizes, self._price) for _ in self.ffns]
@@ -154,18 +153,14 @@ class PricedGates:
 
         `l1` is the price of a neuron that fires, times what the rest of the loss is multiplied by.
         """
-        price = l1 / (len(self.gates) * num_tokens)
-        if self.normalizer == "mean":
-            price /= self.num_neurons
-        self._price.fill_(price)
+        self._price.fill_(l1 / (len(self.gates) * num_tokens))
         self._num_tokens = num_tokens
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
         fired = torch.stack([gate.fired for gate in self.gates])
         densities = fired / (self._num_tokens * self.num_neurons)
-        penalty = densities.mean() * (1 if self.normalizer == "mean" else self.num_neurons)
-        return penalty, densities
+        return densities.mean() * self.num_neurons, densities
 
 
 class _Moments:

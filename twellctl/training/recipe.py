@@ -66,12 +66,6 @@ class Recipe:
         "[default: count; l1 if --l1-schedule is constant]",
         choices=("count", "l1"),
     )
-    l1_normalizer: str = setting(
-        "sum",
-        "sum over neurons, as the paper's code does; or their mean, as its printed formula says "
-        "(it divides by N too: the same --l1 then weighs N times less).",
-        choices=("sum", "mean"),
-    )
     density: float = setting(
         0.15, "Share of neurons that shall fire for a token (target schedule).", above=0, below=1
     )
@@ -113,8 +107,8 @@ class Recipe:
     learning_rate: float | None = setting(
         None,
         "Peak learning rate. [default: 0.0015 times the rms of the middle layer's FFN weights, so "
-        "that a step of Muon moves a matrix by 0.03 % of its size; ten times that for random "
-        "weights and for a model whose activation was only swapped]",
+        "that a step of Muon moves a matrix by 0.03 % of its size; ten times that for a model "
+        "whose activation was only swapped]",
         above=0,
     )
     lr_scheduler: str = setting(
@@ -181,8 +175,8 @@ def resolve_recipe(
     All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
     """
     by_key = {flag_name(field.name): field for field in dataclasses.fields(Recipe)}
-    given = _density({flag_name(name): value for name, value in (flags or {}).items()})
-    values, wrong = _coerced({} if recipe is None else _density(_read(recipe)), by_key)
+    given = {flag_name(name): value for name, value in (flags or {}).items()}
+    values, wrong = _coerced({} if recipe is None else _read(recipe), by_key)
     flag_values, wrong_flags = _coerced(given, by_key)
     for one, other in (("max_steps", "max_tokens"), ("max_tokens", "max_steps")):
         if flag_values.get(one) is not None:
@@ -260,14 +254,6 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
         known = ", ".join(recipe_names())
         raise UsageError(f"no recipe {recipe}: give a YAML file, or one of {known}")
     return read_settings(path, f"recipe {recipe}")
-
-
-def _density(given: dict) -> dict:
-    """`target-sparsity`, as recipes said before, as `density`."""
-    if (sparsity := given.pop("target-sparsity", None)) is not None:
-        is_number = isinstance(sparsity, int | float)
-        given["density"] = round(1 - sparsity, 12) if is_number else sparsity
-    return given
 
 
 def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[str, Any], list[str]]:

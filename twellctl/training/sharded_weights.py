@@ -37,20 +37,14 @@ def load_sharded(
     dtype: torch.dtype,
     activation: str | None = None,
 ) -> PreTrainedModel:
-    """As `load_model`, sharded over all processes, each of which reads its own rows only.
-
-    Weights of a checkpoint without files are drawn, on each process all, one module at a time.
-    """
+    """As `load_model`, sharded over all processes, each of which reads its own rows only."""
     model = in_all(lambda: without_values(checkpoint, dtype, activation))
     buffers = dict(model.named_buffers())
     shard(model, device)
     model.to_empty(device=device)
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
-    if checkpoint.shards:
-        in_all(lambda: _read(model, checkpoint))
-    else:
-        _draw(model)
+    in_all(lambda: _read(model, checkpoint))
     return model
 
 
@@ -95,22 +89,6 @@ def _own_rows(tensor: Tensor) -> slice:
     if not isinstance(tensor, DTensor):
         return slice(None)
     return rows(len(tensor), dist.get_rank(), dist.get_world_size())
-
-
-@torch.no_grad()
-def _draw(model: PreTrainedModel) -> None:
-    """Draw all weights as transformers does, the same in all processes that have one seed."""
-    drawn: set[nn.Parameter] = set()
-    for module in model.modules():
-        held = dict(module.named_parameters(recurse=False))
-        for name, weight in held.items():
-            setattr(module, name, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)))
-        model._init_weights(module)
-        for name, weight in held.items():
-            if weight not in drawn:  # a tied head is what the embeddings are
-                local(weight).copy_(getattr(module, name)[_own_rows(weight)])
-            setattr(module, name, weight)
-        drawn |= set(held.values())
 
 
 def write_sharded(

@@ -31,30 +31,22 @@ _uncompiled_forward = torch.compiler.disable(TwellFFN.forward)
 class FfnPenalty:
     """Lets the gated FFNs of a model add the penalty's gradient, and measures each forward pass.
 
-    Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, or with
-    `normalizer="mean"` of their mean. It is used as `PricedGates` is. The FFNs run over
-    `train_ffn`, densely unless `LayerRoutes` or TWELL_ROUTE say otherwise. `compiled`: in a
-    compiled layer they are no part of its graph, which their routes would break; what they compute
-    densely is compiled by itself.
+    Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, as the paper's
+    code has it. It is used as `PricedGates` is. The FFNs run over `train_ffn`, densely unless
+    `LayerRoutes` or TWELL_ROUTE say otherwise. `compiled`: in a compiled layer they are no part of
+    its graph, which their routes would break; what they compute densely is compiled by itself.
     """
 
     gates = ()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        normalizer: str = "sum",
-        *,
-        compiled: bool = False,
-    ):
+    def __init__(self, model: nn.Module, *, compiled: bool = False):
         self.ffns = gated_ffns(model)
         self.state = None  # nothing of its own to keep
-        self.normalizer = normalizer
         self._stock = [type(ffn) for ffn in self.ffns]
         put_over_twell(model, new_twell(len(self.ffns), "", ""))
         use_kernels(model, own_kernels())
         lay_weights(model, trained=True)
-        self._meters = [FfnMeter(per_neuron=normalizer == "mean") for _ in self.ffns]
+        self._meters = [FfnMeter() for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
             ffn.twell_meter = meter
             if compiled:
@@ -80,8 +72,8 @@ class FfnPenalty:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
         meter = self._meters[0]
         tokens, positions = meter.num_tokens, meter.num_tokens * meter.num_neurons
-        rows = positions if self.normalizer == "mean" else tokens
-        penalty = torch.stack([m.hidden_sum for m in self._meters]).sum() / (len(self.ffns) * rows)
+        sums = torch.stack([m.hidden_sum for m in self._meters])
+        penalty = sums.sum() / (len(self.ffns) * tokens)
         return penalty, torch.stack([m.fired for m in self._meters]).float() / positions
 
 

@@ -34,7 +34,7 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
 
     "auto": a freshly converted model learns from itself with the activation it had, a fine-tuned
     one from its source on the hub. Of a fine-tuned one from elsewhere the source is not known:
-    `UsageError`. Weights that were drawn have no teacher.
+    `UsageError`.
     """
     if recipe.teacher == "none" or not recipe.teacher_weight:
         return None
