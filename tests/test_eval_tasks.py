@@ -3,17 +3,15 @@
 import json
 import math
 import random
-import sys
-import types
 
 import pytest
 import torch
 from conftest import stdlib_texts
 from transformers import AutoModelForCausalLM
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
-from twellctl.evaluation import choices, harness
+from twellctl.evaluation import choices
 from twellctl.evaluation.questions import Question, Task, read_tasks
 from twellctl.evaluation.results import Marks, Mean, TaskResult
 
@@ -248,71 +246,8 @@ def test_files_that_hold_no_task_are_refused(tmp_path):
         read_tasks([file, file])
 
 
-def test_without_lm_eval_its_tasks_are_refused(monkeypatch, relu_llama, tmp_path):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    said = r"^arc_easy, .*commonsense_qa, boolq: .* pip install 'twellctl\[eval\]'"
-    with pytest.raises(TwellError, match=said):
-        evaluate(relu_llama, tasks=["paper", "boolq"])
+def test_tasks_by_name_are_left_to_lm_eval(relu_llama, tmp_path):
+    with pytest.raises(UsageError, match=r"no task 'arc_easy': give a file .*--tasks arc_easy"):
+        evaluate(relu_llama, tasks="arc_easy")
     with pytest.raises(TwellError, match="cannot be read"):  # a path is none of its names
         evaluate(relu_llama, tasks=str(tmp_path / "none"))
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_for_one_task(monkeypatch):
-    asked = []
-
-    class Manager:
-        all_tasks = harness.PAPER
-
-        def load(self, names):
-            asked.extend(names)
-            raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))
-    tasks = types.ModuleType("lm_eval.tasks")
-    tasks.TaskManager = Manager
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
-    with pytest.raises(TwellError, match=r"cannot load arc_easy \(ConnectionError: Couldn't reach"):
-        harness.load_tasks(["paper"])
-    assert asked == ["arc_easy"]
-
-
-@pytest.fixture
-def lm_eval():
-    return pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
-
-
-def test_lm_eval_gives_the_same_marks(lm_eval, stock, tokenizer, tmp_path):
-    asked = [*some_questions(12), Question(stdlib_texts(1)[0][:3000], ("a", "b"), 0)]
-    questions = written(tmp_path / "q.jsonl", map(as_row, asked))
-    task = tmp_path / "mine.yaml"
-    task.write_text(
-        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {questions}}}}}\n"
-        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{query}}'\n"
-        "doc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
-        "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
-    )
-    loaded = harness.load_tasks([str(task)])
-    (marks,) = harness.answer(stock, tokenizer, 256, loaded)
-    (own,) = read_tasks([questions])
-    assert marks == Marks("mine", *_values(choices.answer(stock, tokenizer, 256, own)))
-    (first,) = harness.answer(stock, tokenizer, 256, loaded, limit=3)
-    assert first.acc == marks.acc[:3]
-    with pytest.raises(TwellError, match=r"no task 'arc_esy': .* did you mean arc_easy"):
-        harness.load_tasks(["arc_esy"])
-    questions_gone = task.read_text().replace("q.jsonl", "gone.jsonl")
-    (tmp_path / "gone.yaml").write_text(questions_gone.replace("mine", "gone"))
-    with pytest.raises(TwellError, match=r"lm-eval cannot load .*gone\.yaml \(FileNotFoundError"):
-        harness.load_tasks([str(tmp_path / "gone.yaml")])
-
-
-@pytest.mark.parametrize(
-    ("target", "answer"), [(1, "two"), ("1", "1"), ("one", "one"), ([1, 0], "two")]
-)
-def test_what_lm_eval_calls_right_is_a_place_or_a_text(target, answer):
-    asked = [("q", " one"), ("q", " two")]
-    assert harness._answer({"target": target, "arguments": asked}) == answer
-
-
-def _values(marks: Marks) -> tuple:
-    return marks.options, marks.answers, marks.acc, marks.acc_norm, marks.cut

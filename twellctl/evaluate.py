@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.evaluation import harness, limited
+from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
-from twellctl.evaluation.questions import Task, is_local, read_tasks
+from twellctl.evaluation.questions import Task, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
@@ -48,7 +48,7 @@ def evaluate(
     `data`, `windows` and `seq_len` are as in `profile`. `reference` is measured beside it: a model
     with the same tokenizer, such as the one it was made from; where the model answers in its own
     words it is the source that config.json names, if none is given. `tasks` are files of questions
-    (`twellctl.evaluation.questions`), folders of them, or names of lm-eval's tasks; the first
+    (`twellctl.evaluation.questions`) or folders of them; the first
     `limit` questions of each are asked. What is written for tests is run if `run_code` allows it.
 
     Both models answer `limit` of the jsonl file `prompts` (`COMPARED_ANSWERS` of them), else the
@@ -63,9 +63,9 @@ def evaluate(
         raise UsageError(f"limit must be >= 1, got {limit}")
     if limit is not None and not tasks and prompts is None:
         raise UsageError("limit is for tasks and prompts, and none are given")
-    local = read_tasks([task for task in tasks if is_local(task)], limit)
+    questions = read_tasks(tasks, limit)
     asked = () if prompts is None else spread(read_prompts(prompts), limit or COMPARED_ANSWERS)
-    own_words = [task for task in local if task.kind != "choices"]
+    own_words = [task for task in questions if task.kind != "choices"]
     _check_code([task for task in own_words if task.kind == "tests"], run_code, note)
     given, names = chat_template_kwargs, [name for name in (model, reference) if name is not None]
     subjects = [Subject.opened(name, given) for name in names]
@@ -73,8 +73,6 @@ def evaluate(
         subjects += _source(subjects[0].checkpoint, given, note)
     text = _windows(subjects, data, text_column, windows, seq_len) if data else None
     _check_tokenizers(subjects, data, text_column)
-    names = [task for task in tasks if not is_local(task)]
-    foreign = harness.load_tasks(names, doing) if names else {}
     for subject in subjects:
         doing(f"loading {subject.checkpoint.name}")
         subject.load(device or default_device())
@@ -88,8 +86,8 @@ def evaluate(
     if len(subjects) > 1:
         doing("comparing answers")
         agreement = _agreement(subjects, asked, wrote, text, progress)
-    choice = [task for task in local if task.kind == "choices"]
-    marks = [subject.choose(choice, foreign, limit, doing, progress) for subject in subjects]
+    choice = [task for task in questions if task.kind == "choices"]
+    marks = [subject.choose(choice, doing, progress) for subject in subjects]
     marked = [one.marks(own_words, doing, progress) for one in wrote]
     return Evaluation(
         model=str(model),

@@ -82,10 +82,9 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE|NAME",
+            metavar="FILE",
             help='A jsonl file of {"query", "choices", "gold"}, of {"prompt", "answer"} or of '
-            '{"prompt", "entry_point", "tests"}, or a folder of them; or a multiple-choice task of '
-            "lm-eval, by name or YAML file ('paper': the paper's seven). Repeatable.",
+            '{"prompt", "entry_point", "tests"}, or a folder of them. Repeatable.',
         ),
     ] = None,
     prompts: Annotated[

@@ -5,7 +5,6 @@ windows -> text       the same pass: cross-entropy, agreement with a reference
 answers -> agreement  what models write, and how far two agree on what one of them wrote
 questions -> choices  tasks in local files, answered by likelihood
 questions -> written  those answered in the model's own words, and code: limited -> within runs it
-harness               tasks of lm-evaluation-harness, answered by the same model
 subject               a model that all of them ask
 results               what all of them report
 """

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.errors import TwellError, UsageError, reason, shown
+from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.strict_json import parse_json, read_file
 
 SUFFIXES = (".jsonl", ".json")
-HARNESS_SUFFIXES = (".yaml", ".yml")  # of task files in the form of lm-eval
 _REMEDY = "correct or leave out this line"
 
 
@@ -71,20 +70,13 @@ class Task:
         return next(key for key, kind in _KINDS.items() if isinstance(self.questions[0], kind))
 
 
-def is_local(task: str) -> bool:
-    """Whether `task` names a file or folder of questions, there or not, and no task of lm-eval."""
-    if not task:
-        raise UsageError("an empty name was given for a task: name a file or folder")
-    path = Path(task)
-    is_path = path.name != task and path.suffix not in HARNESS_SUFFIXES
-    return path.is_dir() or path.suffix in SUFFIXES or is_path
-
-
 def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task, ...]:
     """The tasks in files and folders of them, the first `limit` questions of each.
 
     `TwellError` names file and line of what is wrong, also of questions behind the limit.
     """
+    if not all(paths):
+        raise UsageError("an empty name was given for a task: name a file or folder")
     tasks = [_read_task(file, limit) for path in paths for file in _files(Path(path))]
     for task in tasks:
         if sum(other.name == task.name for other in tasks) > 1:
@@ -94,6 +86,11 @@ def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task, ..
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
+        if path.name == str(path) and not path.suffix and not path.exists():
+            raise UsageError(
+                f"no task {shown(path.name)}: give a file of questions, or ask lm-eval itself: "
+                f"lm_eval --model hf --model_args pretrained=MODEL --tasks {bounded(path.name, 80)}"
+            )
         return [path]
     found = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES)
     if not found:

@@ -92,7 +92,7 @@ class Accuracy:
     """Share of right answers, by the names of lm-eval.
 
     `acc`: the right choice is the likeliest one; `acc_norm`: it is by likelihood per character,
-    None for a task of lm-eval that does not have it.
+    None for a task answered in words.
     """
 
     acc: Mean

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
-from twellctl.evaluation import choices, harness, written
+from twellctl.evaluation import choices, written
 from twellctl.evaluation.answers import Answer, answers, encoded
 from twellctl.evaluation.questions import Task
 from twellctl.evaluation.results import Marks, WrittenMarks
@@ -88,23 +88,14 @@ class Subject:
         made = answers(self.model, self.tokenizer, prompts, progress=progress)
         return Wrote(name, prompts, made)
 
-    def choose(
-        self,
-        local: Sequence[Task],
-        foreign: dict[str, Any],
-        limit: int | None,
-        doing: Doing,
-        progress: Progress,
-    ) -> list[Marks]:
-        """Its marks in all tasks of choices, those of lm-eval last."""
-        if local or foreign:
+    def choose(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[Marks]:
+        """Its marks in tasks of choices."""
+        if tasks:
             self._go_over_twell()
         marks = []
-        for task in local:
+        for task in tasks:
             doing(f"{self.checkpoint.name} answers {task.name}")
             marks.append(choices.answer(self.model, self.tokenizer, self.context, task, progress))
-        if foreign:
-            marks += harness.answer(self.model, self.tokenizer, self.context, foreign, limit, doing)
         return marks
 
     def _go_over_twell(self) -> None:
