@@ -10,7 +10,6 @@ from twellctl.cli import interrupts
 from twellctl.cli.app import app
 from twellctl.cli.command import ReaderLeft
 from twellctl.errors import TwellError
-from twellctl.here.bytecode import keep_bytecode
 from twellctl.screens import ui
 
 SECONDS_TO_SPEAK = 10  # of the first process
@@ -19,7 +18,6 @@ SECONDS_TO_SPEAK = 10  # of the first process
 def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
-    keep_bytecode()
     ui.write_any_text()
     try:
         code = app(standalone_mode=False)

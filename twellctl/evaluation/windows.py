@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing.counts import FiredMeter, LayerCount
 from twellctl.firing.grouping import GroupedWindows
-from twellctl.here.own_version import own_version
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.version import __version__
 
 BATCH_TOKENS = 8192
 Read = Callable[[Tensor, Tensor], object]
@@ -80,7 +80,7 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": {
-            "twellctl": own_version(),
+            "twellctl": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
