@@ -12,13 +12,11 @@ from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import (
-    GATE_TOKENS,
     MOST_PAIRS,
     plan_walk,
     suits_walk,
     takes_walk,
     walk_gate_ffn,
-    walk_packed_ffn,
 )
 from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
@@ -43,46 +41,38 @@ def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> L
         gate, up, down = (torch.ones(n) for n in (N, N, K))
         ffn = replace(FFN(*values, *rest), s_gate=gate, s_up=up, s_down=down)
     here = kernels, H200, x, ffn
-    if end:
-        y = walk_gate_e4m3_ffn(*here)
-    else:
-        y = walk_gate_ffn(*here) if M <= GATE_TOKENS else walk_packed_ffn(*here, 24)
+    y = (walk_gate_e4m3_ffn if end else walk_gate_ffn)(*here)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-@pytest.mark.parametrize("M", [10, GATE_TOKENS + 1])
-def test_arguments_are_the_parameters_of_the_kernels(M, biases, end):
-    for name, _, _, args, _ in launches(M, 128, 520, biases=biases, end=end).made:
+def test_arguments_are_the_parameters_of_the_kernels(biases, end):
+    for name, _, _, args, _ in launches(10, 128, 520, biases=biases, end=end).made:
         assert_taken(name, args)
 
 
 def test_the_order_and_what_starts_early():
-    few = launches(GATE_TOKENS, 64, 96)
+    few = launches(100, 64, 96)
     heavy = ["heavy_hidden", "heavy_down"]
     assert [launch[0] for launch in few.made] == ["walk_gate", "heavy_walk_gate", *heavy]
     assert few.overlaps == [True] * 4
-    many = launches(GATE_TOKENS + 1, 64, 96)
-    names = [launch[0] for launch in many.made]
-    assert names == ["gate_pack_short", "walk", "heavy_walk", *heavy]
-    assert many.overlaps == [False] + [True] * 4  # weights may be new when the gate begins
 
 
 def test_over_e4m3_all_but_the_first_start_early():
     """But for torch's product, which has its place between the first two."""
     heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
-    for found in (launches(M, 128, 256, end=E4M3_END) for M in (GATE_TOKENS, GATE_TOKENS + 1)):
-        names = [launch[0] for launch in found.made]
-        assert names == ["quantise_inputs", "walk_gate_e4m3", "heavy_walk_gate_e4m3", *heavy]
-        assert found.overlaps == [False] + [True] * 5
+    found = launches(100, 128, 256, end=E4M3_END)
+    names = [launch[0] for launch in found.made]
+    assert names == ["quantise_inputs", "walk_gate_e4m3", "heavy_walk_gate_e4m3", *heavy]
+    assert found.overlaps == [False] + [True] * 5
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])
-@pytest.mark.parametrize("M", [100, GATE_TOKENS + 1])
-def test_heavy_rows_are_those_of_the_walk(M, end):
+def test_heavy_rows_are_those_of_the_walk(end):
     """The kernels behind it get its list, how many it names, and their inputs."""
+    M = 100
     made = {name: args for name, _, _, args, _ in launches(M, 128, 256, end=end).made}
     walk, few = (
         next(args for name, args in made.items() if name.startswith(start))

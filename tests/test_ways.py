@@ -20,7 +20,7 @@ LINES = {
     "Hopper": [
         "1 to 3 tokens: union, dense",
         "4 to 64 tokens: pairs, union, dense",
-        "65 to 4096 tokens: walk_gate, walk, lists, dense",
+        "65 to 4096 tokens: walk_gate, lists, dense",
         "4097 and more tokens: lists, dense",
     ],
     "Ampere": ["1 to 64 tokens: union, dense", "65 and more tokens: dense"],
@@ -83,14 +83,12 @@ def test_where_w_down_must_be_copied_few_tokens_are_no_reason():
 
 
 def test_the_rule_of_more_tokens():
-    assert [ruled(M, 0.001) for M in (65, 1024, 1025, 4096, 4097)] == [
-        *("walk_gate", "walk_gate", "walk", "walk", "lists")
-    ]
+    assert [ruled(M, 0.001) for M in (65, 4096, 4097)] == ["walk_gate", "walk_gate", "lists"]
     assert [ruled(256, density) for density in (None, 0.05, 0.06)] == [
         *("walk_gate", "walk_gate", "lists")
     ]
     assert [ruled(M, None, "auto") for M in (65, 2048, 2049)] == ["dense", "dense", "lists"]
-    assert [ruled(M, 0.001, end="_e4m3") for M in (65, 1025, 4097)] == [
+    assert [ruled(M, 0.001, end="_e4m3") for M in (65, 4096, 4097)] == [
         *("walk_gate", "walk_gate", "lists")
     ]
     assert [ruled(8192, density, "auto") for density in (0.019, 0.02)] == ["lists", "dense"]
@@ -148,9 +146,9 @@ def test_auto_measures_all_that_take_it_and_twell_its_own(operator):
     assert operator(100, "twell") == "walk_gate"
     assert operator.timed == [
         ["pairs", "union", "dense"],
-        ["walk_gate", "walk", "lists", "dense"],
+        ["walk_gate", "lists", "dense"],
         ["pairs", "union"],
-        ["walk_gate", "walk", "lists"],
+        ["walk_gate", "lists"],
     ]
     assert set(twell_route.known_choices().values()) >= {Choice("pairs", "pairs")}
 

@@ -1,20 +1,5 @@
-// walk and walk_gate over bf16 (walk.cuh).
+// walk_gate over bf16 (walk.cuh).
 #include "ffn/walk.cuh"
-
-extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
-    walk(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,
-         const unsigned short* b_up, const unsigned short* b_down, const int* counts,
-         const int* entries, int K, int num_tiles, int num_slots, int cap, int ways,
-         int* heavy_rows, int* heavy_count, unsigned short* x_rows, unsigned short* y) {
-    extern __shared__ uint4 memory[];
-    const long long token = blockIdx.x, cell = token * num_tiles;
-    Walk<Bf16> way{{}, x, w_up, w_down, b_up, b_down, y, K, cap, ways};
-    way.find_place(reinterpret_cast<unsigned*>(memory));
-    wait_for_previous();
-    let_next_start();
-    const Packed row{counts + cell, entries + cell * num_slots, num_tiles, num_slots};
-    walk_token(way, row, heavy_rows, heavy_count, x_rows);
-}
 
 extern "C" __global__ void __launch_bounds__(spec::WALK_BLOCK, 1)
     walk_gate(const unsigned short* x, const unsigned short* w_up, const unsigned short* w_down,

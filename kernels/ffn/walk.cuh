@@ -1,7 +1,6 @@
-// walk and walk_gate: up, h and down of one token after the other, straight from the gate.
+// walk_gate: up, h and down of one token after the other, straight from the gate.
 //
-// A block has a token. First it makes a list of what fired: `walk` of the packed gate, `walk_gate`
-// of a dense one. Then it goes through the list twice, kBatch neurons at a time: their rows of W_up
+// A block has a token. First it makes a list of what fired. Then it goes through the list twice, kBatch neurons at a time: their rows of W_up
 // for the dot products with x, and their rows of W_down, which h weighs, into y. Each row is asked
 // for by whole lines of L2, once for each pair: 4 K bytes a pair in all, over e4m3 2 K. So time
 // goes by pairs, at what L2 gives; nothing is sorted or exchanged, and up to some 100000 pairs that
@@ -12,7 +11,7 @@
 // ways-th batch. With few tokens, when there are not enough blocks to fill the chip, that brings
 // more rows under way.
 //
-// Rows that overflowed, are not finite or have more than `cap` pairs are heavy, and not walked.
+// Rows that are not finite or have more than `cap` pairs are heavy, and not walked.
 // They are appended to heavy_rows, of which heavy_count (0 before) says how many there are, and
 // their x to x_rows in the same order.
 //
@@ -37,14 +36,12 @@
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
 #include "tile/halves.cuh"
-#include "tile/lists.cuh"
 #include "tile/warp.cuh"
 
 namespace {
 
 constexpr int kBatch = spec::WALK_BATCH;  // neurons of which rows are under way
 constexpr int kMostWarps = spec::WALK_BLOCK / 32;
-constexpr int kLanes = 4;  // that look after a tile's entries
 constexpr int kHeavy = -1;
 
 // ---- the list
@@ -63,37 +60,6 @@ __device__ __forceinline__ int scan_block(int own, int& total, int& flag) {
     __syncthreads();
     return before + upto - own;
 }
-
-// The packed gate of a row: kLanes threads look after a tile's entries.
-struct Packed {
-    const int* counts;
-    const int* entries;
-    int num_tiles, num_slots;
-
-    __device__ __forceinline__ int make_list(int cap, unsigned* list) const {
-        const int own_slot = threadIdx.x % kLanes;
-        int num = 0, heavy = 0;
-#pragma unroll 1
-        for (int base = 0; base < num_tiles; base += blockDim.x / kLanes) {
-            const int tile = base + threadIdx.x / kLanes;
-            const int* from = entries + static_cast<long long>(tile) * num_slots;
-            int count = 0, total;
-            unsigned first = 0;  // asked for before it is known whether it is there
-            if (tile < num_tiles) {
-                count = counts[tile];
-                if (own_slot < num_slots) first = from[own_slot];
-            }
-            heavy |= count > num_slots;  // or not finite
-            count = min(count & ~NOT_FINITE, num_slots);
-            int to = scan_block(own_slot == 0 ? count : 0, total, heavy);
-            to = num + __shfl_sync(~0u, to, threadIdx.x % 32 / kLanes * kLanes);
-            for (int slot = own_slot; slot < count && to + slot < cap; slot += kLanes)
-                list[to + slot] = slot == own_slot ? first : from[slot];
-            num += total;
-        }
-        return heavy || num > cap ? kHeavy : num;
-    }
-};
 
 // A row of the gate. What is not finite makes it heavy.
 struct Dense {

@@ -9,7 +9,7 @@ from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, plan_heavy_walk
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_plan import hopper_cap
 from twellctl.bundle.twell_sequence import hopper_ffn
-from twellctl.bundle.twell_walk import walk_gate_ffn, walk_packed_ffn
+from twellctl.bundle.twell_walk import walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
@@ -30,7 +30,7 @@ def by_gate(kernels, limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     return walk_gate_ffn(kernels, limits, x, ffn)
 
 
-WAYS = pytest.mark.parametrize("way", [by_gate, walk_packed_ffn, hopper_ffn])
+WAYS = pytest.mark.parametrize("way", [by_gate, hopper_ffn])
 
 
 def problem(K: int, N: int, heavy: Tensor, biases: bool) -> tuple[Tensor, FFN]:

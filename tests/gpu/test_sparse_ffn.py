@@ -47,7 +47,7 @@ def route(request, monkeypatch) -> str:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {capability}")
-    wanted = {"walk": ("walk", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
+    wanted = {"walk": ("walk_gate", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
 
     def choose(kind, capturing, runs, by_rule, count_density) -> str:
         return next((name for name in runs if name in wanted), by_rule())

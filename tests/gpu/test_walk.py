@@ -7,7 +7,7 @@ from torch import Tensor
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn, walk_packed_ffn
+from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
@@ -18,7 +18,6 @@ pytestmark = [
         reason="no Hopper GPU",
     ),
 ]
-SLOTS = 24
 SIZES = [(1, 64, 8), (65, 192, 264), (133, 320, 1000), (300, 2048, 520), (257, 4096, 2056)]
 
 
@@ -28,14 +27,6 @@ def kernels():
     if said := what_is_missing():
         pytest.skip(said)
     return kernels_for(register_sources(kernel_files()), 0)
-
-
-@pytest.fixture(params=["gate", "packed"])
-def form(request):
-    """The gate comes out of torch's product, or packed."""
-    if request.param == "gate":
-        return walk_gate_ffn
-    return lambda *given: walk_packed_ffn(*given, SLOTS)
 
 
 def whole(*shape: int, most: int = 1) -> Tensor:
@@ -63,8 +54,8 @@ def wanted(x: Tensor, ffn: FFN) -> Tensor:
     return (y if ffn.b_down is None else y + ffn.b_down.double()).bfloat16()
 
 
-def check(kernels, form, x: Tensor, ffn: FFN) -> Tensor:
-    y = form(kernels, device_limits(0), x, ffn)
+def check(kernels, x: Tensor, ffn: FFN) -> Tensor:
+    y = walk_gate_ffn(kernels, device_limits(0), x, ffn)
     expected = wanted(x, ffn)
     assert torch.equal(y.isnan(), expected.isnan())
     wrong = (y.nan_to_num() != expected.nan_to_num()).nonzero()
@@ -82,26 +73,26 @@ def fired(x: Tensor, ffn: FFN) -> Tensor:
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize(("M", "K", "N"), SIZES)
-def test_whole_numbers_are_exact(kernels, form, M, K, N, biases):
+def test_whole_numbers_are_exact(kernels, M, K, N, biases):
     torch.manual_seed(M + N)
     ffn = make_ffn(N, K, biases)
     x = whole(M, K, most=2)
     x[:, 0] = -int(2 * K**0.5)
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)
 
 
-def test_no_pair_and_all_of_them(kernels, form):
+def test_no_pair_and_all_of_them(kernels):
     torch.manual_seed(0)
     ffn, x = make_ffn(520, 128, True), whole(200, 128)
     x[:, 0] = -300
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)
     x[:, 0] = 300
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)
     x[::3, 0] = -300
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)
 
 
-def test_full_and_one_over(kernels, form):
+def test_full_and_one_over(kernels):
     """A token with as many pairs as the list holds, and one with one more, which goes densely."""
     torch.manual_seed(0)
     M, K, N = 130, 2048, 1040
@@ -116,19 +107,19 @@ def test_full_and_one_over(kernels, form):
     x[::2, 2] = 1
     found = fired(x, ffn)
     assert set(found.tolist()) == {cap, cap + 1}
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)
 
 
-def test_rows_that_are_not_finite(kernels, form):
+def test_rows_that_are_not_finite(kernels):
     torch.manual_seed(0)
     ffn, x = make_ffn(264, 192, True), whole(90, 192)
     x[:, 0] = -10
     x[3, 5], x[40, 7], x[41, 7] = torch.nan, torch.inf, -torch.inf
-    y = check(kernels, form, x, ffn)
+    y = check(kernels, x, ffn)
     assert y.isnan().any(-1).nonzero().flatten().tolist()[0] == 3
 
 
-def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
+def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels):
     torch.manual_seed(0)
     M, K, N = 256, 1024, 2048
     weights = [(torch.randn(N, K, device="cuda") * K**-0.5).bfloat16() for _ in range(3)]
@@ -138,10 +129,10 @@ def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
     x[:, 0] = 1
     x[17, 0] = -2  # heavy
     limits = device_limits(0)
-    first = form(kernels, limits, x, ffn)
+    first = walk_gate_ffn(kernels, limits, x, ffn)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = form(kernels, limits, x, ffn)
+        captured = walk_gate_ffn(kernels, limits, x, ffn)
     for _ in range(3):
         captured.fill_(torch.nan)
         graph.replay()
@@ -151,7 +142,7 @@ def test_two_runs_have_the_same_bits_and_a_graph_holds_them(kernels, form):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_problems(kernels, form, seed):
+def test_random_problems(kernels, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -163,4 +154,4 @@ def test_random_problems(kernels, form, seed):
     x = whole(M, K, most=2)
     x[:, 0] = -draw(0, 3) * int(K**0.5)
     x[draw(0, M - 1), 0] = 250
-    check(kernels, form, x, ffn)
+    check(kernels, x, ffn)

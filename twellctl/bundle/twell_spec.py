@@ -251,7 +251,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     f"ffn/heavy{E4M3_END}.cu": ("heavy_widen", f"heavy_hidden{E4M3_END}", f"heavy_down{E4M3_END}"),
     "ffn/heavy_walk.cu": ("heavy_walk", "heavy_walk_gate"),
     f"ffn/heavy_walk{E4M3_END}.cu": (f"heavy_walk{E4M3_END}", f"heavy_walk_gate{E4M3_END}"),
-    "ffn/walk.cu": ("walk", "walk_gate"),
+    "ffn/walk.cu": ("walk_gate",),
     f"ffn/walk{E4M3_END}.cu": (f"walk_gate{E4M3_END}",),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),

@@ -1,7 +1,6 @@
 """The gated FFN for some hundred tokens on Hopper: each token walks through what fired for it.
 
-    walk_gate_ffn:    torch's gate product -> walk_gate -> the heavy rows
-    walk_packed_ffn:  gate_pack -> walk -> the heavy rows
+    torch's gate product -> walk_gate -> the heavy rows
 
 Over e4m3 weights: twell_walk_e4m3.py.
 
@@ -18,16 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_heavy import Heavy, launch_heavy
-from .twell_heavy_walk import Gate, launch_heavy_walk
+from .twell_heavy_walk import launch_heavy_walk
 from .twell_launch import KernelSet
-from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, make_plan, round_up
-from .twell_sequence import launch_gate_pack, packed_buffers
+from .twell_plan import STATIC_SMEM, Limits, ceil_div, heavy_window, hopper_cap, round_up
 from .twell_spec import E4M3_END, WALK_BATCH, WALK_BLOCK
 from .twell_weights import FFN
 
-# beside those of the lists, among which are gate_pack and heavy_walk
-WALK_KERNELS = ("walk", "walk_gate", "heavy_walk_gate")
-GATE_TOKENS = 1024  # up to here torch's gate product is faster than gate_pack
+# beside those of the lists
+WALK_KERNELS = ("walk_gate", "heavy_walk_gate")
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
@@ -38,7 +35,7 @@ _MOST_CAP = 512  # pairs of a token
 
 @dataclass(frozen=True)
 class WalkPlan:
-    """Sizes of `walk` and `walk_gate`."""
+    """Sizes of `walk_gate`."""
 
     threads: int  # of a way
     ways: int
@@ -74,47 +71,18 @@ def suits_walk(M: int, N: int, density: float | None) -> bool:
 
 def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Tensor:
     """`[M, K]` to `[M, K]`, bf16, contiguous, of what `takes_walk`: behind torch's gate product."""
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_walk(M, N, K, limits)
+    plan = plan_walk(len(x), ffn.N, ffn.K, limits)
     heavy_count = torch.zeros(1, dtype=torch.int32, device=x.device)
-    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    sizes = N, K
-    return _walk(kernels, limits, "walk_gate", plan, x, ffn, (gate,), sizes, heavy_count)
-
-
-def walk_packed_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    """The same behind `gate_pack`; `slots` as in `hopper_ffn`."""
-    M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_walk(M, N, K, limits)
-    laid = make_plan(M, N, K, slots, plan.cap, limits)
-    counts, entries, heavy_count = packed_buffers(laid, x.device)
-    packed = counts, entries
-    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed, heavy_count)
-    sizes = K, laid.num_gate_tiles, slots
-    return _walk(kernels, limits, "walk", plan, x, ffn, packed, sizes, heavy_count)
-
-
-def _walk(
-    kernels: KernelSet,
-    limits: Limits,
-    name: str,
-    plan: WalkPlan,
-    x: Tensor,
-    ffn: FFN,
-    gate: Gate,
-    sizes: tuple[int, ...],
-    heavy_count: Tensor,
-) -> Tensor:
-    """`sizes`: what the kernel wants to know of `gate`."""
+    gate = (F.linear(x, ffn.w_gate, ffn.b_gate),)
     y, x_rows = torch.empty_like(x), torch.empty_like(x)
     heavy = Heavy(heavy_count.new_empty(len(x)), heavy_count)
     kernels.launch(
-        name,
+        "walk_gate",
         (len(x),),
         plan.threads * plan.ways,
         (
             *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down),
-            *(*gate, *sizes, plan.cap, plan.ways),
+            *(*gate, ffn.N, ffn.K, plan.cap, plan.ways),
             *(heavy.rows, heavy.count, x_rows, y),
         ),
         plan.smem_bytes,

@@ -19,7 +19,7 @@ from .twell_launch import KernelSet
 from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_plan import Limits
 from .twell_sequence import dense_ffn, hopper_ffn
-from .twell_walk import GATE_TOKENS, suits_walk, takes_walk, walk_gate_ffn, walk_packed_ffn
+from .twell_walk import suits_walk, takes_walk, walk_gate_ffn
 from .twell_walk_e4m3 import walk_gate_e4m3_ffn
 from .twell_weights import FFN
 
@@ -92,11 +92,6 @@ def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> 
     return dense_products(x, ffn)
 
 
-def _is_packed(problem: Problem) -> bool:
-    """Whether a walk by the rule goes behind gate_pack."""
-    return problem.M > GATE_TOKENS and not problem.end
-
-
 WAYS = (
     Way(
         "pairs",
@@ -109,13 +104,7 @@ WAYS = (
         "walk_gate",
         lambda p: p.walks,
         _without_slots(_by_weights(walk_gate_ffn, walk_gate_e4m3_ffn)),
-        suits=lambda p, density: not _is_packed(p) and suits_walk(p.M, p.N, density),
-    ),
-    Way(
-        "walk",
-        lambda p: p.walks and not p.end,  # over e4m3 torch's gate product is always faster
-        walk_packed_ffn,
-        suits=lambda p, density: _is_packed(p) and suits_walk(p.M, p.N, density),
+        suits=lambda p, density: suits_walk(p.M, p.N, density),
     ),
     Way("lists", lambda p: p.limits.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
     Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
