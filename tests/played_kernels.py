@@ -13,7 +13,7 @@ from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
 from twellctl.decoding import down_copies, few_ways, kernel_decoder, kernel_fit
-from twellctl.decoding.attention import Rotary
+from twellctl.decoding.attention import Rotary, head_width
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, choose
 
@@ -79,17 +79,19 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
     assert workspace.tickets.numel() >= plan.num_tickets
     q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
     if layer.q_norm is not None:
-        q, k = norm(q, layer.q_norm, layer.eps), norm(k, layer.k_norm, layer.eps)
-    angles = tuple(table[positions.long()] for table in (rotary.cos, rotary.sin))
+        weights = layer.q_norm[: plan.D], layer.k_norm[: plan.D]
+        q, k = (norm(of, weight, layer.eps) for of, weight in zip((q, k), weights, strict=True))
+    angles = tuple(table[positions.long(), : plan.D] for table in (rotary.cos, rotary.sin))
     q, k = (rotated(heads, angles, rotary.turned) for heads in (q, k))
     rows = []
     for row, position in enumerate(positions.tolist()):
         page, slot = int(tables[row, position // PAGE]), position % PAGE
-        layer.keys[page, :, slot], layer.values[page, :, slot] = k[row], v[row]
+        cached = layer.keys[..., : plan.D], layer.values[..., : plan.D]
+        cached[0][page, :, slot], cached[1][page, :, slot] = k[row], v[row]
         start = max(0, position + 1 - layer.window) if layer.window else 0
         keys, values = (
             pages[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, start : position + 1]
-            for pages in (layer.keys, layer.values)
+            for pages in cached
         )
         ours = q[row].unflatten(0, (plan.Hkv, -1))
         scores = torch.einsum("gsd,gpd->gsp", ours, keys) * layer.scale
@@ -134,7 +136,7 @@ def noted(way: Way) -> Way:
 
 def rotary_tables(rotary, num_positions: int, D: int, device) -> Rotary:
     cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
-    rest = 0, D - cos.shape[-1]
+    rest = 0, head_width(D) - cos.shape[-1]
     return Rotary(F.pad(cos[0], rest, value=1.0), F.pad(sin[0], rest), cos.shape[-1])
 
 

@@ -74,6 +74,3 @@ SHAPES = [
     Shape("Qwen3-14B", "qwen3", 5120, 17408, 40, 8, 128, 151936),
     Shape("Qwen3-32B", "qwen3", 5120, 25600, 64, 8, 128, 151936),
 ]
-
-# Those that no decode kernels take, and why: transformers' own code decodes them.
-NOT_TAKEN = {"OpenLLaMA-3B": "takes heads of 64, 80, 96, 112, 128, 160, 192, 256, not of 100"}

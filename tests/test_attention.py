@@ -24,7 +24,7 @@ from twellctl.decoding.attention import (
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
-SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160)]
+SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160), (32, 32, 100)]
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -36,11 +36,11 @@ def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
     plan = plan_attend(B, H, Hkv, D, W * PAGE, 132)
     return {
         "plan": plan,
-        "layer": AttendLayer(*(bf16(9, Hkv, PAGE, D) for _ in range(2)), D**-0.5),
+        "layer": AttendLayer(*(bf16(9, Hkv, PAGE, plan.width) for _ in range(2)), D**-0.5),
         "qkv": bf16(B, (H + 2 * Hkv) * D),
         "positions": torch.zeros(B, dtype=torch.int32),
         "tables": torch.zeros(B, W, dtype=torch.int32),
-        "rotary": Rotary(bf16(W * PAGE, D), bf16(W * PAGE, D), D),
+        "rotary": Rotary(bf16(W * PAGE, plan.width), bf16(W * PAGE, plan.width), D),
         "workspace": open_workspace([plan], CPU),
     }
 
@@ -100,10 +100,13 @@ def test_plans_fit(shape, B, max_positions):
 
 def test_what_the_kernels_do_not_take_is_said():
     assert why_not_attend(32, 8, 128) is None
-    said = "the attention kernel takes heads of 64, 80, 96, 112, 128, 160, 192, 256, not of 72"
-    assert why_not_attend(32, 8, 72) == said
-    with pytest.raises(ValueError, match=said):
-        plan_attend(1, 32, 8, 72, 1024, 132)
+    for D in (81, 258):
+        said = (
+            f"the attention kernel takes heads of an even number of columns up to 256, not of {D}"
+        )
+        assert why_not_attend(32, 8, D) == said
+        with pytest.raises(ValueError, match=said):
+            plan_attend(1, 32, 8, D, 1024, 132)
     assert "32 are not a multiple" in why_not_attend(32, 5, 64)
     assert why_no_norm(2048) is None
     assert why_no_norm(100).endswith("not of 100")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled import cluster_blocks, compiled, most_threads, specified_alike
-from popular_shapes import NOT_TAKEN, SHAPES, Shape
+from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,7 +32,6 @@ from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
 from twellctl.bundle.twell_weights import E4M3_STEP, FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.screening import Screens
@@ -232,12 +231,7 @@ def test_training(judge, shape):
 @of_shapes_on_devices
 def test_all_steps_of_the_engine(judge, shape, monkeypatch):
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
-    said = why_not(model, monkeypatch)
-    if shape.name in NOT_TAKEN:
-        assert NOT_TAKEN[shape.name] in said
-        assert HFDecoder.why_not(model) is None
-        return
-    assert said is None
+    assert why_not(model, monkeypatch) is None
     monkeypatch.setattr(kernel_decoder, "open_screens", screens_of)
     for is_sparse in (False, True):
         decoder = KernelDecoder(model, sparse=is_sparse, gates="screened")
@@ -262,8 +256,6 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
 @of_shapes_on_devices
 def test_steps_of_a_silu_model(judge, shape, monkeypatch):
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1, hidden_act="silu")
-    if shape.name in NOT_TAKEN:
-        pytest.skip("no decode kernels take it")
     assert why_not(model, monkeypatch) is None
     decoder = KernelDecoder(model)
     with torch.inference_mode():
@@ -330,8 +322,6 @@ def inputs(B: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_attention_of_long_texts(judge):
     """Up to 128 thousand positions: the plans of all tables that an engine may have."""
     for shape in SHAPES:
-        if shape.name in NOT_TAKEN:
-            continue
         for B in range(1, 65):
             for pages in (16, 64, 128, 512, 2048):
                 plan = kernel_decoder.plan_attend(

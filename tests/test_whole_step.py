@@ -90,7 +90,6 @@ def test_who_goes_in_one_kernel(sizes):
         (replace(SMALL, N=132 * 128 + 8), H200, "16904 neurons are more"),
         (StepSizes(3584, 132 * 192 + 8, 28, 128, 512), H200, "25352 neurons are more"),
         (StepSizes(3072, 8192, 32, 96, 32064), H200, "not 32 heads of 96"),  # Phi 3 mini
-        (replace(SMALL, V=50257), H200, "a vocabulary of 50257"),
     ],
 )
 def test_who_does_not(sizes, limits, why):
@@ -117,6 +116,22 @@ def test_the_launch(form, end):
     words = args[-4]
     assert not words.any()
     assert len(words) == 6 * 2048 + 132 * (2048 + 4 * 64)
+
+
+def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
+    kernels, scales = Launches(), Scales(1e-5, embeddings=3.0, logits=0.5)
+    weights = torch.ones(510, 2048).bfloat16(), bf16(2048), bf16(510, 2048)
+    sizes = replace(SMALL, V=510)
+    given = sizes, [make_layer(None)], *weights, Rotary(bf16(128, 64), bf16(128, 64), 64), scales
+    step = WholeStep(kernels, H200, *given, form="sparse", num_own=48)
+    token = torch.full((1,), 509, dtype=torch.int32)
+    logits, _ = step(token, token * 0, torch.zeros(1, 2, dtype=torch.int32))
+    name, _, _, args, _ = kernels.call
+    assert_taken(name, args)
+    assert (logits.shape, args[3], args[-1].shape) == ((1, 510), 512, (1, 512))
+    assert args[6].tolist() == [0]
+    assert (args[9] == 3).all()
+    assert args[9].shape == (1, 2048)
 
 
 @pytest.mark.parametrize("end", ["", E4M3_END])

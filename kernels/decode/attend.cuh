@@ -1,14 +1,15 @@
 // attend: attention of one new token a row over a cache in pages: rotary of q and k, the new k and
 // v into the cache, softmax(q K^T scale) V.
 //
-//   qkv           [B, (H + 2 Hkv) DIM] bf16: the heads of q, then of k, then of v
+//   qkv           [B, (H + 2 Hkv) columns] bf16: the heads of q, then of k, then of v; an even
+//                 number of columns up to DIM, behind which all that is DIM wide has zeros
 //   positions     int32 [B]: where the new token stands
-//   cos, sin      [positions, DIM] bf16; 1 and 0 behind the first 16 `half` columns, which alone
+//   cos, sin      [positions, DIM] bf16; 1 and 0 behind the first 2 `half` columns, which alone
 //                 are turned
 //   tables        int32 [B, width], rows `table_stride` apart; position p of row b lies in page
 //                 tables[b, p / 64]
 //   keys, values  [pages, Hkv, 64, DIM] bf16; keys as rotated
-//   out           [B, H DIM] bf16
+//   out           [B, H columns] bf16
 //
 // Rounded as transformers' apply_rotary_pos_emb in bf16 (and its RMSNorm over a head before, with
 // q_norm and k_norm), from there on fp32. With a cap, scores are cap tanh(score / cap). Nothing
@@ -53,10 +54,10 @@ template <int DIM, int HEADS>
 __device__ __forceinline__ void finish_row(const Job& job, const Heads& heads, int num_splits,
                                            const Shared<DIM, HEADS>& shared) {
     constexpr int PAIRS = DIM / 2, PART = DIM + 2;
-    const int num_warps = blockDim.x / 32;
+    const int num_warps = blockDim.x / 32, own_pairs = job.columns / 2;
     const long long row = blockIdx.y;
     const long long block = row * gridDim.x + blockIdx.x;
-    unsigned* out = job.out + (row * job.num_kv_heads * job.sharing + heads.first) * PAIRS;
+    unsigned* out = job.out + (row * job.num_kv_heads * job.sharing + heads.first) * own_pairs;
     float* parts = job.parts + block * gridDim.z * HEADS * PART;
 
     // this block's
@@ -71,7 +72,7 @@ __device__ __forceinline__ void finish_row(const Job& job, const Heads& heads, i
                 return reinterpret_cast<const float2*>(shared.sums)[(w * HEADS + h) * PAIRS + at];
             });
         if (num_splits == 1) {
-            out[t] = output(pair);
+            if (at < own_pairs) out[h * own_pairs + at] = output(pair);
             continue;
         }
         float2* part = reinterpret_cast<float2*>(parts + (blockIdx.z * HEADS + h) * PART);
@@ -89,7 +90,8 @@ __device__ __forceinline__ void finish_row(const Job& job, const Heads& heads, i
     for (int t = threadIdx.x; t < heads.num * PAIRS; t += blockDim.x) {
         const int h = t / PAIRS, at = t % PAIRS;
         const float2* first = reinterpret_cast<const float2*>(parts + h * PART);
-        out[t] = output(put_together(
+        if (at >= own_pairs) continue;
+        out[h * own_pairs + at] = output(put_together(
             num_splits, [&](int s) { return __ldcg(first + s * HEADS * PART / 2); },
             [&](int s) { return __ldcg(first + s * HEADS * PART / 2 + 1 + at); }));
     }
@@ -176,14 +178,14 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
 #define TWELL_ATTEND(NAME, DIM, HEADS, BLOCKS)                                                \
     extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) NAME(            \
         const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
-        int width, const unsigned short* cos, const unsigned short* sin, int half,            \
-        const unsigned short* q_norm, const unsigned short* k_norm, float eps,                \
+        int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
+        int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \
         unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
         int window, int whole_batches, float scale, float cap, float* parts,                  \
         unsigned* tickets, unsigned* out) {                                                   \
         extern __shared__ float memory[];                                                     \
-        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, half,      \
-                            q_norm, k_norm, eps, keys, values, num_kv_heads, sharing, window, \
-                            whole_batches, scale, cap, parts, tickets, out},                  \
+        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, columns,   \
+                            half, q_norm, k_norm, eps, keys, values, num_kv_heads, sharing,   \
+                            window, whole_batches, scale, cap, parts, tickets, out},          \
                            memory);                                                           \
     }

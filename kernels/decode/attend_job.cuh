@@ -16,7 +16,7 @@ struct Job {
     const int *positions, *tables;
     int table_stride, width;
     const unsigned short *cos, *sin;
-    int half;  // eights in half of what is turned of a head
+    int columns, half;  // of a head, up to DIM; in half of what is turned of it
     const unsigned short *q_norm, *k_norm;
     float eps;
     unsigned short *keys, *values;

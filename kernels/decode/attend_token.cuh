@@ -48,26 +48,44 @@ __device__ __forceinline__ NewHead begin_new_head(const Job& job, const Heads& h
     return made;
 }
 
-// RMSNorm over the head, if the model has one. The lanes of a head do this together.
-template <int DIM>
-__device__ __forceinline__ void normalise_head(float (&values)[8], const uint4& weight, float eps) {
-    const float sum = sum_over_lanes<Shape<DIM>::LANES>(sum_of_squares(values));
-    normalise(values, reciprocal_root(sum * (1.f / DIM) + eps), weight);
+// Columns first .. first + 8 of a head of qkv, 0 behind its last one. Heads of no multiple of eight
+// do not begin at 16 bytes.
+__device__ __forceinline__ uint4 load_eight(const unsigned short* head, int first, int columns) {
+    uint4 eight = make_uint4(0, 0, 0, 0);
+    const auto word = [&](int at, unsigned& to) {
+        load_written_word_if(columns % 8 != 0 && first + at < columns, head + first + at, to);
+    };
+    load_written_if(columns % 8 == 0 && first < columns, head + first, eight);
+    word(0, eight.x), word(2, eight.y), word(4, eight.z), word(6, eight.w);
+    return eight;
 }
 
-// x cos + rotate_half(x) sin, of the first 2 `half` eights of a head; others have cos 1 and sin 0.
+// RMSNorm over the head, if the model has one. The lanes of a head do this together.
 template <int DIM>
+__device__ __forceinline__ void normalise_head(float (&values)[8], const uint4& weight, float eps,
+                                               int columns) {
+    const float sum = sum_over_lanes<Shape<DIM>::LANES>(sum_of_squares(values));
+    normalise(values, reciprocal_root(sum / columns + eps), weight);
+}
+
+// x cos + rotate_half(x) sin, of the first 2 `half` columns of a head; others have cos 1 and sin 0.
+// The lanes of a head do this together, by shared memory of its own, `own`.
 __device__ __forceinline__ void rotate(float (&values)[8], const uint4& cos, const uint4& sin,
-                                       int half, const Lane<DIM>& lane) {
-    const bool is_low = lane.eight < half;
-    const int other = is_low ? lane.eight + half : max(lane.eight - half, 0);
+                                       int half, bool is_there, int eight, float* own) {
+    if (is_there)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[8 * eight + i] = values[i];
+    __syncwarp();
+    if (!is_there) return;
     float cosines[8], sines[8];
     unpack(cos, cosines);
     unpack(sin, sines);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float of_other = __shfl_sync(~0u, values[i], other, Shape<DIM>::LANES);
-        const float turned = rounded((is_low ? -of_other : of_other) * sines[i]);
+        const int column = 8 * eight + i;
+        const bool is_low = column < half;
+        const float other = own[is_low ? column + half : max(column - half, 0)];
+        const float turned = rounded((is_low ? -other : other) * sines[i]);
         values[i] = rounded(rounded(values[i] * cosines[i]) + turned);
     }
 }
@@ -78,14 +96,15 @@ __device__ __forceinline__ void finish_new_head(const Job& job, const Heads& hea
                                                 int number, const Shared<DIM, HEADS>& shared) {
     const int num_heads = job.num_kv_heads * (job.sharing + 2);
     const long long row = static_cast<long long>(blockIdx.y) * num_heads;
-    const unsigned short* from = job.qkv + (row + head.head) * DIM + lane.eight * 8;
     const bool has_part = head.task != kNothing && lane.used;
     uint4 eight = make_uint4(0, 0, 0, 0);
-    if (has_part) eight = load_written(from);
+    if (has_part)
+        eight = load_eight(job.qkv + (row + head.head) * job.columns, lane.eight * 8, job.columns);
     float values[8];
     unpack(eight, values);
-    if (job.q_norm != nullptr) normalise_head<DIM>(values, head.norm, job.eps);
-    rotate<DIM>(values, head.cos, head.sin, job.half, lane);
+    if (job.q_norm != nullptr) normalise_head<DIM>(values, head.norm, job.eps, job.columns);
+    // where the sums of values will be
+    rotate(values, head.cos, head.sin, job.half, has_part, lane.eight, shared.sums + number * DIM);
     if (!has_part) return;
     if (head.task == kQuery) {
         float* to = shared.q + number * DIM + lane.eight * 8;

@@ -45,8 +45,8 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, c
         []
         if kind is HFDecoder
         else [
-            "FalconH1ForCausalLM keeps more than keys and values of attention: "
-            "one sequence is continued at a time"
+            "the engine runs transformers' own code, one sequence at a time "
+            "(FalconH1ForCausalLM keeps more than keys and values of attention)"
         ]
     )
 

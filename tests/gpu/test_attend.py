@@ -20,6 +20,7 @@ from twellctl.decoding.attention import (
     add_norm,
     attend,
     embed_norm,
+    head_width,
     open_workspace,
     plan_attend,
     rms_norm,
@@ -39,6 +40,7 @@ EPS = 1e-5
 # H, Hkv, D: alone and shared by 2, 3, 4, 7 (two blocks, one not full); all head sizes
 HEADS = [(3, 3, 64), (4, 2, 64), (6, 2, 64), (8, 2, 128), (7, 1, 64), (2, 2, 96), (3, 1, 96)]
 HEADS += [(2, 2, 256), (4, 2, 256), (3, 1, 256), (4, 1, 80), (4, 2, 112), (3, 1, 160), (2, 1, 192)]
+HEADS += [(4, 2, 100), (3, 1, 88), (7, 1, 38)]
 # positions of rows: first token, ends of batches and pages, several pages, several splits
 SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
 LONG = [700, 127, 0, 1023, 128]
@@ -66,10 +68,12 @@ class Pages:
         self.tables = wide.to(DEVICE)[:, : self.width]
         for table, pages in zip(self.tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
             table[: len(pages)] = torch.from_numpy(pages)
-        shape = (sum(counts) + 1, Hkv, PAGE, D)
+        shape, self.D = (sum(counts) + 1, Hkv, PAGE, head_width(D)), D
         self.keys, self.values = (
             torch.full(shape, NAN, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
         )
+        for cached in (self.keys, self.values):
+            cached[..., D:] = 0
         for row, position in enumerate(positions):
             old = [random_bf16(Hkv, position, D, seed=9 * row + i) for i in (1, 2)]
             self.put(row, *old)
@@ -78,22 +82,23 @@ class Pages:
         """Keys and values `[Hkv, positions, D]` from position 0 on."""
         for p in range(keys.shape[1]):
             page = int(self.tables[row, p // PAGE])
-            self.keys[page, :, p % PAGE] = keys[:, p]
-            self.values[page, :, p % PAGE] = values[:, p]
+            self.keys[page, :, p % PAGE, : self.D] = keys[:, p]
+            self.values[page, :, p % PAGE, : self.D] = values[:, p]
 
     def of_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[Hkv, positions + 1, D]`."""
         pages = self.tables[row].long()
         end = self.positions[row] + 1
         return tuple(
-            c[pages].transpose(0, 1).flatten(1, 2)[:, :end] for c in (self.keys, self.values)
+            c[pages].transpose(0, 1).flatten(1, 2)[:, :end, : self.D]
+            for c in (self.keys, self.values)
         )
 
 
 def tables_of_angles(D: int, num: int = 2048, turned: int | None = None) -> Rotary:
     turned = turned or D
     angles = torch.arange(num)[:, None] * 1e4 ** (-torch.arange(0, turned, 2) / turned)
-    angles = F.pad(torch.cat((angles, angles), 1), (0, D - turned))
+    angles = F.pad(torch.cat((angles, angles), 1), (0, head_width(D) - turned))
     return Rotary(angles.cos().bfloat16().to(DEVICE), angles.sin().bfloat16().to(DEVICE), turned)
 
 
@@ -101,7 +106,8 @@ def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv
     """q, k, v of the new tokens `[B, heads, D]`, as transformers makes them in bf16."""
     q, k, v = qkv.view(len(qkv), H + 2 * Hkv, -1).split((H, Hkv, Hkv), 1)
     if layer.q_norm is not None:
-        q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        D = q.shape[-1]
+        q, k = norm(q, layer.q_norm[:D]), norm(k, layer.k_norm[:D])
     at = torch.tensor(pages.positions, device=DEVICE)
     turned = rotary.turned
     both = [part[..., :turned] for part in (q, k)]
@@ -156,7 +162,9 @@ def check_attend(
     H, Hkv, D = heads
     pages = Pages(positions, Hkv, D)
     weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
-    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *weights, EPS, cap)
+    rest = 0, head_width(D) - D
+    wide = [None if weight is None else F.pad(weight, rest) for weight in weights]
+    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *wide, EPS, cap)
     plan = plan_attend(len(positions), H, Hkv, D, pages.width * PAGE, 132)
     plan = replace(
         plan,
@@ -181,7 +189,9 @@ def check_attend(
             assert torch.equal(new_k, k[row]), f"row {row}: k in the cache"
     # a q that is rounded otherwise moves its scores
     close(found, wanted_rows(pages, q, layer), 2 if normed else 1, 1e-3 if normed else None)
-    untouched = (~pages.keys.isnan()).sum() + (~pages.values.isnan()).sum()
+    for cached in (pages.keys, pages.values):
+        assert not cached[..., D:].any()
+    untouched = sum((~cached[..., :D].isnan()).sum() for cached in (pages.keys, pages.values))
     assert untouched == sum(position + 1 for position in positions) * Hkv * D * 2
 
     again = attend(kernels, plan, layer, *args)
@@ -219,7 +229,7 @@ def test_scores_that_are_capped(kernels, heads):
 
 
 @pytest.mark.parametrize(
-    ("heads", "turned"), [((4, 2, 64), 48), ((4, 2, 128), 96), ((3, 1, 256), 16)]
+    ("heads", "turned"), [((4, 2, 64), 48), ((4, 2, 128), 96), ((3, 1, 256), 16), ((4, 1, 100), 50)]
 )
 def test_heads_that_are_turned_in_part(kernels, heads, turned):
     check_attend(kernels, heads, [0, 77, 300], turned=turned)

@@ -28,6 +28,13 @@ GEMMA = {
     "sliding_window": 40,
     "vocab_size": 1001,
 }
+GRANITE = {
+    "vocab_size": 1003,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.02,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {"num_key_value_heads": 2},
@@ -45,13 +52,7 @@ FAMILIES = {
         "num_key_value_heads": 3,
         "head_dim": 64,
     },
-    "granite": {
-        "vocab_size": 1003,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.02,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
+    "granite": GRANITE,
     "falcon3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 256},
     "gemma": {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 1001},
     "gemma2": GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -70,6 +71,12 @@ ONE_KERNEL = {  # models of which a step of one row is one kernel
     "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2},
     "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "mistral": {"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 40},
+    "granite": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        **GRANITE,
+    },
     "1536": {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2},
     "3072": {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8},
     "3584": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},

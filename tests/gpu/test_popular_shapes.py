@@ -10,7 +10,7 @@ from functools import cached_property
 import pytest
 import torch
 import torch.nn.functional as F
-from popular_shapes import NOT_TAKEN, SHAPES, Shape
+from popular_shapes import SHAPES, Shape
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -178,9 +178,6 @@ def test_the_engine(popular, told, monkeypatch):
     """Steps of several numbers of rows behind a prompt, against transformers in float64."""
     monkeypatch.setenv("TWELL_ROUTE", "twell")
     model, shape = popular.model, popular.shape
-    if shape.name in NOT_TAKEN:
-        assert NOT_TAKEN[shape.name] in KernelDecoder.why_not(model)
-        return
     assert KernelDecoder.why_not(model) is None
     ids, usual, wanted = popular.logits
     densities = {"densities": [popular.density] * 2} if told else {}

@@ -39,8 +39,10 @@ _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find n
 
 def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
     """None if `attend` takes such heads, else a sentence."""
-    if D not in HEAD_DIMS:
-        return f"the attention kernel takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {D}"
+    most = max(HEAD_DIMS)
+    if D % 2 or most < D:
+        said = f"an even number of columns up to {most}"
+        return f"the attention kernel takes heads of {said}, not of {D}"
     if H % Hkv:
         return f"the attention kernel shares {Hkv} heads of keys evenly, and {H} are not a multiple"
     return None
@@ -64,8 +66,12 @@ class AttendPlan:
         return _heads_of_block(self.H // self.Hkv)
 
     @cached_property
+    def width(self) -> int:
+        return head_width(self.D)
+
+    @cached_property
     def entry(self) -> str:
-        return f"attend_{self.D}_{self.heads}"
+        return f"attend_{self.width}_{self.heads}"
 
     @cached_property
     def grid(self) -> tuple[int, int, int]:
@@ -73,13 +79,14 @@ class AttendPlan:
 
     @cached_property
     def smem_bytes(self) -> int:
-        return 4 * (self.heads * self.D + self.D + self.num_warps * self.heads * (self.D + 2))
+        D = self.width
+        return 4 * (self.heads * D + D + self.num_warps * self.heads * (D + 2))
 
     @cached_property
     def num_parts(self) -> int:
         """float32 values that splits leave for each other."""
         blocks = self.grid[0] * self.B * self.splits
-        return blocks * self.heads * (self.D + 2) if self.splits > 1 else 0
+        return blocks * self.heads * (self.width + 2) if self.splits > 1 else 0
 
     @cached_property
     def num_tickets(self) -> int:
@@ -88,6 +95,11 @@ class AttendPlan:
 
 def _heads_of_block(sharing: int) -> int:
     return next((heads for heads in HEADS_A_BLOCK if heads >= sharing), HEADS_A_BLOCK[-1])
+
+
+def head_width(D: int) -> int:
+    """Columns that the kernel has of heads of D, in the cache too: zeros behind D."""
+    return next(width for width in HEAD_DIMS if width >= D)
 
 
 def batch_positions(D: int) -> int:
@@ -146,11 +158,12 @@ def open_workspace(plans: Iterable[AttendPlan], device: torch.device) -> Workspa
 class AttendLayer:
     """What `attend` needs of a layer."""
 
-    keys: Tensor  # [num_pages, Hkv, PAGE, D]
+    keys: Tensor  # [num_pages, Hkv, PAGE, head_width(D)]
     values: Tensor
     scale: float
     window: int | None = None  # positions that count, the new one included
-    q_norm: Tensor | None = None  # [D], RMSNorm over each head before rotary; both or none
+    # [head_width(D)], RMSNorm over each head before rotary; both or none
+    q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
     cap: float | None = None  # of scores: cap tanh(score / cap)
@@ -179,7 +192,7 @@ def attend(
         32 * plan.num_warps,
         (
             *(qkv, positions, tables, tables.stride(0), tables.shape[1]),
-            *(rotary.cos, rotary.sin, rotary.turned // 16),
+            *(rotary.cos, rotary.sin, plan.D, rotary.turned // 2),
             *(layer.q_norm, layer.k_norm, float(layer.eps), layer.keys, layer.values),
             *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.whole_batches),
             *(float(layer.scale), float(layer.cap or 0), workspace.parts, workspace.tickets, out),
@@ -192,16 +205,16 @@ def attend(
 
 def _check(plan: AttendPlan, layer: AttendLayer, qkv, positions, tables, rotary) -> None:
     _check_bf16("qkv", qkv, (plan.B, (plan.H + 2 * plan.Hkv) * plan.D))
-    cache = (len(layer.keys), plan.Hkv, PAGE, plan.D)
+    cache = (len(layer.keys), plan.Hkv, PAGE, plan.width)
     _check_bf16("keys", layer.keys, cache)
     _check_bf16("values", layer.values, cache)
     for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
-        _check_bf16(name, table, (len(rotary.cos), plan.D))
+        _check_bf16(name, table, (len(rotary.cos), plan.width))
     if (layer.q_norm is None) != (layer.k_norm is None):
         raise ValueError("attend takes q_norm and k_norm, or neither")
     for name, weight in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
         if weight is not None:
-            _check_bf16(name, weight, (plan.D,))
+            _check_bf16(name, weight, (plan.width,))
     if (positions.dtype, positions.shape) != (torch.int32, (plan.B,)):
         raise ValueError(f"positions must be int32 [{plan.B}], got {_told(positions)}")
     if tables.dtype != torch.int32 or tables.dim() != 2 or tables.stride(1) != 1:
@@ -223,7 +236,7 @@ def _told(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Rotary:
-    """By what positions turn heads: cos and sin `[positions, D]`, bf16.
+    """By what positions turn heads: cos and sin `[positions, head_width(D)]`, bf16.
 
     The first `turned` columns of a head are; behind them cos is 1 and sin 0.
     """
@@ -235,7 +248,7 @@ class Rotary:
     @classmethod
     def none(cls, num_positions: int, D: int, device: torch.device) -> "Rotary":
         """Of heads that their positions do not turn."""
-        ones = torch.ones(num_positions, D, dtype=torch.bfloat16, device=device)
+        ones = torch.ones(num_positions, head_width(D), dtype=torch.bfloat16, device=device)
         return cls(ones, torch.zeros_like(ones), D)
 
 
@@ -253,7 +266,7 @@ def rotary_tables(
     cos, sin = (
         torch.cat([table[0].bfloat16() for table in tables]) for tables in zip(*parts, strict=True)
     )
-    rest = 0, D - cos.shape[1]
+    rest = 0, head_width(D) - cos.shape[1]
     return Rotary(F.pad(cos, rest, value=1.0), F.pad(sin, rest), cos.shape[1])
 
 

@@ -5,7 +5,8 @@ simple, on any device and in any dtype: the judge of faster decoders.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,17 @@ class HFDecoder:
         """None if `model` can be driven so, else what stands against it."""
         return _why_not(model)
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, width: Callable[[int], int] = int):
+        """`width`: columns that the cache has of a head of so many, with zeros behind."""
         config = model.config.get_text_config()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.context = context_of(config.to_dict())
         self._model, self._config = model, config
-        self._shapes = cached_shapes(model)
+        self._shapes = [
+            replace(shape, key_dim=width(shape.key_dim), value_dim=width(shape.value_dim))
+            for shape in cached_shapes(model)
+        ]
         self._cache_argument = cache_argument(model)
         self._fired = FiredCounts(model, config.num_hidden_layers)
         self.neurons, self.mapped = self._fired.neurons, self._fired.mapped
@@ -129,10 +134,13 @@ class _Rows(Cache):
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Store `[B, kv_heads, Q, head_dim]`; returns all of the rows, `[.., W * PAGE, ..]`."""
-        paged = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        for pages, new in zip(paged, (keys, values), strict=True):
+        found = []
+        wide = self._cache.keys[layer_idx], self._cache.values[layer_idx]
+        for pages, new in zip(wide, (keys, values), strict=True):
+            pages = pages[..., : new.shape[-1]]
             pages[self._pages, :, self._slots] = new.transpose(1, 2)
-        return tuple(self._gather(pages) for pages in paged)
+            found.append(self._gather(pages))
+        return tuple(found)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, `[B, 1, Q, W * PAGE]`: nothing where a token may look."""

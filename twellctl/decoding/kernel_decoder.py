@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -53,6 +54,7 @@ from twellctl.decoding.attention import (
     add_norm,
     attend,
     embed_norm,
+    head_width,
     open_workspace,
     plan_attend,
     rms_norm,
@@ -123,7 +125,7 @@ class KernelDecoder:
             raise ValueError("this model runs over TwELL already: make its dense form before")
         screens = sparse and gates == SCREENED and why_not_screened(model) is None
         self.screens = open_screens(model) if screens else None
-        self._plain = HFDecoder(model)
+        self._plain = HFDecoder(model, head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons, self.mapped = self._plain.neurons if sparse else [], self._plain.mapped
@@ -284,7 +286,7 @@ class KernelDecoder:
             layers,
             self._model.get_input_embeddings().weight,
             self._last_norm,
-            self._model.lm_head.weight,
+            _with_rows_behind(self._model.lm_head.weight),
             self._rotary[0],
             self._scales,
         )
@@ -327,7 +329,9 @@ class KernelDecoder:
         attention = layer.self_attn
         q_and_k = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_k_norms = None if None in q_and_k else tuple(map(norm_weight, q_and_k))
-        of_heads = q_k_norms is not None and len(q_k_norms[0]) == head_dim(self._model)
+        of_heads = q_k_norms is not None and len(q_k_norms[0]) == (D := head_dim(self._model))
+        if of_heads:
+            q_k_norms = [F.pad(weight, (0, head_width(D) - D)) for weight in q_k_norms]
         return DecoderLayer(
             norms_of(layer),
             _qkv(attention),
@@ -361,6 +365,15 @@ class KernelDecoder:
 
 def _way(ffn: nn.Module) -> Way:
     return with_activation(activation_of(ffn))
+
+
+def _with_rows_behind(weight: nn.Parameter) -> Tensor:
+    """The weight, now the first rows of a tensor with a multiple of STEP_QUAD."""
+    if (V := len(weight)) % STEP_QUAD:
+        with torch.inference_mode(weight.is_inference()):
+            whole = F.pad(weight.data, (0, 0, 0, -V % STEP_QUAD))
+        weight.data = whole[:V]
+    return weight
 
 
 def _by_neurons(ffn: FFN) -> FFN:

@@ -29,6 +29,7 @@ from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
 
+_ANY_INPUTS = {"mlp.down_proj", "self_attn.o_proj"}  # PyTorch's products take what ours do not
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _MOST_DENSE = 256  # rows of a step that is dense because its FFNs are not ReLU
 
@@ -48,7 +49,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
     if config.model_type not in FAMILIES:
-        return f"the decode kernels know {', '.join(FAMILIES)}, not {config.model_type}"
+        return f"the decode kernels do not know the family {config.model_type}"
     limits = device_limits(model.device.index)
     if limits.capability < (8, 0):
         return "the decode kernels need compute capability 8.0 or newer"
@@ -58,9 +59,6 @@ def why_not(model: PreTrainedModel) -> str | None:
         config.num_attention_heads, config.num_key_value_heads, head_dim(model)
     ):
         return said
-    if other := {size for size in num_turned(model) if size % 16}:
-        said = f"{name} {other.pop()} of {head_dim(model)} columns"
-        return f"the attention kernel turns multiples of 16 by their positions, {said}"
     if said := why_no_norm(config.hidden_size):
         return said
     if config.hidden_size % 64 or config.intermediate_size % 8:
@@ -78,7 +76,7 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     if len({(window_of(model, i), turned_by(model, of)) for i, of in enumerate(layers)}) > 1:
         return "a step in one kernel has the same window and positions in all layers"
     if not _is_like_llama(model):
-        return "a step in one kernel has Llama's norms, embeddings and heads"
+        return "a step in one kernel has Llama's norms and heads"
     if model.lm_head.bias is not None:
         return "a step in one kernel has no bias of the LM head"
     if not takes_hopper_kernels(model.device.index):
@@ -200,16 +198,16 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
                 what = type(linear).__name__
                 return f"{part} of {name} is not a plain linear layer ({what})"
             step = 128 if is_fp8 else 64
-            if linear.in_features % step and (is_fp8 or part != "mlp.down_proj"):
+            if linear.in_features % step and (is_fp8 or part not in _ANY_INPUTS):
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
     return None
 
 
 def _is_like_llama(model: PreTrainedModel) -> bool:
-    scales, norms = scales_of(model), [norms_of(layer) for layer in model.model.layers]
-    plain = scales.embeddings == 1 and scales.scores_cap is None
-    behind = [of.behind_attention is not None or of.behind_ffn is not None for of in norms]
-    return plain and not any(behind) and num_turned(model) == {head_dim(model)}
+    norms = [norms_of(layer) for layer in model.model.layers]
+    others = [of.behind_attention is not None or of.behind_ffn is not None for of in norms]
+    capped = scales_of(model).scores_cap is not None
+    return not any(others) and not capped and num_turned(model) == {head_dim(model)}
 
 
 def _is_relu(activation: nn.Module) -> bool:

@@ -25,6 +25,7 @@ TOLD = {
     HFDecoder: "transformers' own code",
     LoneDecoder: "transformers' own code, one sequence at a time",
 }
+SLOW = ", at a third of the kernels' speed or less"
 MAX_RUNNING, MAX_WAITING = 64, 256
 GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
 CPU_CACHE_BYTES = 1 << 30
@@ -71,17 +72,18 @@ def open_scheduler(
 
 
 def open_decoder(model: PreTrainedModel, gates: str = WHOLE) -> Decoder:
-    """The best decoder that can drive `model`; why it must be the last resort is logged."""
+    """The best decoder that can drive `model`; a slow one is logged."""
     kind, why = _choose(model)
-    if kind is LoneDecoder:
-        logger.warning("%s: one sequence is continued at a time", why)
+    if kind is LoneDecoder or (why and model.device.type == "cuda"):
+        logger.warning("the engine runs %s", told_of_decoder(model))
     return kind(model, gates=gates) if kind is KernelDecoder else kind(model)
 
 
 def told_of_decoder(model: PreTrainedModel) -> str:
     """In words, which decoder `open_decoder` takes for `model`, and why it is no better one."""
     kind, why = _choose(model)
-    return TOLD[kind] if why is None else f"{TOLD[kind]} ({why})"
+    slow = SLOW if model.device.type == "cuda" else ""
+    return TOLD[kind] if why is None else f"{TOLD[kind]}{slow} ({why})"
 
 
 def _choose(model: PreTrainedModel) -> tuple[Any, str | None]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
@@ -74,8 +75,6 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
     if ceil_div(sizes.N // STEP_QUAD, num_sms) * STEP_QUAD > most_rows or sizes.N % STEP_QUAD:
         return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
-    if sizes.V % STEP_QUAD:
-        return f"a vocabulary of {sizes.V} is no multiple of 4"
     return None
 
 
@@ -92,7 +91,7 @@ class WholeStep:
     """For steps of one row that follow one another. It reads the weights where they lie.
 
     `layers` have W_down by rows of neurons, Llama's norms and the same window; `rotary` turns whole
-    heads.
+    heads; behind the rows of `head` there are more, up to a multiple of STEP_QUAD.
     """
 
     def __init__(
@@ -117,7 +116,8 @@ class WholeStep:
         self._entry = sizes.entry(form)
         self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
-        self._weights = embeddings, last_norm, head, rotary.cos, rotary.sin
+        self._embeddings = embeddings
+        self._weights = last_norm, head, rotary.cos, rotary.sin
         self._scales = scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
         of = screens or [None] * len(layers)
@@ -133,22 +133,25 @@ class WholeStep:
         int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them.
         """
         sizes, device = self._sizes, tokens.device
+        embeddings, V = self._embeddings, ceil_div(sizes.V, STEP_QUAD) * STEP_QUAD
+        if (scale := self._scales.embeddings) != 1:  # a table of one row
+            embeddings, tokens = F.embedding(tokens, embeddings) * scale, torch.zeros_like(tokens)
         counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
-        logits = torch.empty(1, sizes.V, dtype=torch.float32, device=device)
+        logits = torch.empty(1, V, dtype=torch.float32, device=device)
         self._kernels.launch(
             self._entry,
             (self._limits.num_sms,),
             _THREADS,
             (
-                *(self._table, len(self._layers), sizes.N, sizes.V, sizes.H, self._kv_heads),
-                *(tokens, positions, tables, *self._weights),
+                *(self._table, len(self._layers), sizes.N, V, sizes.H, self._kv_heads),
+                *(tokens, positions, tables, embeddings, *self._weights),
                 *(float(self._scales.eps), float(self._scale)),
                 *(self._words, self._epoch, counts, logits),
             ),
             self._limits.smem_bytes,
             together=True,
         )
-        return self._scales.of_model(logits), counts
+        return self._scales.of_model(logits[:, : sizes.V]), counts
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:
