@@ -76,7 +76,7 @@ def test_what_can_be_run_is_measured():
     assert model["model"]["layers"] == 2
     assert [point["batch"] for point in model["points"]] == [1, 3]
     for point in model["points"]:
-        assert list(point["forms"]) == ["generate", "dense"]
+        assert list(point["forms"]) == ["dense"]
         assert point["skipped"] == {}
         for form in point["forms"].values():
             assert form["steps"] == 12
@@ -104,7 +104,7 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
         assert model["without_twell"] is None
         one, three = model["points"]
         for point in (one, three):
-            assert list(point["forms"]) == ["generate", "dense", "twell"]
+            assert list(point["forms"]) == ["dense", "twell"]
             assert point["skipped"] == {"dense FP8": NO_FP8}
             twell, dense = point["forms"]["twell"], point["forms"]["dense"]
             assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
@@ -123,7 +123,7 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
-    words = ("--config", write_config(tmp_path, family), "--layers", 2, "--no-generate")
+    words = ("--config", write_config(tmp_path, family), "--layers", 2)
     words += ("--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2, "--density", 0.05)
     code, out, err = cli("bench", "decode", *words, "--device", "cpu", "--json", "-")
     assert code == 0, err
@@ -159,7 +159,7 @@ def test_one_model_is_gone_before_the_next_is_made(monkeypatch):
         return model
 
     monkeypatch.setattr(module, "make_model", watched)
-    short = {"batches": (1,), "generate": False, "densities": (0.02, 0.1)}
+    short = {"batches": (1,), "densities": (0.02, 0.1)}
     bench_decode(DecodeSettings(**TINY | short))
     assert alive == [0, 0]
 
@@ -179,22 +179,15 @@ def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
     words += ("--density", 0.02)
     code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
-    assert "generate" in out
     assert "(union)" in out  # the form that the engine chose
     assert "twell chose a token" in err[-1]
     assert "standard deviations of the logits below the likeliest at batch 2" in err[-1]
 
 
-def test_generate_may_fail_and_the_engine_may_not(monkeypatch):
+def test_the_dense_form_may_not_fail(monkeypatch):
     def fail(*inputs, **settings):
         raise ValueError("no such cache\nat all")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("transformers.LlamaForCausalLM.generate", fail)
-        found = bench_decode(DecodeSettings(**TINY)).to_json()
-    for point in found["models"][0]["points"]:
-        assert list(point["forms"]) == ["dense"]
-        assert point["skipped"] == {"generate": "no such cache"}
     monkeypatch.setattr(HFDecoder, "step", fail)
     with pytest.raises(TwellError, match="dense failed at batch 1: ValueError: no such cache"):
         bench_decode(DecodeSettings(**TINY))
@@ -394,7 +387,6 @@ def test_the_sentence_tells_ratio_and_steps():
         DecodePoint(
             1,
             (
-                decode_form("generate", 0.04),
                 decode_form("dense", 0.001),
                 decode_form("twell", 0.0007),
             ),
@@ -437,12 +429,12 @@ def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
 
 def test_json_holds_everything():
     point = DecodePoint(
-        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), {"generate": "no"}
+        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), {"dense FP8": "no"}
     )
     saved = bench(point).to_json()
     assert (saved["schema_version"], saved["bandwidth_gb_s"]) == (1, 4000)
     (told,) = saved["models"][0]["points"]
-    assert told["skipped"] == {"generate": "no"}
+    assert told["skipped"] == {"dense FP8": "no"}
     assert set(told["forms"]["twell"]) == {
         "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
         "steps", "over_dense", "over_fp8", "density", "union", "shortfall", "floor_bytes",

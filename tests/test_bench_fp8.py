@@ -145,7 +145,7 @@ def test_quantize_takes_what_export_takes(cli, command):
 
 TINY_STEPS = {
     "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
-    "device": "cpu", "generate": False, "densities": (0.02,),
+    "device": "cpu", "densities": (0.02,),
 }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_bench_decode_takes_an_fp8_export(
     cli, has_fp8, both_forms, count_less, fp8_export, text_file
 ):
     words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
-    words += ("--no-generate", "--device", "cpu")
+    words += ("--device", "cpu")
     code, out, err = cli("bench", "decode", fp8_export, *words, "--json", "-")
     assert code == 0, err
     (model,) = json.loads(out)["models"]
@@ -238,7 +238,7 @@ def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(
     assert code == 0, err
     found = json.loads(out)
     (point,) = found["models"][0]["points"]
-    assert (list(point["forms"]), point["skipped"]) == (["generate", "dense"], {})
+    assert (list(point["forms"]), point["skipped"]) == (["dense"], {})
     (said,) = found["sentences"]
     assert said.startswith("on this CPU this model in FP8 (")
     assert said.endswith("TwELL and dense FP8 were not run: the decode kernels need an NVIDIA GPU")

@@ -142,7 +142,6 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
         ),
         ({"layers": 0}, "layers must be >= 1"),
         ({"density": 0.0}, "density must be > 0"),
-        ({"routes": ("fast",)}, "route must be auto, twell or dense"),
         ({"rounds": 0}, "rounds must be >= 1"),
     ]:
         with pytest.raises(UsageError, match=sentence):
@@ -158,9 +157,6 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
     short.write_text("def f(): pass\n" * 6)
     with pytest.raises(TwellError, match=r"windows of 32 tokens, not 16384: give more text"):
         bench_model(ModelSettings(**real | texts | {"tokens": (2**19,)}))
-    code, _, err = cli("bench", "model", "--batch", "2", "--tokens", "64")
-    assert (code, len(err)) == (2, 1)
-    assert "batch is in place of --tokens: give one of them" in err[0]
 
 
 def test_json_goes_to_a_file_beside_the_tables(cli, tmp_path):

@@ -41,7 +41,7 @@ def test_a_model_in_all_forms(cli, tmp_path):
     (model,) = found["models"]
     assert model["without_twell"] is None
     for point in model["points"]:
-        names = ["generate", "dense", "dense FP8", "twell"]
+        names = ["dense", "dense FP8", "twell"]
         assert list(point["forms"]) == [n for n in names if n not in point["skipped"]]
         assert set(point["skipped"]) <= {"dense FP8"}  # before compute capability 8.9
         for name, form in point["forms"].items():
@@ -56,7 +56,7 @@ def test_a_model_in_all_forms(cli, tmp_path):
 
 @needs_e4m3
 def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
-    words = ("--batch", "1", "--batch", "5", "--no-generate", "--quantize", "fp8", "--json", "-")
+    words = ("--batch", "1", "--batch", "5", "--quantize", "fp8", "--json", "-")
     words += ("--config", write_config(tmp_path, **SIZES))
     code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]
@@ -75,7 +75,7 @@ def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
 def test_every_family_is_measured_over_twell(cli, family, tmp_path):
     sizes = SIZES | FAMILIES[family] | {"num_key_value_heads": 4, "head_dim": 64}
     sizes |= {"layer_types": None} if family == "qwen3" else {}
-    words = ("--config", write_config(tmp_path, family, **sizes), "--no-generate", "--json", "-")
+    words = ("--config", write_config(tmp_path, family, **sizes), "--json", "-")
     words += ("--batch", "1", "--batch", "16", "--density", "0.05")
     code, out, err = cli("bench", "decode", *SHORT, *words)
     assert code == 0, err[-1]

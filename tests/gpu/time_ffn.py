@@ -108,8 +108,7 @@ def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bo
         num_inputs=len(copies),
         graphs=not given.train,
     )
-    names = tuple(c.name for c in contenders if c.kind == TWELL)
-    _print(Point(tokens, fired, "float64", names, outcome))
+    _print(Point(tokens, fired, "float64", outcome))
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
 """twellctl bench decode: token by token, a whole model dense and over TwELL in the same engine.
 
-Besides them the dense form in FP8, and transformers' own generate. The model is one of the user's
-with prompts from real text, or a random ReLU model made here (`random_model`); in FP8 if such a one
-is benched. Each form continues the same prompts greedily, and what counts is the median of the last
-steps, sampling included. The floor of a form is what must be read in a step, at the speed at which
-this device copies.
+Besides them the dense form in FP8. The model is one of the user's with prompts from real text, or a
+random ReLU model made here (`random_model`); in FP8 if such a one is benched. Each form continues
+the same prompts greedily, and what counts is the median of the last steps, sampling included. The
+floor of a form is what must be read in a step, at the speed at which this device copies.
 """
 
 from collections.abc import Callable
@@ -113,7 +112,6 @@ def _measured(
     forms, without_twell = forms_of(
         models,
         max(batches),
-        generate=settings.generate,
         dense_fp8=settings.dense_fp8,
         gates=settings.gates,
     )
@@ -166,14 +164,14 @@ def _run(
     left = list(settings.batches)
     try:
         note(f"{form.name}: preparing")
-        with form.open() as opened:
-            if opened.screens:
-                note(f"{form.name}: gates are {opened.screens}")
-            while left:
-                note(f"{form.name}: batch {left[0]}")
-                taken.append(_run_batch(form, opened, left[0], settings, subject))
-                left.pop(0)
-            return opened.cache_bytes
+        opened = form.open()
+        if opened.screens:
+            note(f"{form.name}: gates are {opened.screens}")
+        while left:
+            note(f"{form.name}: batch {left[0]}")
+            taken.append(_run_batch(form, opened, left[0], settings, subject))
+            left.pop(0)
+        return opened.cache_bytes
     except TwellError:
         raise
     except Exception as error:  # whatever a compiler, an allocator or the engine may say
@@ -190,7 +188,7 @@ def _run(
 def _run_batch(
     form: ModelForm, opened: OpenForm, batch: int, settings: DecodeSettings, subject: Subject
 ) -> _Taken:
-    if opened.most_rows is not None and batch > opened.most_rows:
+    if batch > opened.most_rows:
         raise UsageError(
             f"batch must be 1 to {opened.most_rows} for {subject.described['name']}, got {batch}"
         )

@@ -4,22 +4,17 @@ All bf16 forms run over the same weights; of a fitted model the dense ones leave
 neurons the model that it was fitted to has not. The dense form in FP8 has a copy of its own, which
 is gone when its turn is over, unless FP8 is what is benched.
 
-Steps of our engine are timed from token to token on the host, those of transformers' generate from
-choice to choice on the device: nothing waits there that would not wait without the clock.
+Steps are timed from token to token on the host.
 """
 
-import contextlib
 import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 
 from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
 from twellctl.bench.precisions import DTYPE, Precisions
@@ -32,11 +27,10 @@ from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
 from twellctl.decoding.screening import Screens
-from twellctl.decoding.timed import timed_run
-from twellctl.models.loading import quiet_transformers
+from twellctl.decoding.timed import TimedRun, timed_run
 from twellctl.models.quantised import round_model
 
-GENERATE, ENGINE_DENSE, ENGINE_TWELL = "generate", "dense", "twell"
+ENGINE_DENSE, ENGINE_TWELL = "dense", "twell"
 ENGINE_DENSE_FP8, ENGINE_TWELL_FP8 = "dense FP8", "twell FP8"
 SHORT_RUN = 8  # tokens that warm a form up, if it is slow
 
@@ -44,25 +38,14 @@ Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """The tokens after each prompt, and seconds a step, in order."""
-
-    tokens: list[list[int]]
-    step_seconds: list[float]
-
-
-@dataclass(frozen=True)
 class OpenForm:
-    """A form of `model` that is ready. `run(prompts, new tokens)`.
-
-    `most_rows` of a step, None: any number.
-    """
+    """A form of `model` that is ready. `run(prompts, new tokens)`."""
 
     model: PreTrainedModel
-    run: Callable[[Prompts, int], Run]
-    most_rows: int | None
+    run: Callable[[Prompts, int], TimedRun]
+    most_rows: int  # of a step
     warm_up_tokens: int | None  # None: as many as are timed
-    cache_bytes: int  # of one token, in all layers; 0: not known
+    cache_bytes: int  # of one token, in all layers
     chosen: Callable[[int], str | None] = lambda rows: None  # the form of a step, if there are many
     screens: Screens | None = None
 
@@ -74,19 +57,18 @@ class ModelForm:
     name: str
     kind: str
     may_fail: bool
-    open: Callable[[], contextlib.AbstractContextManager[OpenForm]]
+    open: Callable[[], OpenForm]
 
 
 def forms_of(
-    models: Precisions, rows: int, *, generate: bool, dense_fp8: bool, gates: str
+    models: Precisions, rows: int, *, dense_fp8: bool, gates: str
 ) -> tuple[list[ModelForm], str | None]:
     """The forms to run in this order, up to `rows` rows.
 
-    And why neither TwELL nor the dense form in FP8 is among them, if so. transformers' generate is
-    among them with `generate`, and with `dense_fp8` the dense form in FP8. The last one may lay the
-    weights of its model otherwise, with the same values.
+    And why neither TwELL nor the dense form in FP8 is among them, if so; the latter is with
+    `dense_fp8`. The last one may lay the weights of its model otherwise, with the same values.
     """
-    model, benched = models.bf16, models.benched
+    benched = models.benched
 
     def dense(model: PreTrainedModel) -> Decoder:
         return KernelDecoder(model, sparse=False)
@@ -99,12 +81,9 @@ def forms_of(
     ) -> ModelForm:
         return ModelForm(name, kind, kind == DENSE_FP8, lambda: _engine(model_of, opened, rows))
 
-    forms = []
-    if generate:
-        forms.append(ModelForm(GENERATE, DENSE, True, lambda: _generate(model)))
     if (said := KernelDecoder.why_not(benched)) is not None:
-        return [*forms, engine(ENGINE_DENSE, DENSE, lambda: model, open_decoder)], said
-    forms.append(engine(ENGINE_DENSE, DENSE, lambda: without_map(model), dense))
+        return [engine(ENGINE_DENSE, DENSE, lambda: models.bf16, open_decoder)], said
+    forms = [engine(ENGINE_DENSE, DENSE, lambda: without_map(models.bf16), dense)]
     if dense_fp8:
         forms.append(engine(ENGINE_DENSE_FP8, DENSE_FP8, lambda: _in_fp8(models), dense))
     name = ENGINE_TWELL if models.fp8 is None else ENGINE_TWELL_FP8
@@ -156,84 +135,24 @@ def _in_fp8(models: Precisions) -> PreTrainedModel:
     return rounded
 
 
-@contextlib.contextmanager
 def _engine(
     model_of: Callable[[], PreTrainedModel],
     opened: Callable[[PreTrainedModel], Decoder],
     rows: int,
-) -> Iterator[OpenForm]:
+) -> OpenForm:
     model = model_of()
     _free(model.device)
     scheduler = open_scheduler(model, max_running=rows, decoder=opened(model))
-
-    def run(prompts: Prompts, count: int) -> Run:
-        done = timed_run(scheduler, prompts, count)
-        return Run(done.tokens, done.step_seconds)
-
-    on_gpu = model.device.type == "cuda"
-    per_token = scheduler.decoder.page_bytes // PAGE
-    warm_up = None if on_gpu else SHORT_RUN
-    # a decoder with one form of its steps has nothing to choose
-    chosen = getattr(scheduler.decoder, "chosen", lambda rows: None)
-    screens = getattr(scheduler.decoder, "screens", None)
-    yield OpenForm(model, run, scheduler.max_running, warm_up, per_token, chosen, screens)
-
-
-@contextlib.contextmanager
-def _generate(model: PreTrainedModel) -> Iterator[OpenForm]:
-    def run(prompts: Prompts, count: int) -> Run:
-        with quiet_transformers():
-            return _timed_generate(model, prompts, count)
-
-    with _endless(model):
-        yield OpenForm(model, run, None, SHORT_RUN, 0)
-
-
-def _timed_generate(model: PreTrainedModel, prompts: Prompts, count: int) -> Run:
-    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-    clock = _Clock(model.device)
-    done = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        stopping_criteria=[clock],
+    return OpenForm(
+        model,
+        partial(timed_run, scheduler),
+        scheduler.max_running,
+        warm_up_tokens=None if model.device.type == "cuda" else SHORT_RUN,
+        cache_bytes=scheduler.decoder.page_bytes // PAGE,
+        # a decoder with one form of its steps has nothing to choose
+        chosen=getattr(scheduler.decoder, "chosen", lambda rows: None),
+        screens=getattr(scheduler.decoder, "screens", None),
     )
-    return Run(done[:, ids.shape[1] :].tolist(), clock.step_seconds())
-
-
-class _Clock(StoppingCriteria):
-    """Stops nothing; marks the time at which the device has chosen each token."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self._cuda:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def step_seconds(self) -> list[float]:
-        """Between one mark and the next."""
-        if self._cuda:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks)]
-        return [b - a for a, b in pairwise(self._marks)]
-
-
-@contextlib.contextmanager
-def _endless(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no token ends a text of `model.generate`, and nothing else bends its choice."""
-    kept = model.generation_config
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    try:
-        yield
-    finally:
-        model.generation_config = kept
 
 
 def _free(device: torch.device) -> None:

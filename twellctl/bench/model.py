@@ -43,10 +43,10 @@ from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench,
 from twellctl.bench.settings import PREFILLED_LLAMA_LAYERS, ModelSettings
 from twellctl.bench.twell_side import (
     TwellNumbers,
-    require_kernels,
     routes_taken,
     twell_name,
     twell_twin,
+    why_no_kernels,
 )
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
@@ -86,12 +86,9 @@ def bench_model(
             slots=tuple(layer.slots for layer in measured),
             densities=tuple(layer.density for layer in measured),
         )
-        without_kernels = require_kernels(
-            settings.routes,
-            lambda route: last_hidden(
-                twell_twin(subject.benched, numbers, route), subject.counted[:1, :8]
-            ),
-            course.device,
+        tried = twell_twin(subject.benched, numbers, "twell")
+        without_kernels = why_no_kernels(
+            lambda: last_hidden(tried, subject.counted[:1, :8]), course.device
         )
         without_fp8 = _why_no_dense_fp8(subject.body, course.device, settings.dense_fp8)
         rivals = [] if without_fp8 else [(s.name, rounded_copy(subject.body, s)) for s in SCHEMES]
@@ -106,7 +103,8 @@ def bench_model(
         facts=device_facts(course.device)
         | {"model": subject.described, "without_fp8": without_fp8},
         settings=asdict(settings),
-        groups=((f"{subject.models.called}{random}", points),),
+        what=f"{subject.models.called}{random}",
+        points=points,
     )
 
 
@@ -186,11 +184,9 @@ def _point(
             for mode in fp8_modes(modes)
             for scheme, body in rivals
         ]
-        for route in settings.routes:
-            twin = twell_twin(subject.benched, numbers, route)
-            name = twell_name(route, course.device, subject.in_fp8)
-            contenders += [contender(name, TWELL, twin, mode) for mode in modes]
-        headline = [c.name for c in contenders if c.kind == TWELL][: len(modes)]
+        twin = twell_twin(subject.benched, numbers, "auto")
+        name = twell_name(course.device, subject.in_fp8)
+        contenders += [contender(name, TWELL, twin, mode) for mode in modes]
         outcome = hold(
             course,
             contenders,
@@ -205,7 +201,7 @@ def _point(
     taken = routes_taken(K, N, biases, tokens, told, subject.in_fp8)
     about = shape | about | {"auto_took": taken}
     explained = FP8_ROUNDING if subject.in_fp8 else None
-    return Point(tokens, about, "float32", tuple(headline), outcome, explained)
+    return Point(tokens, about, "float32", outcome, explained)
 
 
 def _own_error(body: nn.Module, ids: Tensor, y: Tensor) -> float:

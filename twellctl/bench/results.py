@@ -46,15 +46,13 @@ class Outcome:
 class Point:
     """One token count. `about` holds what was measured of the inputs, JSON-ready.
 
-    `reference` is the dtype that errors are relative to. `headline` are the names of the candidates
-    over TwELL of whose fastest the sentence speaks. `explained`: by the name of an error how much
-    of it rounding explains in what runs over TwELL; None: some times what dense eager has.
+    `reference` is the dtype that errors are relative to. `explained`: by the name of an error how
+    much of it rounding explains in what runs over TwELL; None: some times what dense eager has.
     """
 
     tokens: int
     about: dict[str, Any]
     reference: str
-    headline: tuple[str, ...]
     outcome: Outcome
     explained: dict[str, float] | None = None
 
@@ -73,9 +71,8 @@ class Point:
 
     @property
     def twell(self) -> Candidate:
-        """The candidate over TwELL of which the sentence speaks."""
-        named = (c for c in self.candidates if c.name in self.headline)
-        return min(named, key=lambda c: c.seconds)
+        """The fastest candidate over TwELL."""
+        return self._fastest(TWELL)
 
     def over_dense(self, candidate: Candidate) -> float:
         """How many times as fast as the fastest dense candidate that is not in FP8."""
@@ -151,25 +148,19 @@ class Point:
 
 @dataclass(frozen=True)
 class Bench:
-    """A whole run: `what` was measured ("this model"), where, how, and its points.
-
-    `groups` puts the points that one sentence compares under what it calls them.
-    """
+    """A whole run: where, how, `what` was measured ("this model"), and its points."""
 
     command: str
     facts: dict[str, Any]
     settings: dict[str, Any]
-    groups: tuple[tuple[str, tuple[Point, ...]], ...]
-
-    @property
-    def points(self) -> list[Point]:
-        return [point for _, points in self.groups for point in points]
+    what: str
+    points: tuple[Point, ...]
 
     @property
     def sentences(self) -> list[str]:
-        """What a user wants to know, a sentence a group."""
+        """What a user wants to know."""
         place = "CPU" if self.facts["device"] == "CPU" else "GPU"
-        return [sentence(what, points, place) for what, points in self.groups]
+        return [sentence(self.what, self.points, place)]
 
     @property
     def wrong(self) -> list[str]:

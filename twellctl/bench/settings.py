@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_fp8_config import QUANTIZE
 from twellctl.decoding.engine import GATES, WHOLE
 from twellctl.errors import UsageError
@@ -107,14 +106,6 @@ class ModelSettings(AnyModel):
     )
     seq_len: int = setting(2048, "Tokens of a sequence, at most.", at_least=1)
     density: float = _density(0.005)
-    routes: tuple[str, ...] = setting(
-        ("auto",),
-        "What the TwELL side takes: auto (the fastest way, as measured here), twell (the fastest "
-        "over what fires) or dense (all neurons). Repeatable; the first counts.",
-        flag="route",
-        choices=ROUTES,
-        distinct=True,
-    )
     rounds: int = setting(5, "Samples of each candidate; medians count.", at_least=1)
 
     def check(self) -> None:
@@ -148,7 +139,6 @@ class DecodeSettings(AnyModel):
     new_tokens: int = setting(
         160, "Tokens after it; the last four fifths of the steps count.", at_least=10
     )
-    generate: bool = setting(True, "transformers' generate, too; it is slow.")
     gates: str = setting(
         WHOLE,
         "screened: steps of one row in bf16, in one kernel, read of W_gate a copy in 4 bits and "

@@ -19,39 +19,19 @@ from twellctl.bundle.twell_model import (
     use_kernels,
 )
 from twellctl.bundle.twell_spec import E4M3_END
-from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 
 
-def twell_name(route: str, device: torch.device, in_fp8: bool = False) -> str:
-    """What a TwELL candidate is called in tables and JSON."""
+def twell_name(device: torch.device, in_fp8: bool = False) -> str:
+    """What the TwELL candidate is called in tables and JSON."""
     name = "twell FP8" if in_fp8 else "twell"
-    if device.type != "cuda":
-        return f"{name} plain"
-    return name if route == "auto" else f"{name} {route}"
+    return name if device.type == "cuda" else f"{name} plain"
 
 
-def require_kernels(
-    routes: tuple[str, ...], run: Callable[[str], Any], device: torch.device
-) -> str | None:
-    """Try `run(route)` where it asks for kernels: None if they ran, else why not.
-
-    `TwellError` if a route that is nothing without them was asked for.
-    """
+def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
+    """Try `run`, which asks for kernels on a GPU: None if they ran, else why not."""
     if device.type != "cuda":
         return None
-    reasons = {}
-    for route in routes:
-        asked = {"auto": "twell"}.get(route, route)
-        if asked != "dense" and (reason := _why_no_kernels(lambda asked=asked: run(asked))):
-            reasons[route] = reason
-    if unmet := [route for route in reasons if route != "auto"]:
-        raise TwellError(f"--route {unmet[0]} cannot run here: {reasons[unmet[0]]}")
-    return reasons.get("auto")
-
-
-def _why_no_kernels(run: Callable[[], Any]) -> str | None:
-    """What the operator says if `run` goes without the kernels."""
     with twell_ffn.reasons_said() as said:
         run()
     return said[0] if said else None

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,7 +13,7 @@ from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.cli.command import command, show_help
 from twellctl.cli.flags import made, takes
 from twellctl.cli.json_file import JsonFile, check_json_file, tell
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.files.strict_json import to_json
 from twellctl.screens import ui
 from twellctl.screens.bench import benched
@@ -31,9 +31,6 @@ app = typer.Typer(
 def model(
     *,
     flags: dict[str, Any],
-    batch: Annotated[
-        int | None, typer.Option(help="Instead of --tokens: so many times --seq-len.")
-    ] = None,
     json: JsonFile = None,
 ) -> None:
     """A whole model over TwELL against the dense one.
@@ -43,10 +40,6 @@ def model(
     a random one. Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA
     graphs are replayed, else plain calls are timed.
     """
-    if batch is not None:
-        if "tokens" in flags:
-            raise UsageError("batch is in place of --tokens: give one of them")
-        flags["tokens"] = [batch * flags.get("seq-len", ModelSettings.seq_len)]
     settings = made(ModelSettings, flags)
     from twellctl.bench.model import bench_model
 
@@ -63,7 +56,7 @@ def decode(
     """Token by token: a whole model dense and over TwELL.
 
     Both in the engine of serve-local, the dense form over kernels of its own for few tokens, in
-    bf16 and in FP8; transformers' generate beside them. All continue the same prompts greedily in
+    bf16 and in FP8. All continue the same prompts greedily in
     one run, and the medians of the last steps count. Without MODEL it is a random one, of the shape
     of --config. Beside each figure stands its floor: the bytes that a step must read, at the speed
     at which this device copies.
