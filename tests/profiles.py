@@ -11,7 +11,7 @@ def layer(density: float, **changes) -> LayerProfile:
     fields = {
         "nnz_mean": density * SIZE, "nnz_p10": nnz // 2, "nnz_p50": nnz, "nnz_p90": 2 * nnz,
         "nnz_p99": 3 * nnz, "nnz_max": 4 * nnz, "density": density, "dead": 20, "slots": 32,
-        "overflow": 0.0005,
+        "overflow": 0.0005, "largest_gate": 0.0, "largest_hidden": 0.0,
     }  # fmt: skip
     return LayerProfile(**fields | changes)
 
@@ -21,7 +21,7 @@ def profile(*layers: LayerProfile, **changes) -> Profile:
     layers = layers or tuple(layer(density) for density in (0.02, 0.004, 0.01))
     densities = tuple(found.density for found in layers)
     mean = sum(densities) / len(densities)
-    same = {"tokens": 2048, "density": mean, "layers": densities, "loss": 2.5}
+    same = {"tokens": 2048, "density": mean, "layers": densities}
     fields = {
         "model": "a/model", "fingerprint": "f" * 64, "data": ("code=a.txt", "b.txt"),
         "windows": 4, "seq_len": 1024, "tokens": 4096, "dtype": "bfloat16",
@@ -30,6 +30,6 @@ def profile(*layers: LayerProfile, **changes) -> Profile:
         "by_position": tuple(PositionDensity(**same, first=a, last=b)
                              for a, b in ((0, 0), (1, 1), (2, 1023))),
         "by_kind": tuple(KindDensity(**same, kind=kind) for kind in ("code", "b")),
-        "loss": 2.3456, "loss_error": 0.0123,
+        "text_tokens": 4096,
     }  # fmt: skip
     return Profile(**fields | changes)

@@ -45,9 +45,7 @@ SMALL = {
     "chat": {"max_tokens": 4},
     "run": {"keep_going": "on"},
     "model": {"device": "cpu", "tokens": 64, "seq_len": 32, "rounds": 1},
-    "decode": {
-        "device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10, "generate": "off",
-    },
+    "decode": {"device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10},
 }  # fmt: skip
 # what another test runs, or nothing here: downloads, .ci/run and the engines of others
 ELSEWHERE = (
@@ -85,8 +83,9 @@ def anchors(page: Path) -> set[str]:
 def small(name: str) -> list[str]:
     """The options of `SMALL` for the command `name`."""
     options = SMALL.get(name, {}).items()
-    switches = {"on": "--{}", "off": "--no-{}"}
-    return [switches.get(value, "--{}={}").format(flag_name(key), value) for key, value in options]
+    return [
+        {"on": "--{}"}.get(value, "--{}={}").format(flag_name(key), value) for key, value in options
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

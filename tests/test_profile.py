@@ -238,11 +238,6 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
     assert (content["dtype"], content["tile"]) == ("float32", 256)
     assert {"twellctl", "torch", "transformers"} == set(content["versions"])
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-    first_form = {key: content[key] for key in content if not key.startswith("by_")}
-    (tmp_path / "profile.json").write_text(json.dumps(first_form))
-    assert read_profile(tmp_path / "profile.json") == dataclasses.replace(
-        found, by_position=(), by_kind=()
-    )
 
 
 def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
@@ -252,8 +247,6 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
     few, many = (profile(relu_llama, short, windows=n, seq_len=16) for n in (4, 64))
     assert few.distinct_tokens == 64
     assert many.tokens == 64 * 16 > many.text_tokens == many.distinct_tokens
-    losses = torch.tensor([few.loss_error, many.loss_error])
-    assert losses[1] > losses[0] / 4  # of independent windows it would be a quarter
     words = ("profile", relu_llama, "--data", short, "--windows", "64", "--seq-len", "16")
     code, _, err = cli(*words)
     assert code == 0
@@ -273,7 +266,6 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
         (("layers",), [], "it has no layers"),
         (("layers", 0, "nnz_mean"), None, "layers[0].nnz_mean is None"),
         (("layers", 1, "dead"), True, "layers[1].dead is True"),
-        (("loss",), [1], "loss is [1]"),
         (("tokens",), "<b>", "tokens is '<b>'"),
         (("versions",), 1, "versions is 1"),
     ],

@@ -1,7 +1,7 @@
 """twellctl profile: how many neurons fire, by layer, and the slots that a packed gate needs.
 
 Windows at even strides through the text are run through the dense model. All counts are exact.
-Density and loss by position in the window and by kind of text are counted in the same pass.
+Density by position in the window and by kind of text is counted in the same pass.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from twellctl.evaluation.losses import TokenLosses
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import Profile
@@ -48,17 +47,13 @@ def profile(
 
     device = device or default_device()
     loaded = load_model(checkpoint, dtype=dtype_for(device), device=device)
-    reading = TokenLosses(loaded, text.num_groups)
-    try:
-        counts = count_windows(
-            checkpoint,
-            loaded,
-            text,
-            reading.read,
-            lambda done, total: progress(done, total, "windows"),
-        )
-    finally:
-        reading.close()
+    counts = count_windows(
+        checkpoint,
+        loaded,
+        text,
+        lambda ids, groups: loaded.base_model(input_ids=ids, use_cache=False),
+        lambda done, total: progress(done, total, "windows"),
+    )
     layers = tuple(count.summary() for count in counts)
     return Profile(
         model=str(model),
@@ -71,9 +66,7 @@ def profile(
         intermediate_size=checkpoint.own_neurons,
         tile=checkpoint.twell["tile"],
         layers=layers,
-        by_position=text.by_position(counts, reading.losses),
-        by_kind=text.by_kind(counts, reading.losses),
-        loss=reading.losses.mean,
-        loss_error=reading.losses.error(text.overlap),
+        by_position=text.by_position(counts),
+        by_kind=text.by_kind(counts),
         text_tokens=text.text_tokens,
     )

@@ -68,7 +68,7 @@ def changed(which: dict, **more):
             "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %",
         ),
         (changed({"dead": 900}), "4096 tokens are few to call them dead"),
-        (changed({"dead": 900}, tokens=10**6), "They cost memory and no time"),
+        (changed({"dead": 900}, tokens=10**6, text_tokens=10**6), "They cost memory and no time"),
     ],
 )
 def test_sentences_come_when_they_are_true(found, sentence):

@@ -1,7 +1,6 @@
 """How good a model is: loss and agreement on text and on answers, and tasks.
 
-windows -> losses     one pass over text: what fires, and the loss of each token, for a profile
-windows -> text       the same pass: cross-entropy, agreement with a reference
+windows -> text       one pass over text: what fires, cross-entropy, agreement with a reference
 answers -> agreement  what models write, and how far two agree on what one of them wrote
 questions -> choices  tasks in local files, answered by likelihood
 questions -> written  those answered in the model's own words, and code: limited -> within runs it

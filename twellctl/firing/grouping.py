@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from twellctl.firing.counts import LayerCount
-from twellctl.firing.losses import Losses
 from twellctl.firing.profiled import KindDensity, PositionDensity
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts, text_files
@@ -38,11 +37,6 @@ class GroupedWindows:
     text_tokens: int
 
     @property
-    def overlap(self) -> float:
-        """How often the windows hold a token of the text, 1 where they do not overlap."""
-        return max(1.0, self.ids.numel() / self.text_tokens)
-
-    @property
     def num_groups(self) -> int:
         return len(self.kinds) * self._num_buckets
 
@@ -50,51 +44,36 @@ class GroupedWindows:
     def _num_buckets(self) -> int:
         return _bucket(self.ids.shape[1] - 1) + 1
 
-    def by_position(
-        self, counts: Sequence[LayerCount], losses: Losses | None = None
-    ) -> tuple[PositionDensity, ...]:
-        """The density and loss of each bucket of positions; both have added all windows."""
-        fired, tokens, nats, predicted = (sums.sum(-2) for sums in self._sums(counts, losses))
+    def by_position(self, counts: Sequence[LayerCount]) -> tuple[PositionDensity, ...]:
+        """The density of each bucket of positions; `counts` have added all windows."""
+        fired, tokens = (sums.sum(-2) for sums in self._sums(counts))
         size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
         return tuple(
             PositionDensity.of(
                 fired[:, bucket].tolist(),
                 int(tokens[bucket]),
                 size,
-                loss=_mean(nats[bucket], predicted[bucket]),
                 first=1 << bucket >> 1,
                 last=min((1 << bucket) - 1, last),
             )
             for bucket in range(self._num_buckets)
         )
 
-    def by_kind(
-        self, counts: Sequence[LayerCount], losses: Losses | None = None
-    ) -> tuple[KindDensity, ...]:
-        """The density and loss of each kind of text; both have added all windows."""
-        fired, tokens, nats, predicted = (sums.sum(-1) for sums in self._sums(counts, losses))
+    def by_kind(self, counts: Sequence[LayerCount]) -> tuple[KindDensity, ...]:
+        """The density of each kind of text; `counts` have added all windows."""
+        fired, tokens = (sums.sum(-1) for sums in self._sums(counts))
         size = counts[0].intermediate_size
         return tuple(
-            KindDensity.of(
-                fired[:, number].tolist(),
-                int(tokens[number]),
-                size,
-                loss=_mean(nats[number], predicted[number]),
-                kind=kind,
-            )
+            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind=kind)
             for number, kind in enumerate(self.kinds)
         )
 
-    def _sums(self, counts: Sequence[LayerCount], losses: Losses | None) -> tuple[Tensor, ...]:
-        """What fired `[layers, kinds, buckets]`; tokens, nats, predicted `[kinds, buckets]`."""
-        losses = losses or Losses.of(self.num_groups)
-        sums = (
-            torch.stack([count.by_group for count in counts]).cpu(),
-            self.groups.flatten().bincount(minlength=self.num_groups),
-            torch.tensor(losses.sums, dtype=torch.float64),
-            torch.tensor(losses.tokens),
-        )
-        return tuple(s.unflatten(-1, (len(self.kinds), self._num_buckets)) for s in sums)
+    def _sums(self, counts: Sequence[LayerCount]) -> tuple[Tensor, Tensor]:
+        """What fired `[layers, kinds, buckets]`, and tokens `[kinds, buckets]`."""
+        fired = torch.stack([count.by_group for count in counts]).cpu()
+        tokens = self.groups.flatten().bincount(minlength=self.num_groups)
+        shape = len(self.kinds), self._num_buckets
+        return fired.unflatten(-1, shape), tokens.unflatten(-1, shape)
 
 
 def grouped_windows(
@@ -134,10 +113,6 @@ def grouped_windows(
         tuple(kinds),
         sum(map(len, ids)),
     )
-
-
-def _mean(total: Tensor, count: Tensor) -> float | None:
-    return float(total) / int(count) if count else None
 
 
 def _bucket(position: int) -> int:

@@ -33,23 +33,19 @@ class LayerProfile:
     dead: int
     slots: int
     overflow: float
-    nnz_p10: int | None = None
-    nnz_p90: int | None = None
-    largest_gate: float | None = None
-    largest_hidden: float | None = None
+    nnz_p10: int
+    nnz_p90: int
+    largest_gate: float
+    largest_hidden: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartDensity:
-    """The density of some tokens: mean of the layers, and by layer; all None for no tokens.
-
-    `loss` is the mean cross-entropy of those of the tokens that have one before them, in nats.
-    """
+    """The density of some tokens: mean of the layers, and by layer; all None for no tokens."""
 
     tokens: int
     density: float | None
     layers: tuple[float | None, ...]
-    loss: float | None = None
 
     @classmethod
     def of(cls, fired: list[int], tokens: int, intermediate_size: int, **which: Any) -> Self:
@@ -87,9 +83,8 @@ class Profile(Shown):
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
 
     `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
-    several windows. `loss` is the mean cross-entropy of the next token in nats, `loss_error` its
-    standard error over the windows. `intermediate_size` counts a model's own neurons, without those
-    of a map, which always fire.
+    several windows. `intermediate_size` counts a model's own neurons, without those of a map, which
+    always fire.
     """
 
     model: str
@@ -104,16 +99,14 @@ class Profile(Shown):
     intermediate_size: int
     tile: int
     layers: tuple[LayerProfile, ...]
-    by_position: tuple[PositionDensity, ...] = ()
-    by_kind: tuple[KindDensity, ...] = ()
-    loss: float | None = None
-    loss_error: float | None = None
-    text_tokens: int | None = None
+    by_position: tuple[PositionDensity, ...]
+    by_kind: tuple[KindDensity, ...]
+    text_tokens: int
 
     @property
     def distinct_tokens(self) -> int:
         """At most so many tokens of the text were read, some of them more than once."""
-        return self.tokens if self.text_tokens is None else min(self.tokens, self.text_tokens)
+        return min(self.tokens, self.text_tokens)
 
     @property
     def nnz_mean(self) -> float:
@@ -190,7 +183,7 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 def _check(found: Profile) -> None:
     """`ValueError` for numbers of which no figure can be made."""
     for name in ("intermediate_size", "tokens", "text_tokens"):
-        if (value := getattr(found, name)) is not None and value < 1:
+        if (value := getattr(found, name)) < 1:
             raise ValueError(f"{name} is {value}")
     if not found.layers:
         raise ValueError("it has no layers")

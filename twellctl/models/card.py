@@ -243,10 +243,6 @@ def _losses(figures: Figures) -> str | None:
     if _is_number(figures.report, "teacher_kl"):
         kl = f"{figures.report['teacher_kl']:.4f}"
         rows.append(("KL to the model it learnt from", "the same", kl))
-    if figures.profile is not None and figures.profile.loss is not None:
-        loss = _with_error(figures.profile.loss, figures.profile.loss_error)
-        text = f"{figures.profile.distinct_tokens} tokens of its profile"
-        rows.append(("this model", text, loss))
     if judged := _judged_text(figures):
         score = judged["score"]
         rows.append(("this model", "text of its evaluation", f"{score['cross_entropy']:.4f}"))
@@ -298,7 +294,7 @@ def _metrics(figures: Figures) -> list[Metric]:
     report, found = figures.report, []
     texts = {_text_of(report): (report.get("cross_entropy"), report.get("density"))}
     if figures.profile is not None:
-        texts["text of its profile"] = (figures.profile.loss, figures.profile.density)
+        texts["text of its profile"] = (None, figures.profile.density)
     if judged := _judged_text(figures):
         score = judged["score"]["cross_entropy"]
         texts["text of its evaluation"] = (score, judged.get("density"))
@@ -323,10 +319,6 @@ def _judged_text(figures: Figures) -> dict[str, Any]:
 def _text_of(report: dict[str, Any]) -> str:
     """What the figures were measured on with which fine-tuning ended."""
     return "the last step" if report.get("cross_entropy") is None else "held-out text"
-
-
-def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 def _is_number(report: dict[str, Any], key: str) -> bool:

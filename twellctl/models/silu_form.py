@@ -33,7 +33,7 @@ def choose_form(
     if was and not layers:
         return was, 0.0
     sharpness, shares, most = [], [], 0.0
-    largest = [(one.largest_gate or 0.0, one.largest_hidden or 0.0) for one in layers]
+    largest = [(one.largest_gate, one.largest_hidden) for one in layers]
     for layer, (gate, hidden) in enumerate(largest or [(0.0, 0.0)] * num_layers):
         k = MOST_SHARPNESS
         while k > LEAST_SHARPNESS and k * gate > _ROOM:

@@ -33,9 +33,6 @@ def _tiles(profile: Profile) -> list[Tile]:
         Tile("neurons that fire", percent(profile.density), f"{profile.nnz_mean:.1f} of {size}"),
         Tile("dead neurons", percent(profile.dead_fraction), f"on {tokens} tokens"),
     ]
-    if profile.loss is not None:
-        error = "" if profile.loss_error is None else f"± {profile.loss_error:.4f} "
-        tiles.insert(1, Tile("cross-entropy", f"{profile.loss:.4f}", f"{error}nats a token"))
     return tiles
 
 
@@ -48,8 +45,8 @@ def _by_layer(profile: Profile) -> list[Markup]:
     bars = _bars([layer.density for layer in profile.layers])
     rows = [
         (number, bar, percent(layer.density), f"{layer.nnz_mean:.1f}",
-         *map(_number, (layer.nnz_p10, layer.nnz_p50, layer.nnz_p90, layer.nnz_p99,
-         layer.nnz_max)), layer.dead, layer.slots, f"{layer.overflow:.3%}")
+         layer.nnz_p10, layer.nnz_p50, layer.nnz_p90, layer.nnz_p99, layer.nnz_max, layer.dead,
+         layer.slots, f"{layer.overflow:.3%}")
         for number, (bar, layer) in enumerate(zip(bars, profile.layers, strict=True))
     ]  # fmt: skip
     columns = ["layer", "", "density", "mean", "p10", "p50", "p90", "p99", "most"]
@@ -67,12 +64,12 @@ def _by_kind(profile: Profile) -> list[Markup]:
 
 
 def _parts(named: Sequence[tuple[str, PartDensity]], what: str) -> list[Markup]:
-    """Density and loss of those parts of the text that have tokens."""
+    """The density of those parts of the text that have tokens."""
     named = [(name, part) for name, part in named if part.tokens]
     bars = _bars([part.density for _, part in named])
-    rows = [(name, bar, percent(part.density), part.tokens, _number(part.loss))
+    rows = [(name, bar, percent(part.density), part.tokens)
             for bar, (name, part) in zip(bars, named, strict=True)]  # fmt: skip
-    return [table([what, "", "density", "tokens", "cross-entropy"], rows)] if rows else []
+    return [table([what, "", "density", "tokens"], rows)] if rows else []
 
 
 def _bars(shares: Sequence[float]) -> list[Markup]:
@@ -92,9 +89,3 @@ def _facts(profile: Profile) -> list[Markup]:
         "software": versions,
     }
     return [tag("div", table(["", ""], facts.items()), class_="facts")]
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"

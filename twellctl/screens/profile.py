@@ -27,9 +27,6 @@ def profiled(result: Any, saved_as: Any = None) -> None:
     )
     note_overlap(result.distinct_tokens, result.tokens)
     ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
-    if result.loss is not None:
-        error = "" if result.loss_error is None else f" +- {result.loss_error:.4f}"
-        ui.say(f"cross-entropy {result.loss:.4f}{error} nats a token")
     _densities("position", [(part.span, part) for part in result.by_position])
     if len(result.by_kind) > 1:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
