@@ -1,13 +1,24 @@
 """Every kernel compiles for Ampere and Hopper, there with NVRTC 12 and 13, and spills nothing.
 
-compiled.py says which entries of a file that differs in instructions alone.
+compiled.py says which entries of a file that differs in instructions alone, and what is compiled in
+a hurry, whose spills are not judged.
 """
 
 import re
 from pathlib import Path
 
 import pytest
-from compiled import EVERY_CASE, SOURCES, compiled, entries_for, most_threads, nvrtc
+from compiled import (
+    EVERY_CASE,
+    OTHERS_TEXT,
+    SOURCES,
+    compiled,
+    entries_for,
+    is_hurried,
+    most_threads,
+    nvrtc,
+    static_bytes,
+)
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
@@ -19,7 +30,6 @@ from twellctl.bundle.twell_sequence import HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
     E4M3_END,
     ENTRY_FILES,
-    HEAD_DIMS,
     MOST_OF_BLOCK,
     NUMBERS,
     SPEC,
@@ -36,20 +46,17 @@ HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in (""
 HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS}
 HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
-# the text of the steps of 4096, or of heads of 128, with other numbers
-OTHER_STEPS = {
-    f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK if K != 4096 for end in ("", E4M3_END)
-} | {f"decode/attend_{D}.cu" for D in HEAD_DIMS if D != 128}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{name.removesuffix('.cu')}{E4M3_END}.cu" in SOURCES}
-# nor those that take it long, of instructions that others have, too
-LONG = {"decode/attend_128.cu", "train/grad_heavy.cu", f"ffn/heavy{E4M3_END}.cu"}
+OTHER_SIZES = {name for name in OTHERS_TEXT if name.startswith("decode/")}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)
     for name in SOURCES
     for arch, major in (("sm_80", 13), ("sm_90a", 12), ("sm_90a", 13))
     if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
-    if major == 13 or (name not in OTHER_STEPS and (EVERY_CASE or name not in WITH_E4M3 | LONG))
+    if EVERY_CASE
+    or (arch, major) == ("sm_90a", 13)
+    or (name not in OTHER_SIZES and (major == 13 or name not in WITH_E4M3))
 ]
 
 
@@ -60,15 +67,16 @@ def test_compiles_without_spills(name, arch, major):
     used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", cubin.log)
     assert used, cubin.log
     allowed = 0 if library.version <= TUNED_WITH else FEW_BYTES
-    assert all(int(size) <= allowed for size, _ in used), cubin.log
+    hurried = is_hurried(name, major)
+    assert hurried or all(int(size) <= allowed for size, _ in used), cubin.log
     assert "warning" not in cubin.log.lower(), cubin.log
-    static = static_shared(cubin.code)
-    assert static == static_in_log(cubin.log)
+    static = static_bytes(name, arch, major)
+    assert hurried or static == static_in_log(cubin.log)
     assert all(size <= STATIC_SMEM for size in static.values()), static
     few = {entry: size for entry, size in static.items() if entry.startswith("few_")}
     assert few == {entry: twell_few._static(entry) for entry in few}
     assert all(most_threads(cubin.code, entry) % 32 == 0 for entry in static)
-    assert set(static) == {*entries_for(name, arch, major)}
+    assert {*static} == {*static_in_log(cubin.log)} == {*entries_for(name, arch, major)}
 
 
 def static_in_log(log: str) -> dict[str, int]:

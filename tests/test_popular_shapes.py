@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled import cluster_blocks, compiled, most_threads, specified_alike
+from compiled import cluster_blocks, compiled, most_threads, specified_alike, static_bytes
 from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from twellctl.bundle import (
     twell_walk_e4m3,
     twell_ways,
 )
-from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
@@ -73,9 +72,10 @@ of_shapes_on_devices = pytest.mark.parametrize(
 def said_of(entry: str, arch: str) -> SimpleNamespace:
     """What ptxas says of an entry."""
     file = ENTRY_FILES[entry]
-    code = compiled(file, "sm_90a" if specified_alike(file, arch, "sm_90a") else arch).code
+    arch = "sm_90a" if specified_alike(file, arch, "sm_90a") else arch
+    code = compiled(file, arch).code
     return SimpleNamespace(
-        static=static_shared(code)[entry],
+        static=static_bytes(file, arch)[entry],
         threads=most_threads(code, entry),
         cluster=cluster_blocks(code, entry),
     )
