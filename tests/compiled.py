@@ -91,8 +91,9 @@ def entries_for(name: str, arch: str, major: int) -> Mapping[str, tuple] | Itera
         return entries or twell_spec.SOURCES[name]
     if major < 13 or (arch != "sm_90a" and specified_alike(name, arch, "sm_90a")):
         return dict([next(iter(entries.items()))])
-    if name.startswith("decode/step_") and "_2048" not in name:  # models have heads of 128
-        return {entry: given for entry, given in entries.items() if given[0] == 128}
+    if name.startswith("decode/step_"):  # models have heads of 128, some of 64 or 256
+        wanted = {128, 64 if "_2048" in name else 256}
+        return {entry: given for entry, given in entries.items() if given[0] in wanted}
     return entries
 
 

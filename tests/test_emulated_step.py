@@ -26,6 +26,11 @@ CASES = {
         97,
         "sparse",
     ),
+    "heads of 256": (
+        partial(Model, 3072, 256, 12, 4, 776, 1, 1000, head_norms=True, gate_mean=-1.5, seed=5),
+        98,
+        "sparse",
+    ),
     "dense": (
         partial(Model, 1536, 128, 12, 2, 776, 1, 150, biases=True, head_norms=True, seed=7),
         97,

@@ -124,7 +124,7 @@ struct Attention : Products {
         make_new<DIM>(layer, a, lane, shared, tag);
         sync_consumers();
 
-        const uint2 q = columns_of_q<DIM>(memory + kAttend, thread() % 32);
+        const unsigned q = memory + kAttend + place_of_q<DIM>(thread() % 32);
         const float scale = args.scale * kLog2E;
         HeadSums head = {__int_as_float(0xff800000), 0.f, {}};
 #pragma unroll 1

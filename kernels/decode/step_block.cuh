@@ -67,7 +67,7 @@ constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRow
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
 constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two
-constexpr int kMostDim = 128;                 // of a head
+constexpr int kMostDim = spec::STEP_MOST_DIM;  // of a head
 constexpr int kApart = 37;                    // see Block::turn
 
 template <int BYTES>

@@ -90,29 +90,34 @@ __device__ __forceinline__ uint4 turned_eight(const uint4& eight, const uint4& c
 
 // The columns of b of a lane that go with keys as a: q lies as {x, z, y, w} of its eights.
 template <int DIM>
-__device__ __forceinline__ uint2 columns_of_q(unsigned q, int lane) {
+__device__ __forceinline__ unsigned place_of_q(int lane) {
     const int column = lane / 4;
-    return load_shared_pair(q + column / 2 % (Shape<DIM>::LANES / 4) * 64 + lane % 4 * 16 +
-                            column % 2 * 8);
+    return column / 2 % (Shape<DIM>::LANES / 4) * 64 + lane % 4 * 16 + column % 2 * 8;
 }
 
 // q . keys of each of a lane's positions, in all lanes of the position.
 template <int DIM, int NUM>
 __device__ __forceinline__ void score_keys(float (&scores)[NUM], const uint4 (&keys)[NUM],
-                                           const uint2& q, int lane) {
+                                           unsigned q, int lane) {
     constexpr int LANES = Shape<DIM>::LANES;
+    // the columns of an mma are for 128 of a head
+#pragma unroll 1
+    for (int first = 0; first < DIM; first += 128) {
+        const uint2 columns = load_shared_pair(q + 2 * first);
 #pragma unroll
-    for (int i = 0; i < NUM; ++i) {
-        float c[4] = {};
-        multiply_add(c, keys[i].x, keys[i].y, keys[i].z, keys[i].w, q.x, q.y);
-        scores[i] = c[0] + c[3];
+        for (int i = 0; i < NUM; ++i) {
+            float c[4] = {};
+            multiply_add(c, keys[i].x, keys[i].y, keys[i].z, keys[i].w, columns.x, columns.y);
+            if (first == 0 || lane >= 16) scores[i] = c[0] + c[3];
+        }
     }
-    // a position's parts of 32 columns stand in lanes 0, 5, 10, 15 of its own
+    // a position's parts of 32 columns stand in lanes 0, 5, 10, 15 of its own, and 16 further on
     const int first = lane / LANES * LANES;
 #pragma unroll
     for (int i = 0; i < NUM; ++i) {
         scores[i] += __shfl_xor_sync(~0u, scores[i], 5);
-        if (LANES == 16) scores[i] += __shfl_xor_sync(~0u, scores[i], 10);
+        if (LANES >= 16) scores[i] += __shfl_xor_sync(~0u, scores[i], 10);
+        if (LANES == 32) scores[i] += __shfl_xor_sync(~0u, scores[i], 16);
         scores[i] = opaque(__shfl_sync(~0u, scores[i], first));
     }
 }

@@ -10,7 +10,7 @@ from twellctl.bundle.twell_model import use_kernels
 from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import plan_attend
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder, _with_rows_behind
 from twellctl.decoding.opening import open_scheduler, told_of_decoder
 from twellctl.decoding.pages import PAGE
 from twellctl.models.quantised import round_model
@@ -159,6 +159,16 @@ def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
             plan = plan_attend(B, H, Hkv, 64, width * PAGE, H200.num_sms)
             assert decoder._workspace.parts.numel() >= plan.num_parts, (B, width)
             assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
+
+
+def test_a_head_gets_rows_behind_it_once(tiny):
+    head = tiny(vocab_size=515, tie_word_embeddings=True).lm_head.weight
+    before = head.detach().clone()
+    assert _with_rows_behind(head) is head
+    place = head.data_ptr()
+    assert head.untyped_storage().nbytes() == 516 * 32 * 4
+    assert torch.equal(_with_rows_behind(head), before)
+    assert head.data_ptr() == place
 
 
 def test_the_dense_form_of_a_model_over_twell_is_refused(tiny):

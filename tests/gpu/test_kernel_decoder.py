@@ -77,6 +77,7 @@ ONE_KERNEL = {  # models of which a step of one row is one kernel
         "tie_word_embeddings": True,
         **GRANITE,
     },
+    "heads of 256": {"hidden_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 4},
     "1536": {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2},
     "3072": {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8},
     "3584": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
@@ -239,6 +240,8 @@ def check_forms(found: dict, wanted: torch.Tensor, *, counted: bool) -> None:
 @pytest.mark.parametrize("family", ONE_KERNEL)
 def test_a_row_alone(family, sparse, weights):
     """Each form of a step is as near to the model in float64 as the kernels one by one."""
+    if weights == "fp8" and family == "heads of 256":
+        pytest.skip("takes one kernel in bf16 alone")
     if weights == "fp8":
         model = make_for_one_kernel(family, 1408)
         round_model(model)
@@ -291,7 +294,7 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
                 assert form(*inputs)[0].isnan().all(), (name, value)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "granite"])
 def test_texts_together(family):
     """Through the engine: graphs, rows that come and go, pages that are taken anew."""
     model = make_for_one_kernel(family)

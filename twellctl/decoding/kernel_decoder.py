@@ -368,11 +368,13 @@ def _way(ffn: nn.Module) -> Way:
 
 
 def _with_rows_behind(weight: nn.Parameter) -> Tensor:
-    """The weight, now the first rows of a tensor with a multiple of STEP_QUAD."""
-    if (V := len(weight)) % STEP_QUAD:
+    """The weight `[V, K]`; in memory more rows are behind it, up to a multiple of STEP_QUAD."""
+    V, K = weight.shape
+    rows = -(-V // STEP_QUAD) * STEP_QUAD
+    end = (weight.storage_offset() + rows * K) * weight.itemsize
+    if weight.untyped_storage().nbytes() < end:
         with torch.inference_mode(weight.is_inference()):
-            whole = F.pad(weight.data, (0, 0, 0, -V % STEP_QUAD))
-        weight.data = whole[:V]
+            weight.data = F.pad(weight.data, (0, 0, 0, rows - V))[:V]
     return weight
 
 

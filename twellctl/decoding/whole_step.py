@@ -12,8 +12,8 @@ from torch import Tensor
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_spec import (
+    ENTRY_FILES,
     MOST_OF_BLOCK,
-    STEP_HEAD_DIMS,
     STEP_QUAD,
     STEP_WARPS,
     step_entry,
@@ -66,10 +66,10 @@ class StepSizes:
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
     K, num_sms = sizes.K, limits.num_sms
-    if K not in MOST_OF_BLOCK or sizes.D not in STEP_HEAD_DIMS or sizes.H * sizes.D != K:
+    if sizes.entry("sparse") not in ENTRY_FILES or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
         taken = ", ".join(map(str, MOST_OF_BLOCK))
-        return f"the kernel of a whole step takes {taken} in heads of 64 or 128, not {said}"
+        return f"the kernel of a whole step takes {taken} in heads of 64, 128 or 256, not {said}"
     own_quads, most_rows = MOST_OF_BLOCK[K]
     if ceil_div(K // STEP_QUAD, num_sms) > own_quads or num_sms < sizes.H:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
