@@ -7,6 +7,8 @@ TINY_CONFIG = str(Path(__file__).with_name("tiny_config.json"))  # 2 layers of 1
 
 FAMILIES = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "gemma2": {"head_dim": 32, "attn_logit_softcapping": 50.0},
     "mistral": {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 4096},
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 32000},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},

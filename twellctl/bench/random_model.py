@@ -40,6 +40,7 @@ BUILT_IN = {
 }
 PLAIN = {
     "hidden_act": "relu",
+    "hidden_activation": "relu",  # as Gemma 2 and 3 call it
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
