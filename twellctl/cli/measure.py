@@ -35,10 +35,6 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the profile as a page, one file for any browser."),
-    ] = None,
 ) -> None:
     """Count which neurons fire.
 
@@ -46,12 +42,9 @@ def profile(
     in the window, and by kind of text if --data names several; --json holds these by layer too.
     """
     from twellctl.firing.profiled import PROFILE_KEY, profile_json
-    from twellctl.report.write import check_page_path, write_profile_page
 
     check = partial(check_json_file, json, PROFILE_KEY, "profile")
     check()
-    if html is not None:
-        check_page_path(html, json)
     ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
@@ -65,9 +58,6 @@ def profile(
             progress=progress,
         )
     tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json), check)
-    if html is not None:
-        write_profile_page(done, html)
-        ui.note(f"the page: {html}")
 
 
 def evaluate(

@@ -1,1 +1,1 @@
-"""What was measured, for people: advice in words, tables in a notebook, a profile as a page."""
+"""What was measured, for people: advice in words, tables in a notebook."""

@@ -42,17 +42,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
     """A table whose first column is text and whose others are numbers."""
     head = tag("tr", *(tag("th", column, scope="col") for column in columns))
     body = [
-        tag(
-            "tr", tag("th", str(first), scope="row"), *(tag("td", _as_text(cell)) for cell in cells)
-        )
+        tag("tr", tag("th", str(first), scope="row"), *(tag("td", str(cell)) for cell in cells))
         for first, *cells in rows
     ]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
 
 
 def _as_text(value: object) -> str:
-    if isinstance(value, Markup):
-        return value
     if isinstance(value, float):
         return f"{value:.6g}"
     return encodable(str(value))

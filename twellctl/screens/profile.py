@@ -6,8 +6,6 @@ from rich.markup import escape
 
 from twellctl.screens import ui
 
-MOST_ADVICE = 2  # sentences; the page has all
-
 
 def profiled(result: Any, saved_as: Any = None) -> None:
     """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
@@ -32,7 +30,7 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
-    for said in of_profile(result)[:MOST_ADVICE]:
+    for said in of_profile(result):
         ui.note(said)
     if saved_as is not None:
         model, profile = map(ui.word, (result.model, saved_as))

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from twellctl.report.page import colours
-
 
 def page_response() -> web.Response:
     """The page; nothing in it depends on the model or on who asks."""
@@ -19,7 +17,7 @@ def page_response() -> web.Response:
 
 @cache
 def _page() -> tuple[str, dict[str, str]]:
-    text, style = _part("html"), colours() + _part("css")
+    text, style = _part("html"), _part("css")
     script = "".join(_part(kind) for kind in ("chart.js", "js"))
     text = text.replace("<style></style>", f"<style>\n{style}</style>")
     text = text.replace("<script></script>", f"<script>\n{script}</script>")
