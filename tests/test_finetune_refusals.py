@@ -1,31 +1,23 @@
 """finetune told nonsense: one line, and nothing left behind."""
 
-import contextlib
 import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from finetune_runs import SMALL, small, weights
 from safetensors.torch import save_file
 from torch._dynamo.exc import TorchDynamoException
-from transformers import TrainerCallback
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import FineTuned, finetune
 from twellctl.screens.finetune import finetuned
 from twellctl.training import runs
-from twellctl.training.build import LEEWAY
-from twellctl.training.held_out import HeldOutLosses
-from twellctl.training.l1_schedule import TargetL1
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
-from twellctl.training.runs import checkpoint_state
-from twellctl.training.trainer import SparseTrainer
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -168,95 +160,6 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
     with pytest.raises(TwellError, match=r"lacks 1 of its weights, model\.norm\.weight"):
         finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
     assert not run_folder(tmp_path / "out").exists()
-
-
-def test_a_run_that_is_lost_ends_early(relu_llama, text_file, tmp_path):
-    settings = {"learning_rate": 3.0, "optimizer": "adamw", "eval_steps": 2}
-    settings |= {"max_grad_norm": 1e9, "lr_scheduler": "constant"}
-    recipe = small(text_file, max_steps=40, **settings)
-    said = r"above the \d\.\d+ that the ReLU model began with, since step \d+, .*checkpoint: none$"
-    with pytest.raises(TwellError, match=said):
-        finetune(relu_llama, tmp_path / "out", recipe)
-    assert not (tmp_path / "out").exists()
-
-
-class SpoilWeights(Progress):
-    """Makes the model useless when step 15 begins."""
-
-    def callback(self, trainer, recipe, num_neurons):
-        class Hook(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 14:
-                    trainer.model.get_input_embeddings().weight.data.normal_(0, 100)
-                    trainer.model.get_output_embeddings().weight.data.normal_(0, 100)
-
-        return Hook()
-
-
-@pytest.mark.parametrize(("save_steps", "good"), [(1, 14), (2, 14), (3, 12), (15, None)])
-def test_a_lost_run_leaves_the_last_good_checkpoint(
-    relu_llama, text_file, tmp_path, save_steps, good
-):
-    out = tmp_path / "out"
-    settings = {"eval_steps": 2, "learning_rate": 1e-9, "save_steps": save_steps}
-    recipe = small(text_file, max_steps=40, l1_schedule="constant", **settings)
-    with pytest.raises(TwellError, match=r"since step 16, .*checkpoint: \S+$") as lost:
-        finetune(relu_llama, out, recipe, progress=SpoilWeights())
-    kept = run_folder(out) / f"checkpoint-{good}"
-    assert str(lost.value).endswith(f": {kept}" if good else ": none")
-    assert good is None or checkpoint_state(kept)["report"]
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("losses", "leeway", "is_lost"),
-    [
-        ([2.0, 2.5, 2.5, 2.5], 0.0, True),
-        ([2.0, 2.5, 2.6, 2.46], 0.0, True),  # as good as nothing made up
-        ([2.0, 2.5, 2.6, 2.44], 0.0, False),
-        ([2.0, 2.5, 2.5, 1.9], 0.0, False),
-        ([2.0, 2.5, 2.5], 0.0, False),
-        ([2.0, 2.0000003, 2.0000003, 2.001], 0.0, False),  # as good as it began, but for rounding
-        ([2.0, 2.4, 2.4, 2.4], 0.5, False),  # it began as a good ReLU model
-        ([2.0, 2.6, 2.6, 2.6], 0.5, True),
-    ],
-)
-@pytest.mark.parametrize("settled", [30, 35])
-def test_when_a_run_is_lost(losses, leeway, is_lost, settled):
-    late = [0] + [10 * n for n in range(4, 4 + len(losses) - 1)]
-    early = [0, 10, 20, 30][: len(losses)]
-    found = HeldOutLosses(list(zip(late, losses, strict=True)), leeway).lost_since(settled)
-    assert found == (late[-3] if is_lost else None)
-    assert HeldOutLosses(list(zip(early, losses, strict=True)), leeway).lost_since(settled) is None
-
-
-@pytest.mark.parametrize(("steps", "ends"), [(100, True), (120, False)])
-def test_no_run_is_lost_while_the_goal_falls(steps, ends):
-    """For 30 % of so short a run."""
-    trainer = SparseTrainer.__new__(SparseTrainer)
-    losses = [{"step": s, "eval_loss": 2.0 if s == 0 else 2.5} for s in (0, 20, 31, 32, 33)]
-    trainer.state = SimpleNamespace(
-        log_history=[*losses, {"step": 1, "loss": 9.0}], max_steps=steps, best_model_checkpoint=None
-    )
-    trainer.leeway, trainer.schedule = 0.0, TargetL1(1e-3, 0.05, steps)
-    lost = pytest.raises(TwellError, match=r"is 2\.5000, above the 2\.0000 .*since step 31")
-    with lost if ends else contextlib.nullcontext():
-        trainer._stop_if_lost()
-
-
-def test_a_model_that_was_sparse_before_has_leeway(relu_llama, text_file, tmp_path):
-    leeways = []
-
-    class Seen(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            leeways.append(trainer.leeway)
-            return TrainerCallback()
-
-    recipe = small(text_file, max_steps=1)
-    finetune(relu_llama, tmp_path / "once", recipe, progress=Seen())
-    recipe = small(text_file, max_steps=1, teacher="none")
-    finetune(tmp_path / "once", tmp_path / "twice", recipe, progress=Seen())
-    assert leeways == [0.0, LEEWAY]
 
 
 def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, tmp_path):

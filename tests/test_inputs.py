@@ -117,18 +117,14 @@ def test_a_failed_overwrite_keeps_the_old_out(relu_llama, text_file, tmp_path, m
     assert last_checkpoint(run_folder(out)).name == "checkpoint-2"  # --resume writes it again
 
 
-@pytest.mark.parametrize(
-    ("best", "kept"),
-    [(None, [9, 12]), ("checkpoint-12", [9, 12]), ("run/checkpoint-3", [3, 12]), ("gone", [9, 12])],
-)
-def test_which_checkpoints_stay(tmp_path, best, kept):
+def test_which_checkpoints_stay(tmp_path):
     for step in (3, 6, 9, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
         mark_complete(tmp_path / f"checkpoint-{step}", {})
     (tmp_path / "checkpoint-15").mkdir()  # not complete
-    drop_old_checkpoints(tmp_path, best)
+    drop_old_checkpoints(tmp_path)
     found = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
-    assert found == [*kept, 15]
+    assert found == [9, 12, 15]
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
 
 
@@ -137,7 +133,7 @@ def test_a_checkpoint_that_is_half_gone_does_not_count(tmp_path, monkeypatch):
         (tmp_path / f"checkpoint-{step}").mkdir()
         mark_complete(tmp_path / f"checkpoint-{step}", {})
     monkeypatch.setattr("twellctl.training.runs.shutil.rmtree", lambda *args, **kwargs: None)
-    drop_old_checkpoints(tmp_path, None)
+    drop_old_checkpoints(tmp_path)
     assert not (tmp_path / "checkpoint-3/twell_state.json").exists()
 
 

@@ -35,8 +35,6 @@ from twellctl.training.sparsity import FfnPenalty
 from twellctl.training.teacher import Teacher
 from twellctl.training.trainer import SparseTrainer
 
-LEEWAY = 0.5  # nats that a model may lose which was ReLU before: it begins at its best
-
 
 def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
@@ -82,7 +80,7 @@ def build_trainer(
     train, held_out = blocks
     sharded = is_to_be_sharded(checkpoint, recipe)
     model = _student(checkpoint, recipe, sharded)
-    fresh, num_neurons = checkpoint.is_only_converted, checkpoint.own_neurons
+    num_neurons = checkpoint.own_neurons
     progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, checkpoint.map_neurons)
     if recipe.gradient_checkpointing:
@@ -98,7 +96,6 @@ def build_trainer(
         teacher_weight=recipe.teacher_weight,
         states=_states(model, taught_by, recipe),
         routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
-        leeway=0.0 if fresh else LEEWAY,
         compiled=recipe.compile,
         captures=_captures(recipe) and not sharded,
         note=progress.note,

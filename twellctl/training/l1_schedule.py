@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 RAMP = 0.15  # share of the run over which the goal falls from the first density to the target
 RAMP_STEPS = 100  # but not in fewer steps,
@@ -20,7 +20,6 @@ class ConstantL1:
     """The coefficient as given."""
 
     l1: float
-    ramp: ClassVar[float] = 0.0
 
     def update(self, density: float, progress: float, learning_rate_share: float) -> None:
         """Nothing moves."""

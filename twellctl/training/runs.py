@@ -221,18 +221,14 @@ def _complete_checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def drop_old_checkpoints(run: Path, best: str | None) -> None:
-    """Leave two complete checkpoints: the newest, and `best` or else the one before it.
+def drop_old_checkpoints(run: Path) -> None:
+    """Leave the two newest complete checkpoints.
 
     The others stop to count before they go, so that one which is half gone is never resumed.
     """
-    complete = _complete_checkpoints(run)
-    others = [path for path in complete[:-1] if best is None or path.name == Path(best).name]
-    kept = {*complete[-1:], *(others or complete[:-1])[-1:]}
-    for folder in complete:
-        if folder not in kept:
-            (folder / STATE_FILE).unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in _complete_checkpoints(run)[:-2]:
+        (folder / STATE_FILE).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoint_state(checkpoint: Path) -> dict[str, Any]:

@@ -22,13 +22,12 @@ from transformers import Trainer, TrainerCallback
 from twellctl.errors import TwellError
 from twellctl.models.head_loss import HeadLoss, Losses
 from twellctl.training.captured_part import CapturedPart
-from twellctl.training.held_out import HeldOutLosses
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
 from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.replicas import Replicas
-from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
+from twellctl.training.runs import drop_old_checkpoints, mark_complete
 from twellctl.training.sharded_checkpoints import is_sharded_checkpoint, read_training_state
 from twellctl.training.sharding import local
 from twellctl.training.sparsity import FfnPenalty
@@ -77,16 +76,12 @@ class SparseTrainer(Trainer):
         teacher_weight: float,
         states: LayerStates | None,
         routes: LayerRoutes | None,
-        leeway: float,
         compiled: bool,
         captures: bool,
         note: Callable[[str], None],
         **kwargs: Any,
     ):
-        """`leeway`: how far above its first the held-out loss may stay (`_stop_if_lost`).
-
-        `captures`: replay the parts of a step as a CUDA graph; `note` is told where that fails.
-        """
+        """`captures`: replay parts of a step as a CUDA graph; `note` is told where that fails."""
         super().__init__(data_collator=_as_it_is, **kwargs)
         # nothing is to be wrapped around the model
         prepare = self.accelerator.prepare_model
@@ -101,7 +96,6 @@ class SparseTrainer(Trainer):
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
         self.states = states
         self.routes = routes
-        self.leeway = leeway
         self.note = note
         self._captures, self._captured, self._parts_run = captures, None, 0
         self.report: StepReport | None = None
@@ -275,31 +269,6 @@ class SparseTrainer(Trainer):
         self._sums.clear()
         self.model.zero_grad()
 
-    def _held_out_losses(self) -> HeldOutLosses:
-        told = [e for e in self.state.log_history if "eval_loss" in e]
-        return HeldOutLosses([(e["step"], e["eval_loss"]) for e in told], self.leeway)
-
-    def _stop_if_lost(self) -> None:
-        """Raise if the run is lost; while the goal still falls, none is."""
-        held_out = self._held_out_losses()
-        since = held_out.lost_since(self.schedule.ramp * self.state.max_steps)
-        if since is None:
-            return
-        (_, first), (_, now) = held_out.losses[0], held_out.losses[-1]
-        more = f" and the {self.leeway:g} more that are allowed" if self.leeway else ""
-        raise TwellError(
-            f"the held-out loss is {now:.4f}, above the {first:.4f} that the ReLU model began "
-            f"with{more}, since step {since}, and does not come down: start again with "
-            "--overwrite and a lower --learning-rate or a higher --density; the last good "
-            f"checkpoint: {self.state.best_model_checkpoint or 'none'}"
-        )
-
-    def keep_good_checkpoint(self) -> None:
-        """Of the two checkpoints that are kept, one is the newest that was seen to be good."""
-        held_out, newest = self._held_out_losses(), last_checkpoint(Path(self.args.output_dir))
-        if held_out.losses and newest and held_out.is_good_at(int(newest.name.split("-")[1])):
-            self.state.best_model_checkpoint = str(newest)  # which is kept
-
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
         return {
@@ -329,8 +298,7 @@ class SparseTrainer(Trainer):
     def complete(self, folder: Path, state: dict[str, Any]) -> None:
         """Make a checkpoint count, with the `sparsity_state` of its step; drop older ones."""
         mark_complete(folder, state)
-        self.keep_good_checkpoint()
-        drop_old_checkpoints(folder.parent, self.state.best_model_checkpoint)
+        drop_old_checkpoints(folder.parent)
 
     def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
         if not is_sharded_checkpoint(Path(checkpoint)):  # else it comes with the optimizer
@@ -379,8 +347,6 @@ class SparseTrainer(Trainer):
             metrics["eval_teacher_kl"] = kl
         _check_held_out(metrics["eval_loss"], "lower --learning-rate, and --overwrite")
         self.log(metrics)
-        self._stop_if_lost()
-        self.keep_good_checkpoint()
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
