@@ -8,8 +8,6 @@ from torch import nn
 from twellctl.bench.contest import Contender, Course, hold
 from twellctl.bench.dense_fp8 import (
     SCHEMES,
-    exact_product,
-    exactly,
     fast_product,
     rounded_copy,
     why_no_dense_fp8,
@@ -49,10 +47,9 @@ def test_torch_computes_the_equation(scheme, bias, shape):
     wanted = (rounded[0].double() * rounded[1].double()) @ (
         weight.values.double() * weight.scale.double()
     ).t() + weight.bias.double()
-    for product, most in ((exact_product, 2**-8), (fast_product, 2**-7)):
-        found = product(*rounded, weight)
-        assert (found.dtype, found.shape) == (torch.bfloat16, (M, N))
-        assert relative(found, wanted) < most
+    found = fast_product(*rounded, weight)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (M, N))
+    assert relative(found, wanted) < 2**-7
 
 
 @by_scheme
@@ -65,11 +62,7 @@ def test_a_body_is_rounded_and_its_other_weights_are_shared(scheme):
     assert rounded[1].weight.data_ptr() == body[1].weight.data_ptr()
     x = drawn(2, 64, seed=8).view(1, 2, 64)
     found = rounded(x)
-    with exactly(rounded):
-        exact = rounded(x)
-    assert torch.equal(rounded(x), found)
     assert found.shape == (1, 2, 64)
-    assert relative(found, exact) < 0.05
     assert 0.01 < relative(found, body(x)) < 0.1
 
 
@@ -100,7 +93,7 @@ def test_a_wrong_rival_never_wins():
     told: list[str] = []
 
     def rival(name: str, factor: float) -> Contender:
-        return Contender(name, DENSE_FP8, lambda number: factor * x, lambda y: float(y[0, 0]) - 1)
+        return Contender(name, DENSE_FP8, lambda number: factor * x)
 
     contenders = [
         Contender("dense eager", DENSE, lambda number: x),
@@ -109,12 +102,11 @@ def test_a_wrong_rival_never_wins():
         Contender("twell", TWELL, lambda number: x),
     ]
     course = Course(CPU, 1, told.append, lambda done, total: None)
-    outcome = hold(course, contenders, lambda y: {"error": 0.0}, what="rows", tokens=80)
+    outcome = hold(
+        course, contenders, lambda y: {"error": float(y[0, 0]) - 1}, what="rows", tokens=80
+    )
     names = ["dense eager", "dense FP8 row-wise eager", "twell"]
     assert [c.name for c in outcome.candidates] == names
-    said = (
-        "its result is wrong: a relative error of 1 against exact sums of the same rounded "
-        "numbers, where 0.3 is explained"
-    )
+    said = "its result is wrong: a relative error of 1"
     assert outcome.skipped == {"dense FP8 tensor-wise eager": said}
     assert told[-2] == f"dense FP8 tensor-wise eager is left out: {said}"

@@ -7,27 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.bench.results import TWELL, Candidate, Outcome
+from twellctl.bench.results import DENSE_FP8, FP8_ROUNDING, TWELL, Candidate, Outcome
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
 from twellctl.errors import TwellError, first_line
 
 MUST_RUN = "dense eager"
 SMALL_ROW = 0.1  # of the median norm
-OWN_ERROR = 0.3  # numbers near a boundary of FP8 fall to the other side of it
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute. `call(i)` does so with the inputs of number i and returns the result.
-
-    `own_error(result)`, of inputs 0, is relative to exact sums of what this way itself rounded
-    (of a form in FP8); with more than `OWN_ERROR` it is wrong.
-    """
+    """One way to compute. `call(i)` does so with the inputs of number i and returns the result."""
 
     name: str
     kind: str
     call: Call
-    own_error: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,10 @@ def hold(
         course.note(f"{what}: {name}")
         try:
             result = contender.call(0)
-            _refuse_wrong(contender, result)
-            errors[name] = errors_of(result)
+            found = errors_of(result)
+            if contender.kind == DENSE_FP8 and not found["error"] <= FP8_ROUNDING["error"]:
+                raise ValueError(f"its result is wrong: a relative error of {found['error']:.2g}")
+            errors[name] = found
             del result
             graphed = graphs and tokens < GRAPHS_BELOW
             timers[name] = Timer(contender.call, num_inputs, course.device, graphed=graphed)
@@ -81,18 +77,6 @@ def hold(
         Candidate(name, kinds[name], tuple(taken), errors[name]) for name, taken in samples.items()
     )
     return Outcome(timers[MUST_RUN].how, candidates, skipped)
-
-
-def _refuse_wrong(contender: Contender, result: Any) -> None:
-    """`ValueError` for a result that is not what the contender shall compute."""
-    if contender.own_error is None:
-        return
-    error = contender.own_error(result)
-    if not error <= OWN_ERROR:
-        raise ValueError(
-            f"its result is wrong: a relative error of {error:.2g} against exact sums of the same "
-            f"rounded numbers, where {OWN_ERROR:g} is explained"
-        )
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

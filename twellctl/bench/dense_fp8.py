@@ -10,12 +10,10 @@ torch.compile fuses the rounding with what stands around it. Row-wise FP8 of a m
 --quantize fp8` writes (twell_fp8.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bench.results import ROW_WISE, TENSOR_WISE
@@ -23,7 +21,6 @@ from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_fp8 import Fp8Weight, round_rows, round_weight, why_no_products
 
 Rounded = tuple[Tensor, Tensor]  # e4m3 `[M, K]`; float32 `[M, 1]`, or `[1, 1]`: one for all rows
-Product = Callable[[Tensor, Tensor, Fp8Weight], Tensor]  # of `Rounded` and a weight, bf16 `[M, N]`
 
 
 def _round_tensor(x: Tensor) -> Rounded:
@@ -78,19 +75,11 @@ def fast_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
     )
 
 
-def exact_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
-    """The judge of the other: float64 of the same rounded numbers, rounded once."""
-    y = F.linear(values.double(), weight.values.double()) * scale.double()
-    y *= weight.scale.double().t()
-    return (y if weight.bias is None else y + weight.bias).bfloat16()
-
-
 class RoundedLinear(nn.Module):
-    """An nn.Linear in FP8, of a scheme; by exact products while `exact`."""
+    """An nn.Linear in FP8, of a scheme."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme):
         super().__init__()
-        self.exact = False
         self._scheme, self._bias = scheme, linear.bias
         values, scale = scheme.of_weights(linear.weight)
         self.register_buffer("_values", values)
@@ -98,9 +87,8 @@ class RoundedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`."""
-        product = exact_product if self.exact else fast_product
         rows = self._scheme.of_inputs(x.reshape(-1, x.shape[-1]))
-        y = product(*rows, Fp8Weight(self._values, self._scale, self._bias))
+        y = fast_product(*rows, Fp8Weight(self._values, self._scale, self._bias))
         return y.view(*x.shape[:-1], -1)
 
 
@@ -115,19 +103,6 @@ def rounded_copy(model: nn.Module, scheme: Scheme) -> nn.Module:
     for name, linear in _plain_linears(copied).items():
         copied.set_submodule(name, RoundedLinear(linear, scheme))
     return copied
-
-
-@contextlib.contextmanager
-def exactly(model: nn.Module) -> Iterator[None]:
-    """Inside, a `rounded_copy` multiplies exactly."""
-    linears = [module for module in model.modules() if isinstance(module, RoundedLinear)]
-    for linear in linears:
-        linear.exact = True
-    try:
-        yield
-    finally:
-        for linear in linears:
-            linear.exact = False
 
 
 def _plain_linears(model: nn.Module) -> dict[str, nn.Linear]:

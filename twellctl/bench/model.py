@@ -13,7 +13,6 @@ when it is compiled, which slows the compiled dense side most, so the mask is le
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from twellctl.bench.contest import (
     Contender,
     Course,
     hold,
-    relative_error,
     relative_errors,
 )
 from twellctl.bench.dense_fp8 import (
     SCHEMES,
-    exactly,
     fp8_modes,
     linear_sizes,
     rounded_copy,
@@ -174,8 +171,7 @@ def _point(
 
     def contender(name: str, kind: str, body: nn.Module, mode: str) -> Contender:
         run = compiled(lambda batch: last_hidden(body, batch), mode)
-        own_error = partial(_own_error, body, ids) if kind == DENSE_FP8 else None
-        return Contender(f"{name} {mode}", kind, lambda number: run(ids), own_error)
+        return Contender(f"{name} {mode}", kind, lambda number: run(ids))
 
     with fresh_compiler():
         contenders = [contender("dense", DENSE, subject.body, mode) for mode in modes]
@@ -202,13 +198,6 @@ def _point(
     about = shape | about | {"auto_took": taken}
     explained = FP8_ROUNDING if subject.in_fp8 else None
     return Point(tokens, about, "float32", outcome, explained)
-
-
-def _own_error(body: nn.Module, ids: Tensor, y: Tensor) -> float:
-    """Of the first tokens of what a `rounded_copy` gave, against its own exact products."""
-    with exactly(body):
-        expected = last_hidden(body, ids[:1, :REFERENCE_TOKENS])[0]
-    return relative_error(y[0, : len(expected)], expected.double())
 
 
 def _reference(body: nn.Module, ids: Tensor) -> Tensor:
