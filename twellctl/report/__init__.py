@@ -1,1 +1,1 @@
-"""What was measured, for people: advice in words, tables in a notebook."""
+"""Results, for people: tables in a notebook."""

@@ -10,7 +10,7 @@ from twellctl.screens.eval import of_own
 
 def finetuned(result: Any) -> None:
     """What a fine-tuning run ended with (a `FineTuned`): first what users will notice."""
-    from twellctl.report.advice import of_run  # that --help need not load it
+    from twellctl.screens.advice import of_run  # that --help need not load it
 
     if result.answers is not None:
         ui.say(f"{result.out}: {result.answers.verdict}")

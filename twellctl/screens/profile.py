@@ -9,7 +9,7 @@ from twellctl.screens import ui
 
 def profiled(result: Any, saved_as: Any = None) -> None:
     """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
-    from twellctl.report.advice import of_profile  # that --help need not load it
+    from twellctl.screens.advice import of_profile  # that --help need not load it
 
     rows = []
     for number, layer in enumerate(result.layers):

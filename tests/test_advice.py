@@ -5,7 +5,7 @@ import dataclasses
 import profiles
 import pytest
 
-from twellctl.report import advice
+from twellctl.screens import advice
 
 
 def said(found) -> str:
