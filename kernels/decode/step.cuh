@@ -26,8 +26,9 @@
 // GPU, and no fence.
 //
 // Neurons that share one gate, a fit's map, lie behind the others. Each block has as many of them, and
-// their gate beside its own ones. The form "screened" reads of the gate a copy in 4 bits, and the rows
-// that this lets through (step_screen.cuh).
+// their gate beside its own ones; they fire together, so the ring brings them as in the dense form. The
+// form "screened" reads of the gate a copy in 4 bits, and the rows that this lets through
+// (step_screen.cuh).
 //
 // What decides (README.md tells the times):
 // - Weights on their way are few, kAhead units a block: as many as keep the memory busy. What is
@@ -143,31 +144,30 @@ struct Step : Neurons {
                         await_x(x, norm, l, phase, tag);
                         sync_consumers();
                         screen(layer(l), share.first, share.num);
-                        sync_consumers();
                     }
-                int num_units = share.num * kQuadUnits;
-                if (FORM == kSparseForm && phase == 2 && has_shared()) num_units += kQuadUnits;
+                int num_units = screens ? 0 : share.num * kQuadUnits;
+                if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
+                    num_units += (1 + mapped().num) * kQuadUnits;
                 if constexpr (kIsE4m3)
                     if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
                 Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
-                for (int i = -kTake; !screens && i < num_units; i += kTake) {
+                for (int i = -kTake; i < num_units; i += kTake) {
                     float parts[kTake] = {};
                     if (i >= 0)
 #pragma unroll
                         for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
                     if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
                     if (i < 0) {
-                        await_x(x, norm, l, phase, tag);
+                        if (!screens) await_x(x, norm, l, phase, tag);
                         continue;
                     }
-                    const int row = i * kUnitRows % kMostRows, num = min(kTake, num_units - i);
+                    const int row = i * kUnitRows % kMostSums, num = min(kTake, num_units - i);
                     store_sums<kWeightBytes>(parts, num, sums() + row * kWarps);
-                    if (row + kTake * kUnitRows < kMostRows && i + kTake < num_units) continue;
-                    if (FORM == kSparseForm && kIsE4m3 && phase == 2) wait_for_copies<0>();
-                    if (FORM != kDenseForm || phase < 2) sync_consumers();
+                    if (row + kTake * kUnitRows < kMostSums && i + kTake < num_units) continue;
                     if (phase == 2) break;
+                    sync_consumers();
                     if (thread() < row + num * kUnitRows)
                         use_sum(layer(l), l, phase,
                                 kQuad * share.first + i * kUnitRows - row + thread(), tag);
@@ -179,6 +179,8 @@ struct Step : Neurons {
                 }
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
+                if (FORM == kSparseForm && kIsE4m3) wait_for_copies<0>();
+                if (FORM != kDenseForm) sync_consumers();
                 if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
                 if constexpr (FORM != kDenseForm)
                     // made anew: kept through the product it takes registers
@@ -201,14 +203,14 @@ struct Step : Neurons {
         await_x(x, norm, L, 0, tag);
 #pragma unroll 1
         for (int i = 0; i < num_units; i += kTake) {
-            const int row = i * kRows % kMostRows, num = min(kTake, num_units - i);
+            const int row = i * kRows % kMostSums, num = min(kTake, num_units - i);
             Taken<2> taken;
             float parts[kTake];
             take(taken, num);
 #pragma unroll
             for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
             store_sums<2>(parts, num, sums() + row * kWarps);
-            if (row + kRowsAtOnce < kMostRows && i + kTake < num_units) continue;
+            if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
             sync_consumers();
             if (thread() < row + num * kRows)
                 use_sum(layer(L), L, 0, kQuad * share.first + i * kRows - row + thread(), tag);
@@ -251,7 +253,7 @@ struct Step : Neurons {
             barrier_init_fence();
         }
         if (threadIdx.x < 5) {
-            // by quads of rows, or row blocks that are screened; of neurons that share a gate, each
+            // by quads of rows, or row blocks that are screened
             constexpr int kRows = FORM == kScreenedForm ? kScreenRows : kQuad;
             const int which = threadIdx.x, num_blocks = gridDim.x;
             const int own = FORM == kDenseForm ? args.N : args.layers->num_own;
@@ -260,7 +262,7 @@ struct Step : Neurons {
                             : which == 1 ? K / kQuad
                             : which == 2 ? blocks
                             : which == 3 ? args.V / kQuad
-                                         : shared;
+                                         : shared / kQuad;
             at<Division>(kDivisions)[which] = {all / num_blocks, all % num_blocks};
             if (which == 4) at<Division>(kDivisions)[5] = {blocks * kRows, shared};
         }

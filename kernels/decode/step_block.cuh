@@ -60,8 +60,9 @@ struct Weights {
 };
 using Layers = Weights<kWeightBytes>;
 constexpr int kQuadUnits = Layers::kQuadUnits;
-constexpr int kMostRows = spec::STEP_MOST_ROWS;  // whose sums are put together at once
-static_assert(kMostRows % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
+constexpr int kMostRows = spec::STEP_MOST_ROWS;  // neurons of a block
+constexpr int kMostSums = kMostRows + spec::STEP_MOST_MAPPED;  // rows that are put together at once
+static_assert(kMostSums % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
 // row blocks of the gate's copy that a warp has: each has its units in the ring at once
 constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
 constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
@@ -100,6 +101,7 @@ struct Division {
 struct Share {
     int first, num;
 
+    __device__ __forceinline__ Share(int first, int num) : first(first), num(num) {}
     __device__ __forceinline__ Share(const Division& of, int block)
         : first(block * of.each + min(block, of.more)), num(of.each + (block < of.more)) {}
 };
@@ -178,7 +180,7 @@ struct Block {
     // shared memory, bytes from its first one
     static constexpr int kRing = 0;
     static constexpr int kSums = kRing + kUnits * kUnitBytes;            // [2][row][warp]
-    static constexpr int kDealt = kSums + 2 * kMostRows * kWarps * 4;    // x
+    static constexpr int kDealt = kSums + 2 * kMostSums * kWarps * 4;    // x
     static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
     static constexpr int kBacks = kNorms + 2 * kWarps * 4;               // of x beside e4m3, [warp]
     static constexpr int kOwn = kBacks + kWarps * 4;                     // of x, the residual
@@ -241,12 +243,13 @@ struct Block {
         return at<Layer>(kLayers)[l % kLayersKept];
     }
     __device__ __forceinline__ float* sums() const {
-        return at<float>(kSums) + sums_at * (kMostRows * kWarps);
+        return at<float>(kSums) + sums_at * (kMostSums * kWarps);
     }
 
-    // Behind the neurons that have gates of their own are those that share one.
+    // Behind the neurons that have gates of their own are those that share one: where, and the
+    // block's quads of them.
     __device__ __forceinline__ int first_shared() const { return division(5).each; }
-    __device__ __forceinline__ bool has_shared() const { return division(5).more > 0; }
+    __device__ __forceinline__ Share mapped() const { return Share(division(4), block()); }
 
     // ---- words: x, what heads attend to, x between; q, k and v; parts of y; parts of heads
 

@@ -39,35 +39,51 @@ struct Neurons : Screened {
         commit_copies();
     }
 
-    // Those of the block's neurons that fired, and their gates; how many. Behind them, if their gate
-    // fires, `shared` of the neurons that share one. Each warp makes the lists for itself, and all
-    // make the same ones.
-    __device__ __forceinline__ int list_fired(const Layer& layer, const Share& share,
-                                              const Share& shared, int* list, float* gates) const {
+    // What a neuron's gate or up is, by its sums and a bias, if there is one.
+    __device__ __forceinline__ static float value_of(const float* sums, const unsigned short* bias,
+                                                     int neuron) {
+        float sum = sum_of_warps(sums);
+        if (bias) sum += bf16_value(bias[neuron]);
+        return rounded(sum);
+    }
+
+    // Those of the block's neurons that fired, and their gates; how many. Each warp makes the lists
+    // for itself, and all make the same ones.
+    __device__ __forceinline__ int list_fired(const Layer& layer, const Share& share, int* list,
+                                              float* gates) const {
         const int lane = thread() % 32;
-        const auto gate_of = [&](int row, int neuron) {
-            float sum = sum_of_warps(sums() + row * kWarps);
-            if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
-            return rounded(sum);
-        };
         int num = 0;
 #pragma unroll 1
         for (int first = 0; first < kQuad * share.num; first += 32) {
             const int row = first + lane, neuron = kQuad * share.first + row;
             float gate = 0.f;
             bool fired = false;
-            if (row < kQuad * share.num) fired = fires(gate = gate_of(row, neuron));
+            if (row < kQuad * share.num)
+                fired = fires(gate = value_of(sums() + row * kWarps, layer.gate_bias, neuron));
             const unsigned all = __ballot_sync(~0u, fired);
             const int place = num + num_set_below(all, lane);
             if (fired) list[place] = neuron, gates[place] = gate;
             num += __popc(all);
         }
-        if (has_shared()) {
-            const float gate = gate_of(kQuad * share.num, first_shared());
-            num = list_shared(shared, gate, list, gates, num);
-        }
         __syncwarp();
         return num;
+    }
+
+    // Onto y, out of the ring: the block's neurons that share a gate, if it fires; how many. They
+    // are at most 32. The first of `sums` is the gate's, those behind its quad are up's.
+    __device__ __forceinline__ int add_mapped(float (&y)[kEights][8], const Layer& layer,
+                                              const float* sums) {
+        const Share share = mapped();
+        if (share.num == 0) return 0;
+        const int lane = thread() % 32, num = kQuad * share.num;
+        const float gate = value_of(sums, layer.gate_bias, first_shared());
+        float hidden = 0.f;
+        if (lane < num && fires(gate))
+            hidden = rounded(gate * value_of(sums + (kQuad + lane) * kWarps, layer.up_bias,
+                                             first_shared() + kQuad * share.first + lane));
+        add_units(y, share.num * kQuadUnits,
+                  [&](int row) { return __shfl_sync(~0u, hidden, row); });
+        return fires(gate) ? num : 0;
     }
 
     // What those of the list are worth: their gates and ups.
@@ -78,11 +94,7 @@ struct Neurons : Screened {
             num, [&](int i) { return row_of(layer.up, list[i]); },
             [&](int i, float up) {
                 const int neuron = list[i];
-                if constexpr (kIsE4m3) {
-                    const unsigned row = neuron - kQuad * share.first;
-                    const bool is_own = row < static_cast<unsigned>(kQuad * share.num);
-                    up *= is_own ? at<float>(kUpScales)[row] : __ldg(scales_of(layer, kUp) + neuron);
-                }
+                if constexpr (kIsE4m3) up *= at<float>(kUpScales)[neuron - kQuad * share.first];
                 if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
                 hidden[i] = rounded(gates[i] * rounded(up));
             });
@@ -94,17 +106,20 @@ struct Neurons : Screened {
                                         int* count) {
         int* list = at<int>(kList);
         float *gates = at<float>(kGates), *hidden = at<float>(kHidden);
-        const Share shared(division(4), block());
+        const float* of_map = sums();
         int num;
-        if constexpr (FORM == kScreenedForm)
-            num = list_screened(layer, share.first, share.num, shared, list, gates);
-        else
-            num = list_fired(layer, share, shared, list, gates);
+        if constexpr (FORM == kScreenedForm) {
+            num = list_screened(layer, share.first, share.num, list, gates);
+        } else {
+            of_map += kQuad * share.num * kWarps;
+            num = list_fired(layer, share, list, gates);
+        }
         sums_at ^= 1;
         make_hidden(layer, share, num, list, gates, hidden);
-        if (thread() == 32 && num) atomicAdd(count, num);
         float y[kEights][8] = {};
         add_rows(y, layer, list, hidden, num);
+        num += add_mapped(y, layer, of_map);
+        if (thread() == 32 && num) atomicAdd(count, num);
         give_part(y, tag);
     }
 
@@ -140,18 +155,25 @@ struct Neurons : Screened {
         sums_at ^= 1;
         sync_consumers();
         float y[kEights][8] = {};
+        add_units(y, num_units, [&](int row) { return hidden[row]; });
+        give_part(y, tag);
+    }
+
+    // Onto y: the next units of the ring, rows of down, each times hidden(row).
+    template <class Hidden>
+    __device__ __forceinline__ void add_units(float (&y)[kEights][8], int num_units,
+                                              const Hidden& hidden) {
 #pragma unroll 1
         for (int i = 0; i < num_units; ++i) {
             barrier_wait(full(slot), parity);
             const unsigned from = memory + kRing + slot * kUnitBytes + kEightBytes * eight_of(0);
 #pragma unroll
             for (int j = 0; j < kUnitRows; ++j)
-                add_row(y, from + j * kRowBytes, hidden[i * kUnitRows + j]);
+                add_row(y, from + j * kRowBytes, hidden(i * kUnitRows + j));
             __syncwarp();
             if (thread() % 32 == 0) barrier_arrive(empty(slot));
             if (++slot == kUnits) slot = 0, parity ^= 1;
         }
-        give_part(y, tag);
     }
 
     // y += h times a row of down, whose first eight of the thread lies at `from`.

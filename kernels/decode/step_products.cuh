@@ -31,27 +31,32 @@ struct Products : Block {
 
     // ---- the warp that asks for weights
 
-    // Of all layers, one matrix after the other; one thread.
+    // Of all layers, one matrix after the other; one thread. Behind the gate comes the row that
+    // neurons share, and of those neurons up and down.
     template <int FORM>
     __device__ __forceinline__ void produce() const {
-        constexpr int kKinds = FORM == kDenseForm ? kDown + 1 : kUp;
         const unsigned long long policy = passing_by();
         int num = 0, to = 0, watched = 0, turned = block();  // num: screened, of those on their way
         unsigned refill = 1, landed = 0;  // parities
         int l = 0, kind = 0;
+        bool of_map = false;
 #pragma unroll 1
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
             const Layer* layer = args.layers + (is_head ? 0 : l);
-            const bool screens = FORM == kScreenedForm && kind == kGate && !is_head;
+            const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
             const void* weight = is_head         ? static_cast<const void*>(args.head)
                                  : kind == kQkv  ? layer->qkv
                                  : kind == kOut  ? layer->out
                                  : kind == kGate ? layer->gate
                                  : kind == kUp   ? layer->up
                                                  : layer->down;
-            const Share share(division(is_head ? 3 : min(kind, kGate)),
-                              is_head || kind == kOut ? block() : turned);
+            Share share(division(is_head ? 3 : of_map ? 4 : min(kind, kGate)),
+                        is_head || of_map || kind == kOut ? block() : turned);
+            if (of_map) {
+                if (kind == kGate) share = {0, min(share.num, 1)};
+                share.first += first_shared() / kQuad;
+            }
             const int quad_units = screens    ? kScreenParts
                                    : is_head ? Weights<2>::kQuadUnits
                                              : kQuadUnits;
@@ -67,10 +72,7 @@ struct Products : Block {
             if constexpr (kIsE4m3)
                 if (!is_head && kind < kDown)
                     scales = scales_of(*layer, kind) + kQuad * share.first;
-            int num_units = share.num * quad_units;
-            const int shared = num_units;  // the first unit of the gate that neurons share
-            if (FORM == kSparseForm && kind == kGate && !is_head && has_shared())
-                num_units += quad_units;
+            const int num_units = share.num * quad_units;
             // what nobody waits for yet would stand before the rows that fired
             const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
             const int eager = min(kEager, num_units);
@@ -78,10 +80,6 @@ struct Products : Block {
 #pragma unroll 1
             for (int i = 0; i < num_units; ++i, ++num, from += unit_bytes) {
                 if (waits && i == eager) barrier_wait(has_rows(), (l - 1) & 1);
-                if (FORM == kSparseForm && i == shared) {
-                    from = unit(first_shared() / kQuad);
-                    if constexpr (kIsE4m3) scales = scales_of(*layer, kGate) + first_shared();
-                }
                 if (FORM == kScreenedForm && screens) {
                     from = unit(share.first + screened + row_block) + part * kScreenBytes;
                     if (++row_block == min(kWarps, share.num - screened)) {
@@ -109,7 +107,11 @@ struct Products : Block {
                 if (++to == kUnits) to = 0, refill ^= 1;
             }
             if (waits && eager == num_units) barrier_wait(has_rows(), (l - 1) & 1);
-            if (is_head || ++kind == kKinds) kind = 0, ++l, turned = turn(turned);
+            // with a map the gate comes twice
+            if (FORM != kDenseForm && kind == kGate && !of_map)
+                of_map = true;
+            else if (is_head || ++kind > kDown)
+                kind = 0, of_map = false, ++l, turned = turn(turned);
         }
     }
 

@@ -108,11 +108,10 @@ struct Screened : Rows {
         }
     }
 
-    // Those of the candidates that fire, and their gates; how many. Behind them, if their gate fires,
-    // `shared` of the neurons that share one. Each warp makes the lists for itself.
+    // Those of the candidates that fire, and their gates; how many. Each warp makes the lists for
+    // itself.
     __device__ __forceinline__ int list_screened(const Layer& layer, int first, int num_blocks,
-                                                 const Share& shared, int* list,
-                                                 float* gates) const {
+                                                 int* list, float* gates) const {
         const int lane = thread() % 32;
         int* candidates = at<int>(kCandidates);
         float* sums = at<float>(kCandidateGates);
@@ -127,10 +126,9 @@ struct Screened : Rows {
                 candidates[own + num_set_below(all, lane)] = first * kScreenRows + row;
             own += __popc(all);
         }
-        if (lane == 0 && shared.num > 0) candidates[own] = first_shared();
         __syncwarp();
         sum_rows(
-            own + (shared.num > 0), [&](int i) { return row_of(layer.gate, candidates[i]); },
+            own, [&](int i) { return row_of(layer.gate, candidates[i]); },
             [&](int i, float sum) {
                 if (layer.gate_bias) sum += bf16_value(layer.gate_bias[candidates[i]]);
                 sums[i] = rounded(sum);
@@ -146,18 +144,8 @@ struct Screened : Rows {
             if (fired) list[place] = candidates[i], gates[place] = gate;
             num += __popc(all);
         }
-        if (shared.num > 0) num = list_shared(shared, sums[own], list, gates, num);
         __syncwarp();
         return num;
-    }
-
-    // The block's `shared` of the neurons that share a gate, behind `num` of the lists, if they fire;
-    // how many there are then.
-    __device__ __forceinline__ int list_shared(const Share& shared, float gate, int* list,
-                                               float* gates, int num) const {
-        for (int i = thread() % 32; i < shared.num; i += 32)
-            list[num + i] = first_shared() + shared.first + i, gates[num + i] = gate;
-        return num + (fires(gate) ? shared.num : 0);
     }
 
   private:

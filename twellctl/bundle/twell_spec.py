@@ -190,6 +190,7 @@ STEP_HEAD_DIMS = {K: (64, 128) for K in (1536, 3584, 4096)}
 STEP_HEAD_DIMS |= {K: (64, 128, 256) for K in (2048, 3072)}
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
+STEP_MOST_MAPPED = 32  # rows beside them: the gate that neurons share, and their up
 STEP_RING_KB = 192  # kilobytes of weights that a block holds, at most
 # that are on their way, by hidden size and bytes of a weight, else 32
 STEP_AHEAD = {(1536, 1): 64}

@@ -44,7 +44,7 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_spec import FEW_ROWS, PAGE, STEP_QUAD
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding.attention import (
@@ -84,7 +84,7 @@ from twellctl.decoding.whole_step import (
     DecoderLayer,
     Linear,
     WholeStep,
-    takes_shared,
+    takes_mapped,
 )
 from twellctl.here.own_kernels import own_kernels
 
@@ -294,9 +294,9 @@ class KernelDecoder:
         if not self._sparse:
             return dense
         own = max(own_neurons(ffn) for ffn in gated_ffns(self._model))
-        takes = partial(takes_shared, sizes, own, limits=self._limits)
-        forms = {"one kernel": make(form="sparse", num_own=own if takes(STEP_QUAD) else sizes.N)}
-        if self.screens and takes(FEW_ROWS):
+        takes = partial(takes_mapped, sizes, own, limits=self._limits)
+        forms = {"one kernel": make(form="sparse", num_own=own if takes("sparse") else sizes.N)}
+        if self.screens and takes("screened"):
             screened = make(form="screened", num_own=own, screens=self.screens.layers)
             forms["one screened kernel"] = screened
         return forms | dense

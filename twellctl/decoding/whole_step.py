@@ -13,7 +13,9 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_spec import (
     ENTRY_FILES,
+    FEW_ROWS,
     MOST_OF_BLOCK,
+    STEP_MOST_MAPPED,
     STEP_QUAD,
     STEP_WARPS,
     step_entry,
@@ -78,13 +80,14 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     return None
 
 
-def takes_shared(sizes: StepSizes, num_own: int, rows: int, limits: Limits) -> bool:
-    """Whether blocks have room for `num_own` neurons by row blocks of `rows`, and those behind,
-    which share a gate; of sizes that `step` takes."""
-    blocks = ceil_div(num_own, rows)
-    shared, (_, most_rows) = max(0, sizes.N - rows * blocks), MOST_OF_BLOCK[sizes.K]
-    beside = max(STEP_QUAD, ceil_div(shared, limits.num_sms)) if shared else 0
-    return rows * ceil_div(blocks, limits.num_sms) + beside <= most_rows
+def takes_mapped(sizes: StepSizes, num_own: int, form: str, limits: Limits) -> bool:
+    """Whether a block of this form has room for its part of `num_own` neurons and of those behind
+    them, which share a gate; of sizes that `step` takes."""
+    rows = FEW_ROWS if form == "screened" else STEP_QUAD
+    blocks, most_rows = ceil_div(num_own, rows), MOST_OF_BLOCK[sizes.K][1]
+    own = rows * ceil_div(blocks, limits.num_sms)
+    mapped = ceil_div(max(0, sizes.N - rows * blocks) // STEP_QUAD, limits.num_sms) * STEP_QUAD
+    return own <= most_rows and STEP_QUAD + mapped <= STEP_MOST_MAPPED
 
 
 class WholeStep:
