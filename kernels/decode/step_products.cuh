@@ -38,19 +38,22 @@ struct Products : Block {
         const unsigned long long policy = passing_by();
         int num = 0, to = 0, watched = 0, turned = block();  // num: screened, of those on their way
         unsigned refill = 1, landed = 0;  // parities
+        const bool has_map = FORM != kDenseForm && mapped().num > 0;
         int l = 0, kind = 0;
         bool of_map = false;
+        Places places = places_of(0), next = places_of(1);
 #pragma unroll 1
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
             const Layer* layer = args.layers + (is_head ? 0 : l);
             const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
             const void* weight = is_head         ? static_cast<const void*>(args.head)
-                                 : kind == kQkv  ? layer->qkv
-                                 : kind == kOut  ? layer->out
-                                 : kind == kGate ? layer->gate
-                                 : kind == kUp   ? layer->up
-                                                 : layer->down;
+                                 : kind == kQkv  ? places.qkv
+                                 : kind == kOut  ? places.out
+                                 : screens       ? places.copy
+                                 : kind == kGate ? places.gate
+                                 : kind == kUp   ? places.up
+                                                 : places.down;
             Share share(division(is_head ? 3 : of_map ? 4 : min(kind, kGate)),
                         is_head || of_map || kind == kOut ? block() : turned);
             if (of_map) {
@@ -61,8 +64,6 @@ struct Products : Block {
                                    : is_head ? Weights<2>::kQuadUnits
                                              : kQuadUnits;
             const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
-            if constexpr (FORM == kScreenedForm)
-                if (screens) weight = layer->copy;
             const auto unit = [&](int quad) {
                 return static_cast<const char*>(weight) +
                        static_cast<long long>(quad) * (quad_units * unit_bytes);
@@ -107,12 +108,22 @@ struct Products : Block {
                 if (++to == kUnits) to = 0, refill ^= 1;
             }
             if (waits && eager == num_units) barrier_wait(has_rows(), (l - 1) & 1);
-            // with a map the gate comes twice
-            if (FORM != kDenseForm && kind == kGate && !of_map)
-                of_map = true;
-            else if (is_head || ++kind > kDown)
+            if (has_map && kind == kGate && !of_map) {
+                of_map = true;  // the gate a second time, for the row of it that is shared
+            } else if (++kind > (FORM == kDenseForm || of_map ? kDown : kGate) || is_head) {
                 kind = 0, of_map = false, ++l, turned = turn(turned);
+                places = next, next = places_of(l + 1);
+            }
         }
+    }
+
+    // Where a layer's weights begin; asked for a layer ahead, for the answer takes its time.
+    struct Places {
+        const void *qkv, *out, *gate, *copy, *up, *down;
+    };
+    __device__ __forceinline__ Places places_of(int l) const {
+        const Layer& layer = args.layers[min(l, args.num_layers - 1)];
+        return {layer.qkv, layer.out, layer.gate, layer.copy, layer.up, layer.down};
     }
 
     // Those of a layer's weight, in the order of the kinds; of bf16 there are none.
