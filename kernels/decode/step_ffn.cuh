@@ -117,9 +117,10 @@ struct Neurons : Screened {
         sums_at ^= 1;
         make_hidden(layer, share, num, list, gates, hidden);
         float y[kEights][8] = {};
-        add_rows(y, layer, list, hidden, num);
-        num += add_mapped(y, layer, of_map);
-        if (thread() == 32 && num) atomicAdd(count, num);
+        add_rows(y, layer, list, hidden, num, [&] {
+            const int fired = num + add_mapped(y, layer, of_map);
+            if (thread() == 32 && fired) atomicAdd(count, fired);
+        });
         give_part(y, tag);
     }
 

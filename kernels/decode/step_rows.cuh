@@ -83,9 +83,11 @@ struct Rows : Attention {
     }
 
     // y += hidden[i] times the row of W_down of the list's neuron i. All warps know of hidden when
-    // they have met, and ask for rows before.
+    // they have met; they ask for rows before, and do `meanwhile`.
+    template <class Meanwhile>
     __device__ __forceinline__ void add_rows(float (&y)[kEights][8], const Layer& layer,
-                                             const int* list, const float* hidden, int num) const {
+                                             const int* list, const float* hidden, int num,
+                                             const Meanwhile& meanwhile) const {
         const unsigned long long policy = passing_by();
         Eight rows[kRowFlight][kEights];
         const auto fetch = [&](Eight(&row)[kEights], int i) {
@@ -103,6 +105,7 @@ struct Rows : Attention {
             for (int e = 0; e < kEights; ++e) rows[j][e] = {};
             fetch(rows[j], j);
         }
+        meanwhile();
         sync_consumers();
 #pragma unroll 1
         for (int first = 0; first < num; first += kRowFlight) {

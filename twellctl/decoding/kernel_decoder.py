@@ -44,7 +44,7 @@ from twellctl.bundle.twell_model import (
     put_over_twell,
     use_kernels,
 )
-from twellctl.bundle.twell_spec import PAGE
+from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding.attention import (
