@@ -189,10 +189,7 @@ MUTATIONS = {
         "#pragma unroll 1\n        for (int first = 0; first",
     ),
     "no wait for other warps' candidates": Mutation(
-        screened,
-        STEP,
-        "share.num);\n                        sync_consumers();",
-        "share.num);",
+        screened, STEP, "                if (FORM != kDenseForm) sync_consumers();\n"
     ),
     "copies as they lie": Mutation(
         screened, SCREEN, "kWhole + 8.f * static_cast<float>(sum)", "kWhole", "assert"
@@ -350,7 +347,21 @@ MORE = {
         step_e4m3, PRODUCTS, "4 * row_of<1>(lane / 4)", "4 * row_of<1>(lane / 4 + 1)", "assert"
     ),
     "the first neuron's scale of up": Mutation(
-        step_e4m3, FFN, "at<float>(kUpScales)[row]", "at<float>(kUpScales)[0]", "assert"
+        step_e4m3,
+        FFN,
+        "at<float>(kUpScales)[neuron - kQuad * share.first]",
+        "at<float>(kUpScales)[0]",
+        "assert",
+    ),
+    "the map of the first block": Mutation(
+        screened,
+        PRODUCTS,
+        "share.first += first_shared()",
+        "share.first = first_shared()",
+        "assert",
+    ),
+    "the map's first row for each": Mutation(
+        screened, FFN, "sums + (kQuad + lane) * kWarps", "sums + kQuad * kWarps", "assert"
     ),
     "parts of a chunk swapped": Mutation(
         step_e4m3, PRODUCTS, "(from, i) + 16 * part", "(from, i) + 16 * (part ^ 1)", "assert"
