@@ -83,9 +83,11 @@ def bench_model(
             slots=tuple(layer.slots for layer in measured),
             densities=tuple(layer.density for layer in measured),
         )
-        tried = twell_twin(subject.benched, numbers, "twell")
         without_kernels = why_no_kernels(
-            lambda: last_hidden(tried, subject.counted[:1, :8]), course.device
+            lambda: last_hidden(
+                twell_twin(subject.benched, numbers, "twell"), subject.counted[:1, :8]
+            ),
+            course.device,
         )
         without_fp8 = _why_no_dense_fp8(subject.body, course.device, settings.dense_fp8)
         rivals = [] if without_fp8 else [(s.name, rounded_copy(subject.body, s)) for s in SCHEMES]
