@@ -228,16 +228,23 @@ def cli(monkeypatch, capfd):
     signal.signal(signal.SIGTERM, terminate)
 
 
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory) -> Path:
-    """A jsonl of real text: the beginnings of some twenty sources of the standard library.
-
-    They are short, since each run and each profile makes tokens of all of it.
-    """
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    lines = (json.dumps({"text": text[:8000]}) + "\n" for text in stdlib_texts(20))
+def write_texts(path: Path, characters: int) -> Path:
+    """A jsonl of real text: the beginnings of some twenty sources of the standard library."""
+    lines = (json.dumps({"text": text[:characters]}) + "\n" for text in stdlib_texts(20))
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """Short texts, since each run and each profile makes tokens of all of them."""
+    return write_texts(tmp_path_factory.mktemp("text") / "text.jsonl", 3000)
+
+
+@pytest.fixture(scope="session")
+def long_text(tmp_path_factory) -> Path:
+    """Enough to learn something from."""
+    return write_texts(tmp_path_factory.mktemp("text") / "long.jsonl", 8000)
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,18 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 import torch
+from compiled import EVERY_CASE
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 from transformers import TrainerCallback
 
@@ -178,27 +182,56 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_ctrl_c_under_torchrun_saves_a_checkpoint(relu_llama, text_file, tmp_path):
-    out = tmp_path / "out"
-    settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+def by_torchrun(words: list[str]) -> tuple[Callable, Callable, TextIO]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, "-m", "twellctl", "finetune", str(relu_llama), str(out), "--teacher=none"]
     process = subprocess.Popen(
-        [*command, f"--data={text_file}", *flags],
+        [*launch, "-m", "twellctl", *words],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
-    for line in process.stderr:
+    # as a terminal does: launcher and workers
+    return partial(os.killpg, process.pid, signal.SIGINT), process.wait, process.stderr
+
+
+@pytest.fixture
+def as_by_torchrun(started):
+    """Two processes with its environment, and its answer to Ctrl-C: SIGTERM behind it."""
+
+    def start(words: list[str]) -> tuple[Callable, Callable, TextIO]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        told |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        both = [started(*words, **told | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+
+        def stop() -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                for process in both:
+                    process.send_signal(number)
+
+        return stop, lambda: [process.wait() for process in both], both[0].stderr
+
+    return start
+
+
+@pytest.mark.parametrize("by", ["as_by_torchrun", *(["torchrun"] if EVERY_CASE else [])])
+def test_ctrl_c_under_torchrun_saves_a_checkpoint(by, relu_llama, text_file, tmp_path, request):
+    out = tmp_path / "out"
+    settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    words = ["finetune", str(relu_llama), str(out), "--teacher=none", f"--data={text_file}", *flags]
+    start = by_torchrun if by == "torchrun" else request.getfixturevalue(by)
+    stop, wait, stderr = start(words)
+    for line in stderr:
         assert "Warning" not in line
         if re.match(r"step 5/", line):
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: launcher and workers
+            stop()
             break
-    rest = process.stderr.read()
-    process.wait()
-    process.stderr.close()
+    rest = stderr.read()
+    wait()
+    stderr.close()
     assert "go on with the same command and --resume" in rest
     assert last_checkpoint(run_folder(out)) is not None
     assert not out.exists()

@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 
 
 @pytest.fixture(scope="module")
-def pretrained(make_model, text_file, tmp_path_factory):
+def pretrained(make_model, long_text, tmp_path_factory):
     """A tiny SiLU model that has learnt something, converted."""
     folder = tmp_path_factory.mktemp("pretrained")
     source = make_model("llama", seed=3, initializer_range=0.05)
     model = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = load_tokenizer(open_checkpoint(source))
-    texts = [json.loads(line)["text"] for line in text_file.open(encoding="utf-8")]
+    texts = [json.loads(line)["text"] for line in long_text.open(encoding="utf-8")]
     write_tokens(token_stream(texts, tokenizer), folder / "tokens.bin")
     blocks = torch.from_numpy(read_blocks(folder / "tokens.bin", 64).astype("int64"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -53,37 +53,37 @@ def pretrained(make_model, text_file, tmp_path_factory):
     return folder / "relu"
 
 
-def test_teacher_keeps_the_model_near_what_it_was(pretrained, text_file, tmp_path, monkeypatch):
+def test_teacher_keeps_the_model_near_what_it_was(pretrained, long_text, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["twellctl.evaluate"], "prompts_in", lambda *given: [])
     settings = {"seq_len": 64, "max_steps": 40, "learning_rate": 5e-4, "eval_blocks": 4}
     settings |= {"l1": 1e-2, "l1_schedule": "constant", "eval_steps": 0, "eval_fraction": 0.1}
     settings |= {"teacher_weight": 0.5, "optimizer": "adamw"}
     kl = {}
     for teacher in ("none", "auto"):
-        recipe = small(text_file, teacher=teacher, **settings)
+        recipe = small(long_text, teacher=teacher, **settings)
         out = tmp_path / teacher
         done = finetune(pretrained, out, recipe)
         assert (done.teacher_cross_entropy is None) == (teacher == "none")
         silu = pretrained.parent / "silu"
-        found = evaluate(out, [str(text_file)], reference=silu, windows=8, seq_len=64)
+        found = evaluate(out, [str(long_text)], reference=silu, windows=8, seq_len=64)
         kl[teacher] = found.text.score.kl
     assert kl["auto"] < 0.9 * kl["none"]
 
 
-def test_controller_meets_its_target(pretrained, text_file, tmp_path):
+def test_controller_meets_its_target(pretrained, long_text, tmp_path):
     settings = {"seq_len": 64, "max_steps": 200, "batch_size": 8, "micro_batch_size": 8}
     settings["lr_scheduler"] = "cosine"  # in so few steps a linear fall leaves it too little time
-    recipe = small(text_file, density=0.15, eval_steps=0, l1=2e-6, **settings)
+    recipe = small(long_text, density=0.15, eval_steps=0, l1=2e-6, **settings)
     done = finetune(pretrained, tmp_path / "out", recipe)
     assert done.density == pytest.approx(0.15, rel=0.1)
 
 
-def test_a_price_makes_gates_sparser(pretrained, text_file, tmp_path):
+def test_a_price_makes_gates_sparser(pretrained, long_text, tmp_path):
     densities = {}
     for l1 in (0.0, 0.01):
         settings = {"l1": l1, "l1_schedule": "constant", "penalty": "count", "max_steps": 30}
         out = tmp_path / str(l1)
-        done = finetune(pretrained, out, small(text_file, **settings))
+        done = finetune(pretrained, out, small(long_text, **settings))
         densities[l1] = done.density
     assert densities[0.01] < 0.8 * densities[0.0]
 

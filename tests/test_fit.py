@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -131,18 +129,17 @@ def _held_out(source, text_file):
     return blocks[middles]
 
 
-def test_a_full_disk_ends_a_fit_in_one_line(silu_llama, text_file, tmp_path):
+def test_a_full_disk_ends_a_fit_in_one_line(started, silu_llama, text_file, tmp_path):
     """Not even the first layer fits there: a limit of the process that writes it."""
     code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
-        "from twellctl.__main__ import main; main()"
+        "import resource; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); os.chdir({str(tmp_path)!r})"
     )
     words = ["convert", silu_llama, "out", "--data", text_file, "--tokens=2048", "--seq-len=32"]
-    command = [sys.executable, "-c", code, *map(str, words), "--steps=0", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"error: out\.run could not be written: .*too large.*\n", done.stderr)
+    process = started(*words, "--steps=0", "--quiet", code=code)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (1, "")
+    assert re.fullmatch(r"error: out\.run could not be written: .*too large.*\n", err)
     assert not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.evaluation.questions import is_local, read_tasks
+from twellctl.evaluation.questions import read_tasks
 from twellctl.firing.grouping import grouped_windows
 from twellctl.text import files, reading
 from twellctl.text.blocks import spread_windows, token_stream, write_tokens
@@ -216,9 +216,8 @@ def test_what_is_no_text_is_named_with_its_place(tmp_path):
 def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(rows("so"))
-    for read in (lambda: text_files([""]), lambda: is_local("")):
-        with pytest.raises(UsageError, match="an empty name was given for a t"):
-            read()
+    with pytest.raises(UsageError, match="an empty name was given for a t"):
+        text_files([""])
 
 
 def test_windows_of_more_tokens_than_a_float_tells_apart():
