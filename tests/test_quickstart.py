@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from compiled import EVERY_CASE
 from transformers import AutoModelForCausalLM
 
 from twellctl import quickstart as module
@@ -11,8 +12,21 @@ from twellctl.finetune import Interrupted
 from twellctl.quickstart import QuickStarted, quickstart
 
 
+@pytest.fixture
+def third(request, monkeypatch):
+    """A third of its text and of its steps, whose price need not climb; no answers at the end."""
+    if EVERY_CASE:
+        return
+    request.getfixturevalue("no_answers")
+    resolve, less = module.resolve_recipe, {"max_steps": 60, "l1": 1e-3, "eval_blocks": 32}
+    monkeypatch.setattr(module, "CORPUS_CHARACTERS", 700_000)
+    monkeypatch.setattr(module, "STEPS", 100)
+    monkeypatch.setattr(module, "FIT", module.FIT | {"tokens": 16384, "steps": 25})
+    monkeypatch.setattr(module, "resolve_recipe", lambda name, flags: resolve(name, flags | less))
+
+
 @pytest.mark.timeout(900)
-def test_the_whole_job(tmp_path):
+def test_the_whole_job(third, tmp_path):
     out = tmp_path / "demo"
     done = quickstart(out)
     assert done.shortfalls == []
