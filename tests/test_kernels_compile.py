@@ -67,7 +67,7 @@ def test_compiles_without_spills(name, arch, major):
     used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", cubin.log)
     assert used, cubin.log
     allowed = 0 if library.version <= TUNED_WITH else FEW_BYTES
-    hurried = is_hurried(name, major)
+    hurried = is_hurried(name, arch, major)
     assert hurried or all(int(size) <= allowed for size, _ in used), cubin.log
     assert "warning" not in cubin.log.lower(), cubin.log
     static = static_bytes(name, arch, major)

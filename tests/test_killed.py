@@ -80,7 +80,12 @@ def beside(out: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("job", "overwrite"),
     # quickstart takes long, and replaces what is there as the others do
-    [(job, old) for job in kill_jobs.JOBS for old in (False, True) if EVERY_CASE or job != "whole"],
+    [
+        (job, old)
+        for job in kill_jobs.JOBS
+        for old in (False, True)
+        if EVERY_CASE or (job != "whole" and (job, old) != ("finetuned", True))
+    ],
 )
 def test_at_random_moments(run, sources, results, text_file, tmp_path, job, overwrite):
     second, out = sources[job][1], tmp_path / "out"
@@ -112,12 +117,15 @@ def test_at_random_moments(run, sources, results, text_file, tmp_path, job, over
 
 @pytest.mark.timeout(3600)
 def test_a_pipeline_goes_on(run, silu_llama, text_file, tmp_path):
-    """Killed twice it ends with the same bits as one that was not."""
+    """Killed it ends with the same bits as one that was not."""
     one, other = tmp_path / "one", tmp_path / "other"
     code, seconds = run("piped", silu_llama, text_file, one, False)
     assert code == 0
-    for share in (0.4, 0.4):
-        code, _ = run("piped", silu_llama, text_file, other, False, share * seconds)
+    for _ in range(2 if EVERY_CASE else 1):
+        seconds *= 0.4
+        while (code := run("piped", silu_llama, text_file, other, False, seconds)[0]) == 0:
+            shutil.rmtree(other)  # it was faster this time
+            seconds *= 0.4
         print(code, sorted(path.name for path in other.iterdir()))
         assert code == -signal.SIGKILL
     assert run("piped", silu_llama, text_file, other, False)[0] == 0

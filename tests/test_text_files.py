@@ -167,7 +167,7 @@ def test_a_long_text_comes_in_pieces_that_are_one_text(tmp_path, tokenizer, monk
 
 
 def test_text_is_tokenised_only_as_far_as_it_is_wanted(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 200_000)
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 50_000)
     read = []
 
     def texts():
@@ -180,7 +180,7 @@ def test_text_is_tokenised_only_as_far_as_it_is_wanted(tmp_path, tokenizer):
 
 
 def test_a_small_file_of_large_rows_is_read_a_little_at_a_time(tmp_path, tokenizer):
-    large = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000), ["x " * 500_000])
+    large = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000), ["x " * 100_000])
     table = pyarrow.table({"text": large})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     windows = grouped_windows([str(tmp_path / "a.parquet")], "text", tokenizer, 2, 64)
