@@ -23,10 +23,10 @@ class BothForms(HFDecoder):
 def count_less(monkeypatch) -> None:
     """Fewer tokens are counted, less is copied, and samples of a time are short."""
     monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
-    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 2048)
+    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 512)
+    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 512)
     monkeypatch.setattr("twellctl.bench.decode_floors.COPIED_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 512)
 
 
 def decode_form(name: str, seconds: float, **more) -> DecodeForm:
