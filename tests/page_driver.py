@@ -30,7 +30,7 @@ class Page:
         deadline = time.monotonic() + seconds
         while not (found := true()):
             assert time.monotonic() < deadline, self["log"].text + self["error"].text
-            time.sleep(0.02)
+            time.sleep(0.04)
         return found
 
     def answer(self) -> str:

@@ -37,6 +37,7 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         while not page.all(".told"):
             texts.append(page.answer())
             bars.append(page.bars())
+            time.sleep(0.05)
         told = page.done()
         assert page.answer() == TEXT
         assert all(TEXT.startswith(text) for text in texts)
@@ -100,13 +101,14 @@ def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokeniz
 
 def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
     text = "Use **this** one:\n\n```python\nx = 1\nreturn x\n```\n\nor that."
-    with open_page(speaking(tokenizer, text, delay=0.15)) as page:
+    with open_page(speaking(tokenizer, text, delay=0.06)) as page:
         page.say("Which?")
         page.until(lambda: page.all("#log pre"))
         page.run("document.querySelector('#log pre').mark = 'the same'")
         seen = []
         while not page.all(".told"):
             seen.append(page.answer())
+            time.sleep(0.05)
         page.done()
         assert len(set(seen)) > 3
         assert not any("```" in text for text in seen)
