@@ -34,7 +34,11 @@ HURRIED, HURRIED_BYTES = "--Ofast-compile=max", 1024  # of shared memory, that i
 OTHERS_TEXT = {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 OTHERS_TEXT -= {"decode/step_4096.cu", f"decode/step_1536{E4M3_END}.cu"}
 OTHERS_TEXT |= {f"decode/attend_{D}.cu" for D in HEAD_DIMS if D != 128}
-OTHERS_TEXT |= {f"ffn/{name}{E4M3_END}.cu" for name in ("gate_pack", "heavy")}
+OTHERS_TEXT |= {
+    f"{name}{E4M3_END}.cu"
+    for name in ("ffn/gate_pack", "ffn/heavy", "ffn/few_linear", "ffn/few_hidden", "ffn/few_down")
+}
+OTHERS_TEXT |= {f"{name}{E4M3_END}.cu" for name in ("ffn/few_walk", "decode/few_gated")}
 # of .nv.info: attributes that have their size with them; launch bounds, a parameter, blocks of a
 # cluster
 _SIZED, _MAX_THREADS, _PARAMETER, _CLUSTER = 4, 0x05, 0x17, 0x3D

@@ -66,8 +66,8 @@ def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
     assert found.passes == pytest.approx(2, rel=0.02)
 
 
-def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, long_text, tmp_path):
-    texts = list(read_texts([str(long_text)], "text"))
+def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, tmp_path):
+    texts = list(read_texts([str(text_file)], "text"))
     files = [tmp_path / f"text{suffix}" for suffix in (".parquet", ".jsonl", ".txt")]
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, files[0], compression="zstd")  # which compresses it
@@ -75,8 +75,8 @@ def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, long_text, t
     files[1].write_text("\n\n".join(rows))
     files[2].write_text("".join(texts))
     how = {"max_steps": None, "epochs": 1, "batch_size": 16}
-    wanted, *found = (dry_run(relu_llama, small(f, **how)).num_steps for f in (long_text, *files))
-    assert found == pytest.approx([wanted] * 3, rel=0.03)
+    wanted, *found = (dry_run(relu_llama, small(f, **how)).num_steps for f in (text_file, *files))
+    assert found == pytest.approx([wanted] * 3, rel=0.06)  # short texts, joined in one
 
 
 def test_text_that_is_read_again_is_said_so(cli, relu_llama, text_file, tmp_path):

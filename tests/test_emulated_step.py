@@ -59,13 +59,13 @@ CASES = {
         100,
         "sparse",
     ),
+}
+MORE = {
     "e4m3, large x": (
         partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15),
         96,
         "sparse",
     ),
-}
-MORE = {
     "a window": (  # and 128 rows of the gate a block, the most for this size
         partial(Model, 1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4),
         96,
