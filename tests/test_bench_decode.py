@@ -422,6 +422,9 @@ def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
     assert words.startswith("twell chose a token ")
     json.dumps(bench(point).to_json())
     assert bench(DecodePoint(1, (decode_form("dense", 0.1, shortfall=0.2),), {})).wrong == []
+    unjudged = DecodePoint(1, (decode_form("dense", 0.1, shortfall=None),), {})
+    assert unjudged.wrong == []
+    assert unjudged.to_json()["forms"]["dense"]["shortfall"] is None
     fp8 = [decode_form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
     (words,) = bench(DecodePoint(1, tuple(fp8), {})).wrong
     assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")

@@ -53,7 +53,7 @@ FAMILIES = {
         "head_dim": 64,
     },
     "granite": GRANITE,
-    "falcon3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 256},
+    "falcon3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256},
     "gemma": {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 1001},
     "gemma2": GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": GEMMA | {"tie_word_embeddings": False},

@@ -23,7 +23,7 @@ from twellctl.bench.precisions import DTYPE, Precisions, in_precisions, is_in_fp
 from twellctl.bench.random_model import Shape, make_model, open_shape
 from twellctl.bench.results import TWELL
 from twellctl.bench.settings import DecodeSettings
-from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED
 from twellctl.errors import TwellError, UsageError, first_line
@@ -122,6 +122,7 @@ def _measured(
         progress(number, len(forms))
         cache_bytes = max(cache_bytes, _run(form, settings, subject, taken, skipped, note))
     position = settings.prompt_tokens + settings.new_tokens - settings.timed_steps // 2
+    has_no_map = without_twell is None and mapped_neurons(models.bf16.config) > 0  # dense forms
 
     def measured(t: _Taken) -> DecodeForm:
         floor = t.weight_bytes + t.batch * position * cache_bytes
@@ -131,7 +132,7 @@ def _measured(
             t.step_seconds,
             t.judged.density,
             t.judged.union,
-            t.judged.shortfall,
+            None if has_no_map and t.form.kind != TWELL else t.judged.shortfall,
             floor,
             floor / bandwidth,
             t.chosen,

@@ -16,7 +16,8 @@ class DecodeForm:
     """One form of the model at one batch size. `step_seconds` of the steps that count, two or more.
 
     `density`: the mean share of neurons that fired for a row, `union` that for some row of a step,
-    both in the text that this form wrote. `shortfall` as in `Judged`. `floor_seconds`: what reading
+    both in the text that this form wrote. `shortfall` as in `Judged`; None: a fitted model without
+    its map, which writes noise, is not judged. `floor_seconds`: what reading
     the weights and the cache of a step takes at the device's copy bandwidth. `chosen`: which of the
     engine's own forms its steps took; None: it has one. `in_fp8`: whether its weights are FP8.
     """
@@ -26,7 +27,7 @@ class DecodeForm:
     step_seconds: tuple[float, ...]
     density: float
     union: float
-    shortfall: float
+    shortfall: float | None
     floor_bytes: int
     floor_seconds: float
     chosen: str | None = None
@@ -62,7 +63,7 @@ class DecodeForm:
             "over_fp8": dense_fp8 and dense_fp8.seconds / self.seconds,
             "density": self.density,
             "union": self.union,
-            "shortfall": finite(self.shortfall),
+            "shortfall": None if self.shortfall is None else finite(self.shortfall),
             "floor_bytes": self.floor_bytes,
             "floor_steps_per_second": 1 / self.floor_seconds,
             "of_floor": self.floor_seconds / self.seconds,
@@ -107,7 +108,7 @@ class DecodePoint:
             f"below the likeliest at batch {self.batch}, where rounding explains "
             f"{form.allowed_shortfall:g}"
             for form in self.forms
-            if not form.shortfall <= form.allowed_shortfall
+            if form.shortfall is not None and not form.shortfall <= form.allowed_shortfall
         ]
 
     def to_json(self) -> dict[str, Any]:
