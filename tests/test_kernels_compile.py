@@ -54,9 +54,9 @@ COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     for name in SOURCES
     for arch, major in (("sm_80", 13), ("sm_90a", 12), ("sm_90a", 13))
     if name.endswith(".cu") and (arch == "sm_90a" or name not in HOPPER_ONLY)
-    if EVERY_CASE
-    or (arch, major) == ("sm_90a", 13)
-    or (name not in OTHER_SIZES and (major == 13 or name not in WITH_E4M3))
+    if (arch, major) == ("sm_90a", 13)
+    or (EVERY_CASE and major == 13)
+    or (name not in OTHER_SIZES and (EVERY_CASE or major == 13 or name not in WITH_E4M3))
 ]
 
 
