@@ -91,7 +91,7 @@ struct Neurons : Screened {
                                                 const int* list, const float* gates,
                                                 float* hidden) const {
         sum_rows(
-            num, [&](int i) { return row_of(layer.up, list[i]); },
+            num, [&](int i) { return row_at(layer.up, list[i]); },
             [&](int i, float up) {
                 const int neuron = list[i];
                 if constexpr (kIsE4m3) up *= at<float>(kUpScales)[neuron - kQuad * share.first];

@@ -45,7 +45,7 @@ struct Products : Block {
 #pragma unroll 1
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
-            const Layer* layer = args.layers + (is_head ? 0 : l);
+            [[maybe_unused]] const Layer* layer = args.layers + (is_head ? 0 : l);
             const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
             const void* weight = is_head         ? static_cast<const void*>(args.head)
                                  : kind == kQkv  ? places.qkv

@@ -37,7 +37,7 @@ struct Rows : Attention {
     static constexpr int kRowFlight = kEights > 1 ? 6 : 12;
     using Eight = Eights<kWeightBytes>::Type;
 
-    __device__ __forceinline__ static const char* row_of(const void* weight, int neuron) {
+    __device__ __forceinline__ static const char* row_at(const void* weight, int neuron) {
         return static_cast<const char*>(weight) + static_cast<long long>(neuron) * kRowBytes;
     }
 
@@ -93,7 +93,7 @@ struct Rows : Attention {
         const auto fetch = [&](Eight(&row)[kEights], int i) {
             const bool is_there = i < num;
             const int neuron = is_there ? list[i] : 0;
-            const char* from = row_of(layer.down, neuron) + kEightBytes * eight_of(0);
+            const char* from = row_at(layer.down, neuron) + kEightBytes * eight_of(0);
 #pragma unroll
             for (int e = 0; e < kEights; ++e)
                 load_passing_if(is_there && has_eight(e), from + 32 * kEightBytes * e, row[e],

@@ -128,7 +128,7 @@ struct Screened : Rows {
         }
         __syncwarp();
         sum_rows(
-            own, [&](int i) { return row_of(layer.gate, candidates[i]); },
+            own, [&](int i) { return row_at(layer.gate, candidates[i]); },
             [&](int i, float sum) {
                 if (layer.gate_bias) sum += bf16_value(layer.gate_bias[candidates[i]]);
                 sums[i] = rounded(sum);
