@@ -11,7 +11,7 @@ from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import plan_attend
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder, _with_rows_behind
-from twellctl.decoding.opening import open_scheduler, told_of_decoder
+from twellctl.decoding.opening import SLOW, open_scheduler, told_of_decoder
 from twellctl.decoding.pages import PAGE
 from twellctl.models.quantised import round_model
 
@@ -191,9 +191,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def test_what_is_slow_is_told(tiny, as_on_a_gpu):
-    slow = (
-        "transformers' own code, at a third of the kernels' speed or less (the decode kernels take"
-    )
+    slow = f"transformers' own code{SLOW} (the decode kernels take"
     assert told_of_decoder(tiny(**SIZES)) == f"{slow} bf16, not float32)"
     assert told_of_decoder(tiny(**SIZES).bfloat16()) == "twellctl's kernels"
 

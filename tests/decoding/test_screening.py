@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.kernel_fit import num_mapped
 from twellctl.decoding.screened import copied
-from twellctl.decoding.screening import MOST_MISSED, num_mapped, open_screens
+from twellctl.decoding.screening import MOST_MISSED, open_screens
 
 NEURONS, MAPPED = 1000, 40
 

@@ -122,7 +122,7 @@ def _measured(
         progress(number, len(forms))
         cache_bytes = max(cache_bytes, _run(form, settings, subject, taken, skipped, note))
     position = settings.prompt_tokens + settings.new_tokens - settings.timed_steps // 2
-    has_no_map = without_twell is None and mapped_neurons(models.bf16.config) > 0  # dense forms
+    dense_is_cut = without_twell is None and mapped_neurons(models.bf16.config) > 0
 
     def measured(t: _Taken) -> DecodeForm:
         floor = t.weight_bytes + t.batch * position * cache_bytes
@@ -132,7 +132,7 @@ def _measured(
             t.step_seconds,
             t.judged.density,
             t.judged.union,
-            None if has_no_map and t.form.kind != TWELL else t.judged.shortfall,
+            None if dense_is_cut and t.form.kind != TWELL else t.judged.shortfall,
             floor,
             floor / bandwidth,
             t.chosen,

@@ -70,6 +70,7 @@ from twellctl.decoding.kernel_fit import (
     head_dim,
     is_relu,
     most_rows,
+    own_neurons,
     rows_at_once,
     step_sizes,
     why_not,
@@ -78,7 +79,7 @@ from twellctl.decoding.kernel_fit import (
     window_of,
 )
 from twellctl.decoding.pages import pages_for
-from twellctl.decoding.screening import open_screens, own_neurons
+from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import (
     DecoderLayer,

@@ -25,7 +25,8 @@ TOLD = {
     HFDecoder: "transformers' own code",
     LoneDecoder: "transformers' own code, one sequence at a time",
 }
-SLOW = ", at a third of the kernels' speed or less"
+# kernels/MEASURED.md, popular models: Granite-3-8B and Falcon3-3B, dense and at 5 %
+SLOW = ", some two to five times slower than the kernels"
 MAX_RUNNING, MAX_WAITING = 64, 256
 GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
 CPU_CACHE_BYTES = 1 << 30

@@ -20,6 +20,7 @@ from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import FEW_ROWS
 from twellctl.decoding.down_copies import gpu_memory
+from twellctl.decoding.kernel_fit import own_neurons
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, screen_copy
 
@@ -136,31 +137,3 @@ def _weights(ffn: nn.Module) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, .
     if second:
         return (first.weight, second[0].weight), (first.bias, second[0].bias)
     return first.weight.chunk(2), (None, None) if first.bias is None else first.bias.chunk(2)
-
-
-def own_neurons(ffn: nn.Module) -> int:
-    """How many of its neurons have gates of their own: all but those of a map."""
-    first, *second = gate_and_up(ffn)
-    of_gate = [
-        first.weight,
-        first.bias,
-        getattr(first, "weight_scale", None),
-    ]  # the last one in FP8
-    parts = [part for part in of_gate if part is not None]
-    if not second:
-        parts = [part.chunk(2)[0] for part in parts]
-    return len(parts[0]) - num_mapped(*parts)
-
-
-def num_mapped(gate: Tensor, *others: Tensor) -> int:
-    """How many of the last neurons share one gate: a linear map (twell_config.py), or none.
-
-    `others` of its neurons, like biases and scales, are the same, too. On the meta device, where no
-    numbers are, none.
-    """
-    if gate.is_meta:
-        return 0
-    by_part = [(part == part[-1]).reshape(len(gate), -1).all(1) for part in (gate, *others)]
-    unlike = (~torch.stack(by_part).all(0)).nonzero()
-    alike = len(gate) - (unlike[-1].item() + 1 if len(unlike) else 0)
-    return alike if alike >= FEW_ROWS else 0
