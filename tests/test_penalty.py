@@ -200,3 +200,23 @@ def test_compiled_layers_leave_the_ffns_to_themselves(relu_llama, eight_blocks, 
     assert graphs <= 3  # with graphs of its own for each layer there are more
     for name, grad in found[False].items():
         torch.testing.assert_close(found[True][name], grad, msg=name)
+
+
+def test_passes_of_training_go_by_the_density_of_the_step_before(relu_llama, monkeypatch):
+    model, asked, run = load_model(open_checkpoint(relu_llama)), [], twell_model.train_ffn
+    penalty = FfnPenalty(model)
+
+    def noted(*tensors, density, **how):
+        asked.append(density)
+        return run(*tensors, density=density, **how)
+
+    monkeypatch.setattr(twell_model, "train_ffn", noted)
+    ids, layers = torch.arange(8)[None], range(len(penalty.ffns))
+    given = [0.01 * (layer + 1) for layer in layers]
+    model.train()(ids)
+    penalty.follow(given)
+    model(ids)
+    with torch.no_grad():
+        model(ids)
+    nothing = [None for _ in layers]
+    assert asked == [*nothing, *given, *nothing]

@@ -186,10 +186,11 @@ def test_sparse_ffn_has_gradients():
 def test_when_gradients_go_over_the_kernels():
     assert takes_training("twell", 1, None)
     assert not takes_training("dense", 1 << 20, 0.001)
-    assert takes_training("auto", 16384, 0.005)
-    assert not takes_training("auto", 16384, None)
-    assert not takes_training("auto", 16384, 0.1)
-    assert not takes_training("auto", 100, 0.005)
+    work = 16384 * 5632 * 2048
+    assert takes_training("auto", work, 0.005)
+    assert not takes_training("auto", work, None)
+    assert not takes_training("auto", work, 0.1)
+    assert not takes_training("auto", work // 2, 0.005)
 
 
 def test_slots_that_the_format_does_not_have():

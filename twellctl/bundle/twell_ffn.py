@@ -41,8 +41,9 @@ from .twell_train import define_operators, define_training, plain_train_ffn
 from .twell_ways import Way, dense_products
 from .twell_weights import FFN
 
-# gradients go over the kernels from so many tokens on, below this density, unless a route says so
-TRAINED_ABOVE, TRAINED_BELOW = 4096, 0.018
+# unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: some
+# 3 ms of dense products on an H200, below which the host is the slower one), below this density
+TRAINED_FROM, TRAINED_BELOW = 10**11, 0.015
 
 
 def sparse_ffn(
@@ -172,8 +173,8 @@ def train_ffn(
     depend on its value, or a float. The two scalars have no gradient, and there is no second
     derivative. Weights may be fp32 under
     autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
-    the kernels take what has a known density below 1.8 % and 4096 tokens or more; `plain` (some
-    form of `plain_train_ffn`) the rest.
+    the kernels take what has a known density below `TRAINED_BELOW` and work of `TRAINED_FROM` or
+    more; `plain` (some form of `plain_train_ffn`) the rest.
     """
     if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
@@ -213,7 +214,7 @@ def _trained(
         and x.is_cuda
         and x.numel()
         and x.shape[-1] == K
-        and takes_training(route_of_training(route), x.numel() // K, density)
+        and takes_training(route_of_training(route), x.numel() * N, density)
         and not why_not_trained(*_for_training(sources, x, weights, biases, tile))
     ):
         return plain(x, *weights, *biases, penalty, counted)
@@ -246,11 +247,11 @@ def _for_training(
     return sources, x.device.index, K, N, tile, str(own[0]), shapes, lie
 
 
-def takes_training(route: str, tokens: int, density: float | None) -> bool:
-    """Whether gradients are to go over the kernels, where these take them."""
+def takes_training(route: str, work: int, density: float | None) -> bool:
+    """Whether gradients are to go over the kernels, where these take them; `work`: M x N x K."""
     if route != "auto":
         return route == "twell"
-    return tokens >= TRAINED_ABOVE and density is not None and density < TRAINED_BELOW
+    return work >= TRAINED_FROM and density is not None and density < TRAINED_BELOW
 
 
 # ---- which path ----

@@ -133,16 +133,10 @@ class TwellFFN:
         how = self._numbers()
         if meter is None:
             return sparse_ffn(*tensors, **how)
-        end = None
         if self.training and torch.is_grad_enabled():
-            if meter.route is not None:
-                how["route"] = meter.route
-            if meter.watch is not None:
-                end = meter.watch(x)
+            how["density"] = meter.density
         how["penalty"] = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
         y, meter.hidden_sum, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
-        if end is not None:
-            end(y)
         return y
 
     def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:

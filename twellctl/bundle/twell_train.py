@@ -6,8 +6,6 @@ tokens is a constant of a compiled graph. Weights in fp32, or that do not lie as
 them, are copied in either pass, and no copy is kept between the two.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,18 +57,16 @@ class AddL1Gradient(torch.autograd.Function):
 
 
 class FfnMeter:
-    """What training asks of one FFN: a penalty on |h|, and to be told what was measured.
+    """What training asks of one FFN: a penalty on |h|, and what was measured.
 
-    `price` is the penalty's weight for one token. Where gradients are taken, `route` stands for the
-    FFN's own, if there is one, and `watch` is called with the input; what it returns, with y.
-    `plain` computes where no kernels do. After a forward pass there are the sum of |h|, how many
-    fired, tokens and neurons.
+    `price` is the penalty's weight for one token, `density` that of the step before (None: there is
+    none), by which the FFN takes the kernels or `plain`. After a forward pass there are the sum of
+    |h|, how many fired, tokens and neurons.
     """
 
     def __init__(self):
         self.price = 0.0
-        self.route: str | None = None
-        self.watch: Callable[[Tensor], Callable[[Tensor], None]] | None = None
+        self.density: float | None = None
         self.plain = plain_train_ffn
         self.hidden_sum: Tensor | None = None
         self.fired: Tensor | None = None

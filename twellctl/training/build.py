@@ -21,7 +21,6 @@ from twellctl.models.loading import (
 from twellctl.text.blocks import Blocks
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
-from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
 from twellctl.training.memory import is_to_be_sharded
@@ -95,7 +94,6 @@ def build_trainer(
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
         states=_states(model, taught_by, recipe),
-        routes=LayerRoutes(penalty.ffns, progress.note) if recipe.penalty == "l1" else None,
         compiled=recipe.compile,
         captures=_captures(recipe) and not sharded,
         note=progress.note,

@@ -156,6 +156,9 @@ class PricedGates:
         self._price.fill_(l1 / (len(self.gates) * num_tokens))
         self._num_tokens = num_tokens
 
+    def follow(self, densities: list[float]) -> None:
+        """Nothing: what fired changes nothing of how they compute."""
+
     def measured(self) -> tuple[Tensor, Tensor]:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
         fired = torch.stack([gate.fired for gate in self.gates])

@@ -32,9 +32,10 @@ class FfnPenalty:
     """Lets the gated FFNs of a model add the penalty's gradient, and measures each forward pass.
 
     Penalty = `l1 * mean over layers and tokens of the sum over neurons of |hidden|`, as the paper's
-    code has it. It is used as `PricedGates` is. The FFNs run over `train_ffn`, densely unless
-    `LayerRoutes` or TWELL_ROUTE say otherwise. `compiled`: in a compiled layer they are no part of
-    its graph, which their routes would break; what they compute densely is compiled by itself.
+    code has it. It is used as `PricedGates` is. The FFNs run over `train_ffn`, each over the
+    kernels once so little fired in the step before that they pay. `compiled`: in a compiled layer
+    they are no part of its graph, which that would break; what they compute densely is compiled by
+    itself.
     """
 
     gates = ()
@@ -67,6 +68,11 @@ class FfnPenalty:
         """Before a forward pass; as of `PricedGates`."""
         for meter in self._meters:
             meter.price = l1 / len(self.ffns)
+
+    def follow(self, densities: list[float]) -> None:
+        """After a step: what fired in each layer."""
+        for meter, density in zip(self._meters, densities, strict=True):
+            meter.density = density
 
     def measured(self) -> tuple[Tensor, Tensor]:
         """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""

@@ -23,7 +23,6 @@ from twellctl.errors import TwellError
 from twellctl.models.head_loss import HeadLoss, Losses
 from twellctl.training.captured_part import CapturedPart
 from twellctl.training.l1_schedule import ConstantL1, TargetL1
-from twellctl.training.layer_routes import LayerRoutes
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.replicas import Replicas
@@ -75,7 +74,6 @@ class SparseTrainer(Trainer):
         teacher: nn.Module | None,
         teacher_weight: float,
         states: LayerStates | None,
-        routes: LayerRoutes | None,
         compiled: bool,
         captures: bool,
         note: Callable[[str], None],
@@ -95,7 +93,6 @@ class SparseTrainer(Trainer):
         self.teacher = None if teacher is None else HeadLoss(teacher)
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
         self.states = states
-        self.routes = routes
         self.note = note
         self._captures, self._captured, self._parts_run = captures, None, 0
         self.report: StepReport | None = None
@@ -241,8 +238,7 @@ class SparseTrainer(Trainer):
                 f"{self.state.global_step}: start again with a lower --learning-rate and "
                 "--overwrite"
             )
-        if self.routes is not None:
-            self.routes.update(self.report.density_by_layer)
+        self.penalty.follow(self.report.density_by_layer)
         share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
