@@ -9,8 +9,7 @@
 //
 // Launch: grid even, at most one block a multiprocessor, kPipelineBytes (197632) of dynamic shared
 // memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64, of e4m3 twice as wide.
-// `gate_pack`: 384 threads and tiles of 128 rows. `gate_pack_short`: 256 threads and 64 rows, for
-// inputs so short that 128 would leave much of the chip idle.
+// 384 threads and tiles of 128 rows.
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"

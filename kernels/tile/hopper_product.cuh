@@ -43,7 +43,7 @@ constexpr int kPatchBytes = spec::PATCH_BYTES;                // 4 KB a multiply
 constexpr int kPairsAtATime = 8;  // of row blocks: multiplied with all columns before going on
 
 constexpr int threads(int groups) { return 128 * (1 + groups); }
-static_assert(threads(2) == spec::PRODUCT_BLOCK && threads(1) == spec::SHORT_PRODUCT_BLOCK);
+static_assert(threads(2) == spec::PRODUCT_BLOCK);
 
 template <int GROUPS>
 struct Shape {

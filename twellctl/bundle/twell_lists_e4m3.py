@@ -30,7 +30,6 @@ from .twell_weights import FFN
 LISTS_E4M3_KERNELS = (
     "quantise_rows",
     f"gate_pack{E4M3_END}",
-    f"gate_pack_short{E4M3_END}",
     "plan_cluster",
     *(f"{name}{E4M3_END}" for name in ("up", "hidden", "down")),
     f"heavy_walk{E4M3_END}",

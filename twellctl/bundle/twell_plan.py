@@ -48,7 +48,6 @@ _PLAN_PAIR_CLOCKS = 1.0
 _START_CLOCKS = 3000
 _USUAL_DENSITY = 0.01
 _PASSES_A_TOKEN = GROUP * _USUAL_DENSITY / 32
-_SHORT_TILE_TIME = 0.6  # of a tile with half as many rows
 
 
 @dataclass(frozen=True)
@@ -270,19 +269,10 @@ def heavy_window(M: int, N: int, K: int, *, training: bool = False) -> int:
     return min(M, max(256, most // (2 * max(N, K)) // 256 * 256))
 
 
-def product_grid(rows: int, columns: int, num_sms: int, *, groups: int = 2) -> int:
+def product_grid(rows: int, columns: int, num_sms: int) -> int:
     """Blocks of a persistent product (tile/hopper_product.cuh): pairs, at most one block an SM."""
-    return 2 * max(1, min(num_sms // 2, _product_tiles(rows, columns, groups)))
-
-
-def gate_pack_is_short(M: int, N: int, num_sms: int) -> bool:
-    """Whether tiles of half as many rows finish earlier: they fill the device with fewer tokens."""
-    usual, short = (ceil_div(_product_tiles(M, N, groups), num_sms // 2) for groups in (2, 1))
-    return _SHORT_TILE_TIME * short < usual
-
-
-def _product_tiles(rows: int, columns: int, groups: int) -> int:
-    return ceil_div(rows, 2 * groups * INPUT_BOX_ROWS) * ceil_div(columns, 256)
+    tiles = ceil_div(rows, 4 * INPUT_BOX_ROWS) * ceil_div(columns, 256)
+    return 2 * max(1, min(num_sms // 2, tiles))
 
 
 def _lay_up(

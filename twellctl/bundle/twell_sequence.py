@@ -25,7 +25,6 @@ from .twell_plan import (
     Limits,
     Plan,
     chunk_tokens,
-    gate_pack_is_short,
     hopper_cap,
     make_plan,
     product_grid,
@@ -42,7 +41,6 @@ from .twell_spec import (
     PRODUCT_BLOCK,
     ROUND,
     ROUND_BYTES,
-    SHORT_PRODUCT_BLOCK,
     UP_BLOCK,
     WEIGHT_BOX_ROWS,
 )
@@ -50,7 +48,6 @@ from .twell_weights import FFN, end_of
 
 HOPPER_KERNELS = (
     "gate_pack",
-    "gate_pack_short",
     "plan_cluster",
     "up",
     "hidden",
@@ -118,11 +115,10 @@ def launch_gate_pack(
     `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py).
     """
     M, (N, K) = x.shape[0], w_gate.shape
-    short = gate_pack_is_short(M, N, limits.num_sms)
     kernels.launch(
-        ("gate_pack_short" if short else "gate_pack") + end_of(w_gate),
-        (product_grid(M, N, limits.num_sms, groups=1 if short else 2),),
-        SHORT_PRODUCT_BLOCK if short else PRODUCT_BLOCK,
+        f"gate_pack{end_of(w_gate)}",
+        (product_grid(M, N, limits.num_sms),),
+        PRODUCT_BLOCK,
         (
             *(tensor_map(x, INPUT_BOX_ROWS), tensor_map(w_gate, WEIGHT_BOX_ROWS), b_gate),
             *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),

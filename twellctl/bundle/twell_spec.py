@@ -45,7 +45,7 @@ INPUT_BOX_ROWS, WEIGHT_BOX_ROWS = 64, 128  # of tensor maps
 PRODUCT_INNER = 64  # columns of their boxes; rows of those of W_down
 PRODUCT_STAGES, PRODUCT_STAGE_BYTES = 4, 49152  # of a Hopper product
 PATCH_BYTES = 8 * 4096  # of heavy_hidden and heavy_down, beside their stages
-PRODUCT_BLOCK, SHORT_PRODUCT_BLOCK = 384, 256  # of tiles of 128 rows, of 64
+PRODUCT_BLOCK = 384
 WALK_BLOCK = 1024
 WALK_BATCH = 8  # neurons of which rows are under way
 GRAD_SUMS_BLOCK = 512
@@ -238,11 +238,8 @@ Entries = Mapping[str, Arguments]
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
-    "ffn/gate_pack.cu": {"gate_pack": (2,), "gate_pack_short": (1,)},
-    f"ffn/gate_pack{E4M3_END}.cu": {
-        f"gate_pack{E4M3_END}": (2,),
-        f"gate_pack_short{E4M3_END}": (1,),
-    },
+    "ffn/gate_pack.cu": {"gate_pack": (2,)},
+    f"ffn/gate_pack{E4M3_END}.cu": {f"gate_pack{E4M3_END}": (2,)},
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
     "ffn/plan.cu": ("plan_cluster",),
