@@ -48,7 +48,7 @@ def test_gradient_of_x(kernels, case):
     of_grad.test_gradient_of_x(kernels, *case, 2)
 
 
-def test_lists_and_biases(kernels):
+def test_lists(kernels):
     of_grad.test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run(kernels)
 
 

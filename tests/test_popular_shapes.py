@@ -215,7 +215,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
 @pytest.mark.parametrize("device", ["H200"])
 @of_all_shapes
 def test_training(judge, shape):
-    ffn, wanted = ffn_of(shape), Wanted(b_gate=True, b_up=True)
+    ffn, wanted = ffn_of(shape), Wanted()
     for M in TRAINED:
         most = training_tokens(shape.N, shape.K, 64, judge.limits)
         for rows in {min(M, most), M % most} - {0}:

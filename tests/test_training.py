@@ -8,7 +8,7 @@ import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_heavy, twell_sequence
+from twellctl.bundle import twell_heavy, twell_reasons, twell_sequence
 from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_plan import Limits, make_plan
@@ -32,11 +32,11 @@ def maps(monkeypatch):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 
-def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, biases: bool = False):
+def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, bias: bool = False):
     """Launches of both passes, and the gradients."""
     weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
-    ffn = FFN(*weights, *rest)
+    b_down = torch.zeros(K, dtype=torch.bfloat16) if bias else None
+    ffn = FFN(*weights, None, None, b_down)
     x, penalty = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(1)
     kernels = Launches()
     y, _, _, kept = forward(kernels, H200, x, ffn, 16)
@@ -47,12 +47,11 @@ def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, biases:
 
 @pytest.mark.parametrize("entry", GRAD_KERNELS)
 def test_arguments_are_the_parameters_of_the_kernel(entry):
-    all_of_them = Wanted(b_gate=True, b_up=True)
     made = [
         launch
         for dtype in (torch.bfloat16, torch.float32)
-        for biases in (True, False)
-        for launch in passes(300, 512, 520, all_of_them, dtype, biases)[0]
+        for bias in (True, False)
+        for launch in passes(300, 512, 520, Wanted(), dtype, bias)[0]
         if launch[0] == entry
     ]
     assert made
@@ -191,6 +190,15 @@ def test_when_gradients_go_over_the_kernels():
     assert not takes_training("auto", work, None)
     assert not takes_training("auto", work, 0.1)
     assert not takes_training("auto", work // 2, 0.005)
+
+
+def test_biases_of_gate_and_up_are_trained_densely(monkeypatch):
+    monkeypatch.setattr(twell_reasons, "takes_hopper_kernels", lambda index: True)
+    shapes = ((96, 64), (96, 64), (64, 96), (96,), None, None)
+    said = twell_reasons._why_training_does_not_take(
+        "", 0, 64, 96, 256, "torch.bfloat16", shapes, True
+    )
+    assert said == "those of training take no biases of gate and up"
 
 
 def test_slots_that_the_format_does_not_have():

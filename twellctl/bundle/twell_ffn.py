@@ -221,7 +221,7 @@ def _trained(
     if isinstance(penalty, float):
         penalty = torch.full((), penalty, dtype=torch.float32, device=x.device)
     x = x.to(_autocast_dtype(x) or x.dtype)
-    rest = (*weights, *biases, penalty, slots, sources)
+    rest = (*weights, b_down, penalty, slots, sources)
     most = most_trained_tokens(x.device.index, N, K, slots)
     if x.numel() // K <= most:
         return _train_ffn_op(x, *rest)[:3]

@@ -185,9 +185,11 @@ def _why_training_does_not_take(
 ) -> str | None:
     if not takes_hopper_kernels(index):
         return "those of training need a Hopper GPU (compute capability 9.0)"
-    wanted = ((N, K), (N, K), (K, N), (N,), (N,), (K,))
+    if shapes[3] is not None or shapes[4] is not None:
+        return "those of training take no biases of gate and up"
+    wanted = ((N, K), (N, K), (K, N), None, None, (K,))
     if any(shape is not None and shape != want for shape, want in zip(shapes, wanted, strict=True)):
-        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
+        return "the kernels take weights [N, K], [N, K] and [K, N], a bias [K]"
     if dtype != "torch.bfloat16":
         return f"the kernels take bf16, not {dtype.removeprefix('torch.')}"
     if not lie:

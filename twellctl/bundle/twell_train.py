@@ -20,8 +20,8 @@ from .twell_training import Wanted, backward, forward, make_training_plan
 from .twell_weights import FFN
 
 _INPUTS = (
-    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, Tensor? penalty, int slots, str sources"
+    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_down, Tensor? penalty, "
+    "int slots, str sources"
 )
 _LISTS = (
     *("pair_start", "pairs", "num_rounds", "rounds", "links"),
@@ -31,7 +31,7 @@ _KEPT = ", ".join(f"Tensor {name}" for name in _LISTS)
 FORWARD_SCHEMA = f"({_INPUTS}) -> (Tensor y, Tensor hidden_sum, Tensor fired, {_KEPT})"
 BACKWARD_SCHEMA = (
     f"(Tensor grad_y, {_INPUTS}, {_KEPT}, bool[] wanted) "
-    "-> (Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor biases)"
+    "-> (Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down)"
 )
 
 
@@ -136,30 +136,23 @@ def define_training(library: torch.library.Library, digest: str) -> None:
 
     def differentiate(ctx, grad_y: Tensor | None, *_) -> tuple:
         if grad_y is None:
-            return (None,) * 10
+            return (None,) * 8
         *inputs, slots, sources = ctx.inputs
         tensors = _put_back(inputs, ctx.saved_tensors)
-        needed, (b_gate, b_up, b_down) = ctx.needs_input_grad, tensors[4:7]
-        of_x = of_gate = of_up = of_biases = None
+        needed, b_down = ctx.needs_input_grad, tensors[4]
+        of_x = of_gate = of_up = of_b_down = None
         of_down = tensors[3]
-        if any(needed[:6]):
-            rest = (slots, sources, *tensors[8:], list(needed[:6]))
-            found = grads_op(grad_y, *tensors[:8], *rest)
-            of_x, of_gate, of_up, of_down, of_biases = found
-        biases = [
-            of_biases[i].to(bias.dtype) if need else None
-            for i, (bias, need) in enumerate(zip((b_gate, b_up), needed[4:6], strict=True))
-        ]
-        of_b_down = None
-        if needed[6]:
+        if any(needed[:4]):
+            rest = (slots, sources, *tensors[6:], list(needed[:4]))
+            of_x, of_gate, of_up, of_down = grads_op(grad_y, *tensors[:6], *rest)
+        if needed[4]:
             of_b_down = grad_y.reshape(-1, len(b_down)).sum(0, dtype=torch.float32)
             of_b_down = of_b_down.to(b_down.dtype)
         weights = (of_gate, of_up, of_down.t())
         return (
             of_x if needed[0] else None,
             *(grad if need else None for grad, need in zip(weights, needed[1:4], strict=True)),
-            *(*biases, of_b_down),
-            *(None, None, None),
+            *(of_b_down, None, None, None),
         )
 
     torch.library.register_autograd(
@@ -177,8 +170,8 @@ def _refuse_second_derivatives(ctx, *grads: Tensor | None) -> None:
 def _set_up(ctx, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])  # the sum of |h|
-    tensors = (*inputs[:8], *output[3:])
-    ctx.inputs = (*(tensor is not None for tensor in tensors), *inputs[8:])
+    tensors = (*inputs[:6], *output[3:])
+    ctx.inputs = (*(tensor is not None for tensor in tensors), *inputs[6:])
     ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
 
 
@@ -201,11 +194,10 @@ def _nothing(like: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return like.new_empty(0, dtype=dtype)
 
 
-def _laid_ffn(weights: tuple[Tensor, ...], biases: tuple) -> FFN:
+def _laid_ffn(w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None) -> FFN:
     """The weights, w_down `[K, N]` among them, as the kernels read them."""
-    w_gate, w_up, w_down = weights
-    laid = (None if bias is None else _laid(bias) for bias in biases)
-    return FFN(*map(_laid, (w_gate, w_up, w_down.t())), *laid)
+    laid = map(_laid, (w_gate, w_up, w_down.t()))
+    return FFN(*laid, None, None, None if b_down is None else _laid(b_down))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -216,23 +208,21 @@ def _kernels(x: Tensor, sources: str) -> tuple[KernelSet, Limits]:
     return kernels_for(sources, x.device.index), device_limits(x.device.index)
 
 
-def _train_ffn(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources
-) -> tuple[Tensor, ...]:
+def _train_ffn(x, w_gate, w_up, w_down, b_down, penalty, slots, sources) -> tuple[Tensor, ...]:
     """The operator `train_ffn`."""
     check_numbers(slots, TILE)
-    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down))
+    ffn = _laid_ffn(w_gate, w_up, w_down, b_down)
     y, hidden_sum, fired, lists = forward(*_kernels(x, sources), _rows(x), ffn, slots)
     return y.view(x.shape), hidden_sum, fired, *(getattr(lists, name) for name in _LISTS)
 
 
 def _train_ffn_grads(
-    grad_y, x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources, *rest
+    grad_y, x, w_gate, w_up, w_down, b_down, penalty, slots, sources, *rest
 ) -> tuple[Tensor, ...]:
     """The operator `train_ffn_grads`."""
     *kept, wanted = rest
     lists = PairLists(**dict(zip(_LISTS, kept, strict=True)))
-    ffn = _laid_ffn((w_gate, w_up, w_down), (b_gate, b_up, b_down))
+    ffn = _laid_ffn(w_gate, w_up, w_down, b_down)
     kernels, limits = _kernels(x, sources)
     given = (_rows(x), ffn, _rows(grad_y), penalty, lists, slots)
     dtype = w_gate.dtype
@@ -241,7 +231,6 @@ def _train_ffn_grads(
     return (
         _nothing(x) if found.x is None else found.x.view(x.shape),
         *(_nothing(x, dtype).view(0, 0) if grad is None else grad for grad in grads),
-        _nothing(x, torch.float32) if found.biases is None else found.biases,
     )
 
 
@@ -253,9 +242,7 @@ def _plan(x: Tensor, w_gate: Tensor, slots: int) -> GradPlan:
     return make_training_plan(int(x.numel()) // K, N, K, slots, device_limits(x.device.index))
 
 
-def _fake_train_ffn(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, penalty, slots, sources
-) -> tuple[Tensor, ...]:
+def _fake_train_ffn(x, w_gate, w_up, w_down, b_down, penalty, slots, sources) -> tuple[Tensor, ...]:
     plan = _plan(x, w_gate, slots).plan
 
     def empty(*shape: int) -> Tensor:
@@ -283,7 +270,6 @@ def _fake_train_ffn_grads(grad_y, x, w_gate, *rest) -> tuple[Tensor, ...]:
     def weight(is_made: bool) -> Tensor:
         return w_gate.new_empty(size if is_made else (0, 0))
 
-    biases = w_gate.new_empty((2, size[0]) if wanted.biases else (0,), dtype=torch.float32)
     of_x = x.new_empty(x.shape) if wanted.x else _nothing(x)
     gate_up = weight(wanted.gate_up), weight(wanted.gate_up)
-    return of_x, *gate_up, weight(wanted.w_down), biases
+    return of_x, *gate_up, weight(wanted.w_down)

@@ -3,7 +3,7 @@
     forward:   gate_pack -> plan_cluster -> order_heavy -> up -> add_parts -> hidden_kept
                -> down -> the heavy rows, densely
     backward:  up (grad_y over W_down) -> grad_pairs
-               -> grad_heavy -> list_neurons -> grad_gate_up, grad_down, grad_biases
+               -> grad_heavy -> list_neurons -> grad_gate_up, grad_down
                -> list_tokens -> grad_x -> grad_heavy (grad_x of the heavy rows)
 
 Between the two only what fired is kept, and x. As in twell_sequence.py the host reads nothing back.
@@ -37,7 +37,6 @@ from .twell_sequence import (
     packed_buffers,
 )
 from .twell_spec import (
-    GRAD_BIASES_BLOCK,
     GRAD_HEAVY_BLOCK,
     GRAD_HEAVY_SMEM,
     GRAD_LISTS_BLOCK,
@@ -57,7 +56,6 @@ GRAD_KERNELS = (
     "list_tokens",
     "grad_gate_up",
     "grad_down",
-    "grad_biases",
     "grad_x",
 )
 
@@ -70,8 +68,6 @@ class Wanted:
     w_gate: bool = True
     w_up: bool = True
     w_down: bool = True
-    b_gate: bool = False
-    b_up: bool = False
 
     @property
     def gate_up(self) -> bool:
@@ -79,14 +75,9 @@ class Wanted:
         return self.w_gate or self.w_up
 
     @property
-    def biases(self) -> bool:
-        """Whether the gradient of the gate's or of the up's bias is."""
-        return self.b_gate or self.b_up
-
-    @property
     def of_neurons(self) -> bool:
         """Whether any is that is summed over tokens."""
-        return self.gate_up or self.w_down or self.biases
+        return self.gate_up or self.w_down
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,6 @@ class Grads:
     w_gate: Tensor | None = None
     w_up: Tensor | None = None
     w_down: Tensor | None = None
-    biases: Tensor | None = None  # of gate and up, fp32 [2, N]
 
 
 def make_training_plan(M: int, N: int, K: int, slots: int, limits: Limits) -> GradPlan:
@@ -199,8 +189,14 @@ class _Backward:
         )
         return grads
 
-    def _heavy(self, *targets: Tensor | None) -> None:
-        """Of the heavy rows: sums of gate, up, down and biases, and grad_x; those there are."""
+    def _heavy(
+        self,
+        gate: Tensor | None = None,
+        up: Tensor | None = None,
+        down: Tensor | None = None,
+        x: Tensor | None = None,
+    ) -> None:
+        """Of the heavy rows: sums of gate, up and down, and grad_x; those there are."""
         plan, ffn = self.plan, self.ffn
         window = heavy_grad_window(plan.M, plan.N)
         of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
@@ -212,7 +208,8 @@ class _Backward:
             (
                 *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
                 *(self.penalty, self.kept.heavy_rows),
-                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs, *targets, units),
+                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs),
+                *(gate, up, down, None, x, units),  # no biases
             ),
             GRAD_HEAVY_SMEM,
         )
@@ -228,12 +225,12 @@ class _Backward:
         plan, of_pass, kept = self.plan, self.of_pass, self.kept
         size = (plan.N, plan.K)
 
-        def sums(wanted: bool, *size: int) -> Tensor | None:
+        def sums(wanted: bool) -> Tensor | None:
             return self._empty(*size, dtype=torch.float32) if wanted else None
 
-        of_gate, of_up = sums(wanted.gate_up, *size), sums(wanted.gate_up, *size)
-        of_down, of_biases = sums(wanted.w_down, *size), sums(wanted.biases, 2, plan.N)
-        self._heavy(of_gate, of_up, of_down, of_biases, None)
+        of_gate, of_up = sums(wanted.gate_up), sums(wanted.gate_up)
+        of_down = sums(wanted.w_down)
+        self._heavy(of_gate, of_up, of_down)
         panels, rows = of_pass.token_panels, of_pass.token_panel_rows
         room = of_pass.neuron_fours, panels, of_pass.neuron_rounds
         heads, codes, pairs, hidden, masks = self._lists(*room, hidden=True)
@@ -249,13 +246,6 @@ class _Backward:
             ),
             of_pass.lists_smem(rows),
         )
-        if of_biases is not None:
-            self.kernels.launch(
-                "grad_biases",
-                (ceil_div(of_pass.neuron_fours, 4),),
-                GRAD_BIASES_BLOCK,
-                (heads, codes, pairs, plan.N, panels, kept.heavy_count, of_biases),
-            )
 
         def add_up(name: str, of_rows: Tensor, values: Tensor, *sums: Tensor) -> list[Tensor]:
             """The sums with those of the pairs added, in the dtype that is asked for."""
@@ -279,7 +269,7 @@ class _Backward:
             del of_gate, of_up
         if wanted.w_down:
             (down,) = add_up("grad_down", self.grad_y, hidden, of_down)
-        return Grads(None, gate, up, down, of_biases)
+        return Grads(None, gate, up, down)
 
     def of_x(self) -> Tensor:
         """The gradient of x."""
@@ -312,5 +302,5 @@ class _Backward:
             of_pass.x_smem,
         )
         del heads, codes, pairs, masks, sums  # the launches behind use their memory again
-        self._heavy(None, None, None, None, grad)
+        self._heavy(x=grad)
         return grad
