@@ -1,19 +1,18 @@
-"""twellctl write: text that a model writes itself, to fit and to train its ReLU form on.
+"""twellctl write: answers of a model to prompts of people, to fit and to train its ReLU form on.
 
 What a sparse form of a model never reads in training it forgets. A chat model answers in a way that
-no text of other authors has, and it knows more than any text at hand. So it answers prompts, or
-writes chats and documents of its own (drawn.py), many at a time.
+no text of other authors has. So it answers prompts, many at a time.
 """
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from twellctl.drawn import Answers, Chats, Documents, Kind, Messages
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
@@ -21,13 +20,17 @@ from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
 from twellctl.text.reading import read_prompts
+from twellctl.text.tokens import chat_text, check_ids
 from twellctl.text.written import WrittenFile, is_written_file
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from twellctl.decoding.bulk import Bulk
     from twellctl.decoding.sequence import Sequence
 
-TOKENS = 20_000_000  # if not told, without prompts
+MAX_TOKENS = 512  # of an answer, if not told
+Messages: TypeAlias = list[dict[str, str]]
 _PATIENCE = 100  # texts in a row without a word
 _SHOWN_EVERY = 1.0  # seconds
 
@@ -61,9 +64,8 @@ def write(
     model: str | Path,
     out: str | Path,
     *,
-    prompts: str | Path | None = None,
+    prompts: str | Path,
     tokens: int | None = None,
-    documents: float | None = None,
     max_tokens: int | None = None,
     temperature: float = 0.8,
     batch_size: int = 1024,
@@ -75,28 +77,21 @@ def write(
     progress: Callable[[Going], None] = lambda going: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Written:
-    """Let `model`, SiLU or ReLU, write some `tokens` into the jsonl file `out`.
+    """Let `model`, SiLU or ReLU, answer `prompts` into the jsonl file `out`.
 
-    With `prompts`, a jsonl file of `prompt` or `messages` (`read_prompts`), a line is `messages`: a
-    prompt and the model's answer, in an order that `seed` draws. All are answered once (`tokens`
-    None), or until there are `tokens`, several times by other draws. `temperature` 0 is greedy, and
-    answers once.
+    They are rows of `prompt` or `messages` (`read_prompts`). A line is `messages`, a prompt and the
+    model's answer, in an order that `seed` draws. All are answered once (`tokens` None), or until
+    there are `tokens`, several times by other draws; `temperature` 0 is greedy, and answers once.
+    The chat template knows `chat_template_kwargs`, too.
 
-    Without, it is a chat, `messages`: a question of `drawn.QUESTION_TOKENS` at most and its answer.
-    Or it is a document, `text`. `documents` is the share of texts that are begun as such, None:
-    half, and all where there is no chat template. `tokens` None is `TOKENS`. The chat template
-    knows `chat_template_kwargs`, too.
-
-    An answer or a document has `max_tokens` at most, and is cut there; None is `drawn.MAX_TOKENS`,
-    or what the model's context leaves. `by` says that this command wrote a line. `batch_size` texts
-    at most are written at once, fewer where there is no memory for more. What is begun is written
-    to its end. Lines go to `out` as they come, and those that are there can be used, however the
-    run ends. `overwrite` replaces what this command wrote, once there is a first line. Raises
-    `TwellError`.
+    An answer has `max_tokens` at most, and is cut there; None is `MAX_TOKENS`, or what the model's
+    context leaves. `by` says that this command wrote a line. `batch_size` texts at most are written
+    at once, fewer where there is no memory for more. What is begun is written to its end. Lines go
+    to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
+    replaces what this command wrote, once there is a first line. Raises `TwellError`.
     """
     out = Path(out)
-    _check(tokens, documents, max_tokens, temperature, batch_size, seed)
-    _check_prompts(prompts, documents, temperature)
+    _check(tokens, max_tokens, temperature, batch_size, seed)
     _check_out(out, overwrite)
     was_there = out.exists()
     checkpoint = open_checkpoint(model, revision=revision)
@@ -106,111 +101,163 @@ def write(
             f"{checkpoint.name} was converted and not fine-tuned, so what it writes is noise: give "
             "the SiLU model that it was made from"
         )
-    asked = None if prompts is None else read_prompts(prompts)
+    asked = read_prompts(prompts)
     with workspace_beside(out.resolve()):  # two that write at once would lose each other's lines
-        how = max_tokens, temperature, seed
-        template = chat_template_kwargs
-        kinds, share = _kinds(checkpoint, template, asked, tokens is not None, documents, how)
+        from twellctl.models.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(checkpoint, given=chat_template_kwargs)
+        again = tokens is not None and temperature > 0
+        how = checkpoint.config.get("vocab_size"), again, max_tokens, temperature, seed
+        answers = _Answers(tokenizer, asked, *how)
         doing(f"loading {checkpoint.name}")
-        with contextlib.closing(_opened(checkpoint, kinds, batch_size)) as bulk:
-            if isinstance(kinds[0], Answers) and kinds[0].num_long:
-                note(f"{kinds[0].num_long} prompts are left out: they fill the model's context")
+        with contextlib.closing(_opened(checkpoint, answers, batch_size)) as bulk:
+            if answers.num_long:
+                note(f"{answers.num_long} prompts are left out: they fill the model's context")
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
-            wanted = TOKENS if tokens is None and asked is None else tokens
-            texts = _Texts(bulk, _by_turns(kinds, share), wanted, kinds[0].num_texts)
-            done = _write_lines(out, was_there, texts, progress, note)
-    if asked is not None and temperature == 0 and done.tokens < (tokens or 0):
+            done = _write_lines(out, was_there, _Texts(bulk, answers, tokens), progress, note)
+    if temperature == 0 and done.tokens < (tokens or 0):
         note("each prompt was answered once: greedily a second answer would be the same")
     return done
 
 
-def _kinds(
-    checkpoint: Checkpoint,
-    template: dict[str, Any] | None,
-    asked: list[Messages] | None,
-    again: bool,
-    documents: float | None,
-    how: tuple[int | None, float, int],
-) -> tuple[list[Kind], float]:
-    """What is written, and which share of the texts are of the first kind."""
-    from twellctl.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(checkpoint, given=template)
-    how = tokenizer, checkpoint.config.get("vocab_size"), *how
-    if asked is not None:
-        return [Answers(asked, again and how[-2] > 0, *how)], 1.0
-    if documents is None:
-        documents = 1.0 if tokenizer.chat_template is None else 0.5
-    kinds = [Documents(*how)] if documents else []
-    return kinds + ([Chats(*how)] if documents < 1 else []), documents
-
-
-def _opened(checkpoint: Checkpoint, kinds: list[Kind], batch_size: int) -> "Bulk":
+def _opened(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bulk":
     from twellctl.decoding.bulk import Bulk
     from twellctl.decoding.opening import eos_tokens
     from twellctl.models.loading import load_model
 
     model = load_model(checkpoint)
-    for kind in kinds:
-        kind.fit_into(context_of(model.config.get_text_config().to_dict()))
+    answers.fit_into(context_of(model.config.get_text_config().to_dict()))
     # nothing behind special tokens is read
-    special = frozenset().union(*(kind.special for kind in kinds))
-    ends = eos_tokens(model, [kinds[0].tokenizer.eos_token_id]) | special
-    longest = max(kind.longest for kind in kinds)
-    rows = min(batch_size, kinds[0].num_texts or batch_size)
-    return Bulk(model, ends, rows=rows, longest=longest)
+    ends = eos_tokens(model, [answers.tokenizer.eos_token_id]) | answers.special
+    rows = min(batch_size, answers.num_texts or batch_size)
+    return Bulk(model, ends, rows=rows, longest=answers.longest)
+
+
+class _Answers:
+    """What the model answers to prompts of others, in an order that the seed draws."""
+
+    num_texts: int | None = None  # there are; None: without end
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        prompts: list[Messages],
+        vocabulary: int | None,
+        again: bool,
+        max_tokens: int | None,
+        temperature: float,
+        seed: int,
+    ):
+        """`again`: when all are answered they are again, by other draws. `max_tokens` None:
+        `MAX_TOKENS`, or what the context leaves.
+
+        `TwellError` where there is no chat template, or one that does not take a prompt.
+        """
+        self.tokenizer, self._vocabulary, self._again = tokenizer, vocabulary, again
+        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
+        if tokenizer.chat_template is None:
+            raise TwellError("the model has no chat template, so it answers no prompts")
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = frozenset(number for number, token in added if token.special)  # no text
+        self._num_begun = self._context = self.longest = 0  # the longest that a text can become
+        self._left: list[tuple[Messages, list[int]]] = []  # of this pass
+        self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
+
+    def fit_into(self, context: int) -> None:
+        """Texts shall have `context` tokens at most; `TwellError` if longer ones are asked for.
+
+        Prompts that leave no room for an answer are left out: `num_long`.
+        """
+        sizes = [len(tokens) for _, tokens in self._prompts]
+        self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
+        self.num_long, self._context = len(sizes) - len(self._prompts), context
+        if not self._again:
+            self.num_texts = len(self._prompts)
+        if (room := context - min(sizes)) < 1:
+            raise TwellError(f"the model's context of {context} tokens is too short to write in")
+        if self._max_tokens is None:
+            self._max_tokens = min(MAX_TOKENS, room)
+        if self._max_tokens > room:
+            raise UsageError(
+                f"max-tokens must be at most {room}, the rest of the model's context of {context}, "
+                f"got {self._max_tokens}"
+            )
+        self.longest = min(context, self._max_tokens + max(n for n in sizes if n < context))
+
+    def begun(self) -> "Sequence | None":
+        """The next text, of which nothing is written; None: there are no more."""
+        from twellctl.decoding.engine import Sampling
+        from twellctl.decoding.sequence import Sequence
+
+        if not self._left:
+            if self._num_begun and not self._again:
+                return None
+            draw = random.Random((self._seed << 32) + self._num_begun)
+            self._left = draw.sample(self._prompts, len(self._prompts))
+        messages, prompt = self._left.pop()
+        self._num_begun += 1
+        most, seed = min(self._max_tokens, self._context - len(prompt)), self._seed << 32
+        how = Sampling(most, self._temperature, seed=seed + self._num_begun)
+        return Sequence(prompt, how, messages)
+
+    def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
+        """The line of a text that has ended; None if it says nothing."""
+        tokens = sequence.tokens[sequence.num_prompt :]
+        if tokens and tokens[-1] in ends:
+            tokens = tokens[:-1]
+        answer = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False).strip()
+        said = {"role": "assistant", "content": answer}
+        return {"messages": [*sequence.client, said]} if answer else None
+
+    def _begins(self, number: int, messages: Messages) -> tuple[Messages, list[int]]:
+        try:
+            text = chat_text(self.tokenizer, messages, opens_answer=True)
+            tokens = self.tokenizer.encode(text, verbose=False, add_special_tokens=False)
+            check_ids(max(tokens, default=0), self._vocabulary)
+        except (TwellError, ValueError) as error:
+            raise TwellError(f"prompt {number}: {error}") from error
+        return messages, tokens
 
 
 class _Texts:
-    """Lines as they are whole. So many are begun as `tokens` need, None: all there are.
+    """Lines as they are whole. So many are begun as `tokens` need, None: all there are."""
 
-    `num_texts`: how many there are, None: without end.
-    """
-
-    def __init__(
-        self, bulk: "Bulk", kinds: Iterator[Kind], tokens: int | None, num_texts: int | None
-    ):
+    def __init__(self, bulk: "Bulk", answers: _Answers, tokens: int | None):
         self.ended = 0  # texts, also those that say nothing
         self.cut = self.tokens = 0  # of those in lines
-        self._bulk, self._kinds, self._wanted, self._num_texts = bulk, kinds, tokens, num_texts
-        self._under_way = 0
-        self._ready: list[Sequence] = []  # questions that wait for their answers
+        self._bulk, self._answers, self._wanted = bulk, answers, tokens
+        self._under_way = self._num_empty = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Raises `TwellError`."""
         ends = self._bulk.ends
         for sequence in self._bulk.run(self._following):
-            kind = sequence.client.kind
-            if (answer := kind.answered(sequence, ends)) is not None:
-                self._ready.append(answer)
-                continue
             self._under_way -= 1
             self.ended += 1
-            row = kind.row(sequence, ends)
+            row = self._answers.row(sequence, ends)
             if row is not None:
-                kind.num_empty = 0
+                self._num_empty = 0
                 self.tokens += len(sequence.tokens)
                 self.cut += sequence.tokens[-1] not in ends
                 yield row
                 continue
-            kind.num_empty += 1
-            if kind.num_empty > _PATIENCE:
+            self._num_empty += 1
+            if self._num_empty > _PATIENCE:
                 raise TwellError(
-                    f"the model ended {kind.num_empty} {kind.name} in a row before their first "
-                    f"word: {kind.doubt}"
+                    f"the model ended {self._num_empty} answers in a row before their first word: "
+                    "is it one that its chat template was made for?"
                 )
 
     def going(self, seconds: float) -> Going:
         """How far they are."""
-        share = self.ended / self._num_texts if self._num_texts else 0.0
+        num_texts = self._answers.num_texts
+        share = self.ended / num_texts if num_texts else 0.0
         if self._wanted is not None:
             tokens = self.tokens + self._bulk.num_tokens
             share = min(max(share, tokens / self._wanted), 1.0)
         return Going(share, self._bulk.num_drawn, seconds)
 
     def _following(self) -> "Sequence | None":
-        if self._ready:
-            return self._ready.pop()
         if self._wanted is not None:
             # by how long texts are: at first short ones end, but all that run count as well
             mean = longest = self._bulk.context
@@ -218,7 +265,7 @@ class _Texts:
                 mean = min((self.tokens + self._bulk.num_tokens) / self.ended, longest)
             if self.tokens + self._under_way * mean >= self._wanted:
                 return None
-        sequence = next(self._kinds).begun()
+        sequence = self._answers.begun()
         self._under_way += sequence is not None
         return sequence
 
@@ -258,7 +305,6 @@ def _write_lines(
 
 def _check(
     tokens: int | None,
-    documents: float | None,
     max_tokens: int | None,
     temperature: float,
     batch_size: int,
@@ -267,19 +313,10 @@ def _check(
     for name, value in (("tokens", tokens), ("max-tokens", max_tokens), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be 1 or more, got {value}")
-    if documents is not None and not 0 <= documents <= 1:
-        raise UsageError(f"documents must be 0 to 1, a share, got {documents:g}")
     if not 0 <= temperature <= 2:
         raise UsageError(f"temperature must be 0 to 2, got {temperature:g}")
     if not 0 <= seed < 2**31:
         raise UsageError(f"seed must be 0 to {2**31 - 1}, got {seed}")
-
-
-def _check_prompts(prompts: str | Path | None, documents: float | None, temperature: float) -> None:
-    if prompts is None and temperature == 0:
-        raise UsageError("temperature 0 would write one text again and again: give --prompts")
-    if prompts is not None and documents is not None:
-        raise UsageError("prompts are answered, no documents written: leave out --documents")
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -288,10 +325,3 @@ def _check_out(out: Path, overwrite: bool) -> None:
     check_file(out, "the jsonl file", "text that write has written", is_written_file)
     if out.exists() and not overwrite:
         raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
-
-
-def _by_turns(kinds: list[Kind], share: float) -> Iterator[Kind]:
-    """Which of `kinds` the next text is of, without end: `share` of them are of the first."""
-    for number in count():
-        is_first = int((number + 1) * share) > int(number * share)
-        yield kinds[0] if is_first else kinds[-1]

@@ -1,4 +1,4 @@
-"""write on a GPU: many texts at once, chats each with its answer, prompts as `generate` answers."""
+"""write on a GPU: many prompts at once, answered as `generate` answers."""
 
 import json
 
@@ -21,21 +21,19 @@ WIDE |= {"dtype": "bfloat16", "initializer_range": 0.06}
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["float32", "bfloat16"])
 def test_hundreds_of_texts_are_written_at_once(make_model, tmp_path, changes):
     model, out = make_model("llama", **changes), tmp_path / "own.jsonl"
-    told = []
-    how = {"tokens": 100_000, "max_tokens": 40, "batch_size": 256}
+    told, asked = [], tmp_path / "asked.jsonl"
+    prompts = [f"What is {i} times {i + 7}?" for i in range(400)]
+    asked.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    how = {"prompts": asked, "tokens": 100_000, "max_tokens": 40, "batch_size": 256}
     done = write(model, out, **how, doing=told.append)
     assert any("flash attention takes bf16" in said for said in told) == (not changes)
     with out.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert done.texts == len(rows) > 256
-    chats = [row["messages"] for row in rows if "messages" in row]
-    assert 0.35 * len(rows) < len(chats) < 0.65 * len(rows)
     assert done.tokens >= 100_000
-    for question, answer in chats:
-        assert (question["role"], answer["role"]) == ("user", "assistant")
-        assert question["content"].strip()
-        assert answer["content"].strip()
-    assert len({question["content"] for question, _ in chats}) > 0.9 * len(chats)
+    for question, answer in (row["messages"] for row in rows):
+        assert question["content"] in prompts
+        assert (answer["role"], bool(answer["content"].strip())) == ("assistant", True)
 
 
 @pytest.mark.parametrize("rows", [24, 160])  # flash attention splits the keys of few rows

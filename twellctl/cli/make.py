@@ -59,34 +59,24 @@ def write(
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
     prompts: Annotated[
-        Path | None,
+        Path,
         typer.Option(
             metavar="FILE",
             help="Prompts to answer: a jsonl, JSON or parquet file of prompt, instruction, "
             "question, or messages that end with a user's.",
         ),
-    ] = None,
+    ],
     tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens to write. [default: 20000000; each prompt answered once]"),
-    ] = None,
-    documents: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of texts that are documents, and no chats. [default: 0.5; 1 for a model "
-            "without a chat template]",
-            show_default=False,
-        ),
+        int | None, typer.Option(help="Tokens to write. [default: each prompt is answered once]")
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of an answer or a document at most. [default: 512, or what the context "
-            "leaves]"
+            help="Tokens of an answer at most. [default: 512, or what the context leaves]"
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(help="How freely tokens are drawn. 0, for prompts: the likeliest.")
+        float, typer.Option(help="How freely tokens are drawn. 0: the likeliest.")
     ] = 0.8,
     batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
@@ -94,12 +84,10 @@ def write(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Let a model write text to train on.
+    """Let a model answer prompts, as text to fit and to train on.
 
-    With --prompts it answers them. Else a chat model draws users' questions, and answers them; any
-    model writes documents behind a first word that is drawn. A sparse form that is fitted and
-    trained on its own answers keeps more of what the model can do. MODEL may be the sparse one,
-    too. What is in OUT after Ctrl-C can be used.
+    A sparse form that is fitted to its own answers keeps more of what the model can do. MODEL may
+    be the sparse one, too. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.screens.write import stages
@@ -111,7 +99,6 @@ def write(
         out,
         prompts=prompts,
         tokens=tokens,
-        documents=documents,
         max_tokens=max_tokens,
         temperature=temperature,
         batch_size=batch_size,
