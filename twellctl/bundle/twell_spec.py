@@ -185,9 +185,14 @@ NORM_WARPS, NORM_PARTS = 32, 2  # at most; eights of a thread
 CHOOSE_BLOCK = 256
 STEP_WARPS = 8  # that compute
 STEP_QUAD = 4  # rows, the least that a block has
-# by hidden size; of 256 in bf16 alone, where the registers are enough
-STEP_HEAD_DIMS = {K: (64, 128) for K in (1536, 3584, 4096)}
-STEP_HEAD_DIMS |= {K: (64, 128, 256) for K in (2048, 3072)}
+# by hidden size, as models have them; 256 in bf16 alone, where the registers are enough
+STEP_HEAD_DIMS = {
+    1536: (64, 128),
+    2048: (64, 128, 256),
+    3072: (128, 256),
+    3584: (128,),
+    4096: (128,),
+}
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
 STEP_MOST_MAPPED = 32  # rows beside them: the gate that neurons share, and their up
@@ -219,9 +224,8 @@ def step_entry(K: int, D: int, form: str, end: str = "") -> str:
 
 
 def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
-    taken = [form for form in STEP_FORMS if form != "screened" or not end]
     dims = [D for D in STEP_HEAD_DIMS[K] if D <= 128 or not end]
-    forms = ((D, form) for D in dims for form in taken)
+    forms = ((D, form) for D in dims for form in STEP_FORMS)
     entries = {step_entry(K, D, form, end): (D, STEP_FORMS[form]) for D, form in forms}
     return f"decode/step_{K}{end}.cu", entries
 

@@ -15,6 +15,7 @@ from twellctl.bundle.twell_spec import (
     ENTRY_FILES,
     FEW_ROWS,
     MOST_OF_BLOCK,
+    STEP_HEAD_DIMS,
     STEP_MOST_MAPPED,
     STEP_QUAD,
     STEP_WARPS,
@@ -70,8 +71,10 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     K, num_sms = sizes.K, limits.num_sms
     if sizes.entry("sparse") not in ENTRY_FILES or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
-        taken = ", ".join(map(str, MOST_OF_BLOCK))
-        return f"the kernel of a whole step takes {taken} in heads of 64, 128 or 256, not {said}"
+        taken = "; ".join(
+            f"{K} in heads of {' or '.join(map(str, dims))}" for K, dims in STEP_HEAD_DIMS.items()
+        )
+        return f"the kernel of a whole step takes {taken}, not {said}"
     own_quads, most_rows = MOST_OF_BLOCK[K]
     if ceil_div(K // STEP_QUAD, num_sms) > own_quads or num_sms < sizes.H:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
