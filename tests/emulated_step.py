@@ -107,7 +107,7 @@ class Model:
         for layer in self.given:
             pointers = [pointer(t) for t in layer.values()]
             places = len(pointers) - 5 * self.fp8
-            screen = [t.data_ptr() for t in self.screens[len(rows)]]
+            screen = [0, 0] if self.fp8 else [t.data_ptr() for t in self.screens[len(rows)]]
             both = (self.N - self.mapped) << 32 | self.window
             rows.append([*pointers[:places], *screen, both, *pointers[places:]])
         return torch.tensor(rows, dtype=torch.int64)
@@ -129,7 +129,8 @@ class Model:
     def memory(self) -> Iterator[Tensor]:
         """What that table points to."""
         yield from (t for layer in self.given for t in layer.values() if t is not None)
-        yield from (t for screen in self.screens for t in screen)
+        if not self.fp8:
+            yield from (t for screen in self.screens for t in screen)
 
 
 @dataclass(frozen=True)

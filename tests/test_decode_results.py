@@ -94,10 +94,9 @@ def test_the_dense_form_of_a_fitted_model_has_no_map(family):
 
 
 def test_what_screened_gates_read():
-    assert screened_gate(0.14, 0.1, 0.1, 2) == pytest.approx(0.14 + 4.5 / 16)
-    assert screened_gate(0.14, 0.1, 0.1, 1) == pytest.approx(0.14 + 4.5 / 8)  # of FP8
+    assert screened_gate(0.14, 0.1, 0.1) == pytest.approx(0.14 + 4.5 / 16)
     # two tokens that have nothing to do with each other
-    assert screened_gate(0.14, 0.1, 0.19, 2) == pytest.approx(1 - 0.86**2 + 4.5 / 16)
+    assert screened_gate(0.14, 0.1, 0.19) == pytest.approx(1 - 0.86**2 + 4.5 / 16)
 
 
 def test_the_floor_of_an_ffn():

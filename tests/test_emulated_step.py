@@ -59,30 +59,8 @@ CASES = {
         100,
         "sparse",
     ),
-    "e4m3, screened": (  # the last row block has eight neurons, and is some blocks' second one
-        partial(
-            Model, 1536, 128, 12, 2, 1976, 2, 70, biases=True, gate_mean=-0.5, missed=-0.4, fp8=True
-        ),
-        100,
-        "screened",
-    ),
 }
 MORE = {
-    "e4m3, 4096, screened": (
-        partial(Model, 4096, 128, 32, 8, 2500, 1, 130, mapped=150, missed=-0.4, fp8=True),
-        132,
-        "screened",
-    ),
-    "e4m3, 2048, screened": (
-        partial(Model, 2048, 64, 32, 8, 5000, 1, 200, mapped=600, missed=-0.4, fp8=True),
-        132,
-        "screened",
-    ),
-    "e4m3, 3584, screened": (
-        partial(Model, 3584, 128, 28, 4, 17000, 1, 400, gate_mean=-1.5, missed=-0.4, fp8=True),
-        113,
-        "screened",
-    ),
     "e4m3, large x": (
         partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15),
         96,

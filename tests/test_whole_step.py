@@ -8,7 +8,7 @@ from compiled import compile_claims
 from launched import assert_taken
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, STEP_FORMS
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
@@ -75,10 +75,11 @@ def make_layer(window: int | None) -> DecoderLayer:
 )
 def test_who_goes_in_one_kernel(sizes):
     assert why_no_whole_step(sizes, H200) is None
-    for form in STEP_FORMS:
+    for form in ("sparse", "dense"):
         assert sizes.entry(form) in ENTRY_FILES
         if sizes.D <= 128:
             assert ENTRY_FILES[replace(sizes, end=E4M3_END).entry(form)].endswith(f"{E4M3_END}.cu")
+    assert sizes.entry("screened") in ENTRY_FILES
 
 
 @pytest.mark.parametrize(

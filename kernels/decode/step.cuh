@@ -50,7 +50,7 @@
 // All blocks must run at the same time: no more than there are multiprocessors, and nothing else on
 // the GPU that waits for this to end.
 //
-// Launch: step_K_DIM, step_K_DIM_dense or step_K_DIM_screened, each also with _e4m3 behind it; one
+// Launch: step_K_DIM or step_K_DIM_dense, each also with _e4m3 behind it, or step_K_DIM_screened; one
 // block a multiprocessor, at least H and K / 4 / kOwnQuads of them; at most kMostRows rows of gate a
 // block; 288 threads; Block::kBytes of dynamic shared memory.
 #pragma once
@@ -139,8 +139,6 @@ struct Step : Neurons {
                 const bool screens = FORM == kScreenedForm && phase == 2;
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
-                if constexpr (kIsE4m3)
-                    if (FORM != kDenseForm && phase == 2) fetch_scales<FORM>(layer(l), share);
                 if constexpr (FORM == kScreenedForm)
                     if (screens) {
                         await_x(x, norm, l, phase, tag);
@@ -150,6 +148,8 @@ struct Step : Neurons {
                 int num_units = screens ? 0 : share.num * kQuadUnits;
                 if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
                     num_units += (1 + mapped().num) * kQuadUnits;
+                if constexpr (kIsE4m3)
+                    if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
                 Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
@@ -179,7 +179,7 @@ struct Step : Neurons {
                 }
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
-                if (FORM != kDenseForm && kIsE4m3) wait_for_copies<0>();
+                if (FORM == kSparseForm && kIsE4m3) wait_for_copies<0>();
                 if (FORM != kDenseForm) sync_consumers();
                 if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
                 if constexpr (FORM != kDenseForm)

@@ -190,8 +190,7 @@ struct Block {
     static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head, map
     static constexpr int kScales = kDivisions + 6 * sizeof(Division);    // of the ring's rows
     static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of the block's neurons
-    static constexpr int kGateScales = kUpScales + kIsE4m3 * kMostRows * 4;
-    static constexpr int kBarriers = kGateScales + kIsE4m3 * kMostRows * 4;
+    static constexpr int kBarriers = kUpScales + kIsE4m3 * kMostRows * 4;
     // in turns: what attention has, and what the FFN has
     static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + 1) + 15) / 16 * 16;
     static constexpr int kColumns = kAttend;                             // of y, [warp][32]

@@ -32,23 +32,10 @@ struct Neurons : Screened {
         column_scale = __uint_as_float(bits);
     }
 
-    // Rows of what a share counts.
-    template <int FORM>
-    __device__ __forceinline__ static constexpr int share_rows() {
-        return FORM == kScreenedForm ? kScreenRows : kQuad;
-    }
-
-    // The scales of up of the block's own neurons, to shared memory, and those of the gate where the
-    // ring does not bring them; wait_for_copies waits.
-    template <int FORM>
-    __device__ __forceinline__ void fetch_scales(const Layer& layer, const Share& share) const {
-        constexpr int kQuads = share_rows<FORM>() / kQuad;
-        const int quad = kQuads * share.first + thread();
-        const bool is_there = thread() < kQuads * share.num && quad < args.N / kQuad;
-        copy_async_if(is_there, memory + kUpScales + 16 * thread(), scales_of(layer, kUp) + kQuad * quad);
-        if (FORM == kScreenedForm)
-            copy_async_if(is_there, memory + kGateScales + 16 * thread(),
-                          scales_of(layer, kGate) + kQuad * quad);
+    // The scales of up of the block's own neurons, to shared memory; wait_for_copies waits.
+    __device__ __forceinline__ void fetch_up_scales(const Layer& layer, const Share& share) const {
+        copy_async_if(thread() < share.num, memory + kUpScales + 16 * thread(),
+                      scales_of(layer, kUp) + kQuad * (share.first + thread()));
         commit_copies();
     }
 
@@ -99,15 +86,15 @@ struct Neurons : Screened {
         return fires(gate) ? num : 0;
     }
 
-    // What those of the list are worth: their gates and ups. `first`: of the block's neurons.
-    __device__ __forceinline__ void make_hidden(const Layer& layer, int first, int num,
+    // What those of the list are worth: their gates and ups.
+    __device__ __forceinline__ void make_hidden(const Layer& layer, const Share& share, int num,
                                                 const int* list, const float* gates,
                                                 float* hidden) const {
         sum_rows(
             num, [&](int i) { return row_at(layer.up, list[i]); },
             [&](int i, float up) {
                 const int neuron = list[i];
-                if constexpr (kIsE4m3) up *= at<float>(kUpScales)[neuron - first];
+                if constexpr (kIsE4m3) up *= at<float>(kUpScales)[neuron - kQuad * share.first];
                 if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
                 hidden[i] = rounded(gates[i] * rounded(up));
             });
@@ -128,7 +115,7 @@ struct Neurons : Screened {
             num = list_fired(layer, share, list, gates);
         }
         sums_at ^= 1;
-        make_hidden(layer, share_rows<FORM>() * share.first, num, list, gates, hidden);
+        make_hidden(layer, share, num, list, gates, hidden);
         float y[kEights][8] = {};
         add_rows(y, layer, list, hidden, num, [&] {
             const int fired = num + add_mapped(y, layer, of_map);

@@ -71,7 +71,7 @@ struct Products : Block {
             const char* from = unit(share.first);
             const float* scales = nullptr;  // of the next unit's rows
             if constexpr (kIsE4m3)
-                if (!is_head && kind < kDown && !screens)
+                if (!is_head && kind < kDown)
                     scales = scales_of(*layer, kind) + kQuad * share.first;
             const int num_units = share.num * quad_units;
             // what nobody waits for yet would stand before the rows that fired

@@ -130,9 +130,7 @@ struct Screened : Rows {
         sum_rows(
             own, [&](int i) { return row_at(layer.gate, candidates[i]); },
             [&](int i, float sum) {
-                const int neuron = candidates[i];
-                if constexpr (kIsE4m3) sum *= at<float>(kGateScales)[neuron - first * kScreenRows];
-                if (layer.gate_bias) sum += bf16_value(layer.gate_bias[neuron]);
+                if (layer.gate_bias) sum += bf16_value(layer.gate_bias[candidates[i]]);
                 sums[i] = rounded(sum);
             });
         sync_consumers();

@@ -211,8 +211,7 @@ def _run_batch(
         )
     chosen, gate = opened.chosen(batch), 1.0
     if opened.screens and chosen and SCREENED in chosen:
-        itemsize = gated_ffns(opened.model)[0].down_proj.weight.itemsize
-        gate = screened_gate(opened.screens.candidates, judged.density, judged.union, itemsize)
+        gate = screened_gate(opened.screens.candidates, judged.density, judged.union)
     unions = judged.unions if form.kind == TWELL else None
     weight_bytes = step_bytes(opened.model, unions, batch, gate)
     return _Taken(form, batch, weight_bytes, is_in_fp8(opened.model), steps, judged, chosen)

@@ -23,15 +23,15 @@ def ffn_bytes(K: int, N: int, itemsize: int, union: float = 1.0, gate: float = 1
     return round(K * N * itemsize * (gate + 2 * union))
 
 
-def screened_gate(candidates: float, density: float, union: float, itemsize: int) -> float:
-    """What screened gates read, as a share of W_gate's bytes: the copy, and candidates.
+def screened_gate(candidates: float, density: float, union: float) -> float:
+    """What screened gates read, as a share of W_gate's bytes in bf16: the copy, and candidates.
 
     `candidates` of a token, of whose neurons `density` fires; of several tokens, for which `union`
     does, candidates overlap as what fires.
     """
     if 0 < density < union < 1:  # as so many independent tokens
         candidates = 1 - (1 - candidates) ** (math.log1p(-union) / math.log1p(-density))
-    return COPY_BITS / (8 * itemsize) + candidates
+    return COPY_BITS / 16 + candidates
 
 
 def step_bytes(

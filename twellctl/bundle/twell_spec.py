@@ -224,8 +224,9 @@ def step_entry(K: int, D: int, form: str, end: str = "") -> str:
 
 
 def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
+    taken = [form for form in STEP_FORMS if form != "screened" or not end]
     dims = [D for D in STEP_HEAD_DIMS[K] if D <= 128 or not end]
-    forms = ((D, form) for D in dims for form in STEP_FORMS)
+    forms = ((D, form) for D in dims for form in taken)
     entries = {step_entry(K, D, form, end): (D, STEP_FORMS[form]) for D, form in forms}
     return f"decode/step_{K}{end}.cu", entries
 

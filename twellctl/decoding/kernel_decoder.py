@@ -75,6 +75,7 @@ from twellctl.decoding.kernel_fit import (
     step_sizes,
     why_not,
     why_not_one_kernel,
+    why_not_screened,
     window_of,
 )
 from twellctl.decoding.pages import pages_for
@@ -123,7 +124,7 @@ class KernelDecoder:
                         down.turn()
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
-        screens = sparse and gates == SCREENED and why_not_one_kernel(model) is None
+        screens = sparse and gates == SCREENED and why_not_screened(model) is None
         self.screens = open_screens(model) if screens else None
         self._plain = HFDecoder(model, head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context

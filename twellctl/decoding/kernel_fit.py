@@ -14,7 +14,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE, STEP_FORMS
+from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.families import (
     FAMILIES,
@@ -82,6 +82,13 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     if not takes_hopper_kernels(model.device.index):
         return "a step in one kernel is for Hopper"
     return why_no_whole_step(step_sizes(model), device_limits(model.device.index))
+
+
+def why_not_screened(model: PreTrainedModel) -> str | None:
+    """None if steps of one row may screen gates, else why they read them whole."""
+    if model.dtype != torch.bfloat16 or entry_end(model):
+        return "gates are screened in bf16"
+    return why_not_one_kernel(model)
 
 
 def most_rows(model: PreTrainedModel) -> int:
@@ -185,7 +192,9 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     others = ["embed_norm", "rms_norm", "add_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
-        others += [sizes.entry(form) for form in STEP_FORMS]
+        others += [sizes.entry(form) for form in ("sparse", "dense")]
+        if why_not_screened(model) is None:
+            others.append(sizes.entry("screened"))
     try:
         kernels_for(own_kernels(), index).prepare((*others, *sorted(few)))
     except KernelError as error:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import FEW_ROWS
 from twellctl.decoding.down_copies import gpu_memory
@@ -54,12 +53,12 @@ class Screens:
 
 @torch.no_grad()
 def open_screens(model: PreTrainedModel, margins: Sequence[float] = MARGINS) -> Screens | None:
-    """The screens of all gated FFNs of a ReLU model, on its device; seconds. In bf16, or FP8.
+    """The screens of all gated FFNs of a ReLU model in bf16, on its device; seconds.
 
     Of `margins` each layer takes the first by which it misses no more than MOST_MISSED. None where
     their copies would take more than half of the memory that is free.
     """
-    size = COPY_BITS / 8 * sum(ffn.down_proj.weight.numel() for ffn in gated_ffns(model))
+    size = COPY_BITS / 16 * sum(ffn.down_proj.weight.nbytes for ffn in gated_ffns(model))
     if model.device.type == "cuda" and size > gpu_memory(model.device)[0] / 2:
         logger.info("gates are read whole: copies of %.1f GB take too much memory", size / 1e9)
         return None
@@ -115,7 +114,7 @@ def _screen_of(
     copy = copied(gate)
     error = copied_input(measured) @ copy.T - measured.float() @ gate.float().T
     about, gates = copied_input(judged) @ copy.T, F.linear(judged, gate, gate_bias)
-    lengths = weight_of(ffn.down_proj)[:, :num_own].float().norm(dim=0)
+    lengths = ffn.down_proj.weight[:, :num_own].float().norm(dim=0)
     size = (keep_fired(gates).float() * F.linear(judged, up, up_bias).float() * lengths).square()
     for margin in margins:
         limits = error.mean(0) - margin * error.std(0)
@@ -136,12 +135,5 @@ def _weights(ffn: nn.Module) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, .
     """Of gate and up: weights `[N, K]`, and biases `[N]` or None."""
     first, *second = gate_and_up(ffn)
     if second:
-        return (weight_of(first), weight_of(second[0])), (first.bias, second[0].bias)
-    return weight_of(first).chunk(2), (None, None) if first.bias is None else first.bias.chunk(2)
-
-
-def weight_of(linear: nn.Linear) -> Tensor:
-    """Its weight; of e4m3 what it stands for, in bf16."""
-    if not isinstance(linear, Fp8Linear):
-        return linear.weight
-    return (linear.weight.float() * linear.weight_scale).bfloat16()
+        return (first.weight, second[0].weight), (first.bias, second[0].bias)
+    return first.weight.chunk(2), (None, None) if first.bias is None else first.bias.chunk(2)
