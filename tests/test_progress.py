@@ -102,12 +102,15 @@ def test_the_lines_of_a_run(console, relu_llama, text_file, tmp_path):
     assert mean == pytest.approx(done.density)
 
 
-def test_the_last_panel_shows_the_last_figures(console, relu_llama, text_file, tmp_path):
-    made = console(terminal=True)
+def test_a_terminal_shows_each_step_and_keeps_what_was_held_out(
+    console, relu_llama, text_file, tmp_path, monkeypatch
+):
+    made, shown = console(terminal=True), []
+    monkeypatch.setattr(ui, "doing", shown.append)
     recipe = small(text_file, max_steps=6, eval_steps=5)
     done = finetune(relu_llama, tmp_path / "out", recipe, progress=RunScreen())
-    screen = made.file.getvalue()
-    last = screen[screen.rindex("step 6 of 6") :]
-    assert f"{done.cross_entropy:.4f} at {done.density:.2%} (step 6)" in last
-    assert "(step 5)" not in last
-    assert last.count(" left") == 1
+    steps = [text for text in shown if text.startswith("step ")]
+    assert [text.split()[1] for text in steps] == [f"{n}/6" for n in range(1, 7)]
+    assert all("loss " in text and text.count(" left") == 1 for text in steps)
+    kept = [line for line in made.file.getvalue().splitlines() if line.startswith("step ")]
+    assert kept[-1].endswith(f"held-out {done.cross_entropy:.4f} at {done.density:.2%}")

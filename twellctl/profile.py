@@ -29,13 +29,13 @@ def profile(
     windows: int = 128,
     seq_len: int | None = None,
     device: torch.device | None = None,
-    progress: Callable[..., None] = lambda done, total, what: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
     `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
     `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
-    in float32 on the CPU. `progress(done, total, what)` receives windows. Raises `TwellError`.
+    in float32 on the CPU. `progress(done, total)` receives windows. Raises `TwellError`.
     """
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
@@ -52,7 +52,7 @@ def profile(
         loaded,
         text,
         lambda ids, numbers: loaded.base_model(input_ids=ids, use_cache=False),
-        lambda done, total: progress(done, total, "windows"),
+        progress,
     )
     layers = tuple(count.summary() for count in counts)
     return Profile(

@@ -1,13 +1,9 @@
-"""What a fine-tuning run shows: a live panel on a terminal, a line now and then elsewhere."""
+"""What a fine-tuning run shows: the last step on a terminal, a line now and then elsewhere."""
 
 import threading
 import time
 from typing import Any
 
-from rich.live import Live
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 from transformers import TrainerCallback
 
 from twellctl.screens import ui
@@ -20,7 +16,6 @@ class RunScreen(Progress):
 
     def __init__(self, checkpoint: str = "a checkpoint will be kept"):
         self.checkpoint = checkpoint
-        self._live: Live | None = None
 
     def doing(self, text: str) -> None:
         ui.doing(text)
@@ -55,36 +50,10 @@ class RunScreen(Progress):
         self.note(f"{price}; {teacher}; {rate}; {steps}{again}")
 
     def callback(self, trainer: Any, recipe: Recipe, num_neurons: int) -> TrainerCallback:
-        return _Show(self, trainer, recipe.step_tokens, num_neurons)
-
-    def show(
-        self, step: int, num_steps: int, left: str, figures: dict[str, str], *, line: bool
-    ) -> None:
-        """Show the figures of a step; `left` is the time to go, `line` says that one is due."""
-        if ui.stderr.is_terminal:
-            if self._live is None:
-                ui.activity.over()
-                self._bar = Bar(
-                    TextColumn("step {task.completed} of {task.total}"),
-                    BarColumn(),
-                    TaskProgressColumn(),
-                    TextColumn("{task.fields[left]}"),
-                )
-                self._task = self._bar.add_task("", total=num_steps, left=left)
-                self._live = Live(console=ui.stderr, refresh_per_second=4)
-                self._live.start()
-            self._bar.update(self._task, completed=step, left=left)
-            self._live.update(_panel(self._bar, figures))
-        elif line:
-            ui.activity.over()
-            shown = [f"step {step}/{num_steps}", left, *(f"{k} {v}" for k, v in figures.items())]
-            ui.note("  ".join(filter(None, shown)))
+        return _Show(trainer, recipe.step_tokens, num_neurons)
 
     def stop(self) -> None:
         ui.activity.over()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def of_another(self) -> Progress:
         return _Errors()
@@ -98,13 +67,10 @@ class _Errors(Progress):
 
 
 class _Show(TrainerCallback):
-    def __init__(self, progress: RunScreen, trainer: Any, step_tokens: int, num_neurons: int):
-        self.progress, self.trainer = progress, trainer
-        self.step_tokens, self.num_neurons = step_tokens, num_neurons
+    def __init__(self, trainer: Any, step_tokens: int, num_neurons: int):
+        self.trainer, self.step_tokens, self.num_neurons = trainer, step_tokens, num_neurons
         self.began: tuple[float, int] | None = None
         self.last_line = 0.0
-        self.figures: dict[str, str] = {}
-        self.held_out: dict[str, str] = {}
         self.left = ""
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -115,23 +81,24 @@ class _Show(TrainerCallback):
         now, step, (started, first) = time.monotonic(), state.global_step, self.began
         rate = (step - first) / max(now - started, 1e-9)
         self.left = f"{ui.duration((state.max_steps - step) / rate)} left"
-        self.figures = self._figures(rate)
+        text = self._line(state, self._figures(rate))
         line = step % args.logging_steps == 0 or now - self.last_line > ui.LONGEST_SILENCE
-        line = line or step == state.max_steps
-        self.last_line = now if line else self.last_line
-        self._show(state, self.figures, line)
+        if ui.stderr.is_terminal:
+            ui.doing(text)
+        elif line or step == state.max_steps:
+            self.last_line = now
+            ui.activity.over()
+            ui.note(text)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         held_out = f"{metrics['eval_loss']:.4f} at {metrics['eval_density']:.2%}"
-        if ui.stderr.is_terminal:  # a panel shows it for long, so it says of which step it is
-            self.held_out = {"held-out": f"{held_out} (step {state.global_step})"}
-            self._show(state, self.figures, False)
-        else:
-            self._show(state, {"held-out": held_out}, True)
+        ui.activity.over()
+        ui.note(self._line(state, {"held-out": held_out}))
 
-    def _show(self, state: Any, figures: dict[str, str], line: bool) -> None:
-        figures = figures | self.held_out
-        self.progress.show(state.global_step, state.max_steps, self.left, figures, line=line)
+    def _line(self, state: Any, figures: dict[str, str]) -> str:
+        told = (f"{name} {figure}" for name, figure in figures.items())
+        step = f"step {state.global_step}/{state.max_steps}"
+        return "  ".join(filter(None, (step, self.left, *told)))
 
     def _figures(self, rate: float) -> dict[str, str]:
         report = self.trainer.report
@@ -142,15 +109,3 @@ class _Show(TrainerCallback):
             "neurons": f"{report.density * self.num_neurons:.1f}",
             "density": f"{report.density:.2%}",
         }
-
-
-def _panel(bar: Bar, figures: dict[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    for name in figures:
-        grid.add_column(name)
-    grid.add_row(*figures, style="dim")
-    grid.add_row(*figures.values())
-    outer = Table.grid()
-    outer.add_row(bar)
-    outer.add_row(grid)
-    return outer

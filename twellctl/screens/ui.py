@@ -190,19 +190,11 @@ class _Pace:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[..., None]]:
-    """Yield `show(done, total, what)`: a bar on stderr; off a terminal a line now and then."""
-    from rich.progress import Progress
-
-    activity.over()
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task(what)
-
-        pace = _Pace(what)
-
-        def show(done: int, total: int, what: str = what) -> None:
-            if not stderr.is_terminal and pace.told(done, total) and pace.is_due():
-                note(pace.told(done, total))
-            bar.update(task, description=what, completed=done, total=total)
-
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield `show(done, total)` of `what`, which is over at the end."""
+    begin, show = stages()
+    begin(what)
+    try:
         yield show
+    finally:
+        activity.over()
