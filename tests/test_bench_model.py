@@ -7,8 +7,7 @@ import torch
 from shapes import TINY_CONFIG
 
 from twellctl.bench import model as module
-from twellctl.bench.body import last_hidden
-from twellctl.bench.model import bench_model
+from twellctl.bench.model import bench_model, last_hidden
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import ModelSettings
 from twellctl.bench.twell_side import TwellNumbers, routes_taken, twell_twin
@@ -87,14 +86,6 @@ def test_a_random_model_is_measured():
         assert all(0 < c["error"] < 0.02 for c in point["candidates"].values())
     (said,) = found["sentences"]
     assert said.startswith("on this CPU this model (random, 2 layers) is ")
-
-
-def test_a_random_model_whose_tokens_are_alike_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        torch, "randint", lambda high, size, **k: torch.zeros(size, dtype=torch.int64)
-    )
-    with pytest.raises(TwellError, match="another --seed or --density, or a real model"):
-        bench_model(ModelSettings(**TINY))
 
 
 def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, tmp_path):

@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 from uneven_rows import make_uneven
 
-from twellctl.errors import TwellError
-from twellctl.firing.counts import Union, UnionCount
-from twellctl.firing.synthetic import check_union, make_rows, make_weights
+from twellctl.firing.synthetic import make_rows, make_weights
 
 
 def made(density: float, spread: str = "even", *, bias: bool = False, M: int = 512):
@@ -40,20 +38,3 @@ def test_heavy_rows_are_as_many_and_as_heavy_as_asked_for():
     assert int(heavy.sum()) == 100
     assert float(shares[heavy].mean()) == pytest.approx(0.5, rel=0.05)
     assert float(shares[~heavy].mean()) == pytest.approx(0.01, rel=0.06)
-
-
-def test_the_union_is_counted_over_neighbours():
-    fired = torch.zeros(300, 1000)
-    fired[:128, :5] = 1  # the same neurons for each of them
-    for token in range(128, 256):
-        fired[token, token] = 1  # another one for each
-    count = UnionCount()
-    for part in (fired[:256], fired[256:]):  # what is no whole window is left out
-        count.add(part)
-    assert count.summary(0.005) == Union(128, pytest.approx((5 + 128) / 2000), 1 - 0.995**128)
-
-
-def test_weights_that_share_neurons_between_tokens_are_refused():
-    check_union(Union(128, 0.4510, 0.4736))
-    with pytest.raises(TwellError, match=r"fire only 44\.9% of the neurons over 128 consecutive"):
-        check_union(Union(128, 0.4490, 0.4736))

@@ -22,27 +22,23 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     at_most: float | None = None,
-    multiple_of: int = 0,
     choices: tuple[str, ...] = (),
-    distinct: bool = False,
     flag: str = "",
     metavar: str = "",
-    one_way: bool = False,
     group: str = "",
     last: bool = False,
 ) -> Any:
     """A field of a dataclass of settings: its default, its help text and what it may be.
 
-    The checks hold for each value of a tuple, and if `distinct` none of them is there twice. `flag`
-    is its name on the command line where that is not the field's; a name in capitals is a
-    positional argument. A switch that is `one_way` has no --no- form. `group` begins a group of
-    options, which the fields below belong to as well; `last` ones come after all others.
+    The checks hold for each value of a tuple. `flag` is its name on the command line where that is
+    not the field's; a name in capitals is a positional argument. `group` begins a group of options,
+    which the fields below belong to as well; `last` ones come after all others.
     """
     signed = ((">=", at_least), (">", above), ("<=", at_most), ("<", below))
     bounds = tuple((sign, bound) for sign, bound in signed if bound is not None)
-    metadata = {"help": help, "choices": choices, "bounds": bounds, "multiple_of": multiple_of}
-    metadata |= {"distinct": distinct, "flag": flag, "metavar": metavar or "|".join(choices)}
-    metadata |= {"one_way": one_way, "group": group, "last": last}
+    metadata = {"help": help, "choices": choices, "bounds": bounds}
+    metadata |= {"flag": flag, "metavar": metavar or "|".join(choices)}
+    metadata |= {"group": group, "last": last}
     if isinstance(default, list):
         return dataclasses.field(default_factory=list, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -77,8 +73,6 @@ def refuse_wrong(settings: Any) -> None:
                     raise ValueError("must be a number")
             except ValueError as error:
                 raise UsageError(f"{flag_of(field)} {error}, got {shown(one)}") from None
-        if field.metadata["distinct"] and (not value or len(set(value)) < len(value)):
-            raise UsageError(f"{flag_of(field)} must be given once each, got {', '.join(value)}")
 
 
 def coerce(value: Any, field: Field) -> Any:
@@ -128,8 +122,6 @@ def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) 
         raise ValueError("must be finite")
     if kind is int and number != int(number):
         raise ValueError("must be a whole number")
-    if (step := metadata["multiple_of"]) and number % step:
-        raise ValueError(f"must be a multiple of {step}")
     bounds = metadata["bounds"]
     if not all(_SIGNS[sign](number, bound) for sign, bound in bounds):
         raise ValueError(f"must be {' and '.join(f'{sign} {bound}' for sign, bound in bounds)}")

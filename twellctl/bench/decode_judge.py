@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.firing.counts import FiredMeter, Union
+from twellctl.firing.counts import FiredMeter
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,11 @@ class Judged:
         return sum(self.unions) / len(self.unions)
 
     @property
-    def most_alike(self) -> Union:
-        """The layer in which rows shared most neurons, beside rows that fire independently."""
-        found = [
-            Union(self.rows, union, 1 - (1 - density) ** self.rows)
-            for density, union in zip(self.densities, self.unions, strict=True)
-        ]
-        return min(found, key=lambda union: union.by_chance)
+    def most_alike(self) -> tuple[float, float]:
+        """The union of the layer in which rows shared most neurons; that of independent rows."""
+        expected = (1 - (1 - density) ** self.rows for density in self.densities)
+        found = zip(self.unions, expected, strict=True)
+        return min(found, key=lambda pair: pair[0] / (pair[1] or 1))
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench.body import about_layers, last_hidden
 from twellctl.bench.contest import (
     Contender,
     Course,
@@ -48,9 +47,8 @@ from twellctl.bench.twell_side import (
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
-from twellctl.firing.counts import Union, count_layers
+from twellctl.firing.counts import count_layers
 from twellctl.firing.profiled import LayerProfile
-from twellctl.firing.synthetic import check_union
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, without_mask
 from twellctl.text.blocks import spread_windows, token_stream
@@ -74,10 +72,7 @@ def bench_model(
         for body in subject.bodies:
             without_mask(body, settings.seq_len)
         note("counting what fires")
-        measured, unions = count_fired(subject)
-        if settings.model is None:
-            for union in unions:
-                check_union(union)
+        measured = count_fired(subject)
         numbers = subject.numbers or TwellNumbers(
             tile=TILE,
             slots=tuple(layer.slots for layer in measured),
@@ -91,7 +86,7 @@ def bench_model(
         )
         without_fp8 = _why_no_dense_fp8(subject.body, course.device, settings.dense_fp8)
         rivals = [] if without_fp8 else [(s.name, rounded_copy(subject.body, s)) for s in SCHEMES]
-        about = about_layers(measured, numbers.slots, unions) | {"without_kernels": without_kernels}
+        about = about_layers(measured, numbers.slots) | {"without_kernels": without_kernels}
         points = tuple(
             _point(settings, subject, rivals, numbers, about, tokens, course)
             for tokens in settings.tokens
@@ -139,8 +134,28 @@ class Subject:
         return [self.body, self.benched] if self.in_fp8 else [self.body]
 
 
-def count_fired(subject: Subject) -> tuple[list[LayerProfile], list[Union]]:
-    """By layer: what a profile would hold, and the union over neighbouring tokens."""
+def last_hidden(body: nn.Module, ids: Tensor) -> Tensor:
+    """`[B, S]` to `[B, S, K]`."""
+    return body(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def about_layers(measured: list[LayerProfile], slots: tuple[int, ...]) -> dict[str, Any]:
+    """Of the JSON: what fires in the layers."""
+    keys = ("density", "nnz_mean", "nnz_p99", "nnz_max", "dead")
+    rows = [
+        {key: getattr(layer, key) for key in keys} | {"slots": most}
+        for layer, most in zip(measured, slots, strict=True)
+    ]
+    return {
+        "density": sum(layer.density for layer in measured) / len(measured),
+        "density_first_layer": measured[0].density,
+        "density_last_layer": measured[-1].density,
+        "layers": rows,
+    }
+
+
+def count_fired(subject: Subject) -> list[LayerProfile]:
+    """By layer what a profile would hold."""
     tile = TILE if subject.numbers is None else subject.numbers.tile
     return count_layers(subject.benched, subject.counted, tile)
 

@@ -52,8 +52,6 @@ def _default(field: Field) -> str:
     """The default in words; none where there is none, or the help text says what it is."""
     value = field.default
     if isinstance(value, bool):
-        if field.metadata["one_way"]:
-            return ""
         return "on" if value else "off"
     if value is None or value is dataclasses.MISSING:
         return ""
@@ -90,9 +88,8 @@ def _parameter(flag: str, field: Field, text: str, group: str | None) -> inspect
     if flag.isupper():
         declared = typer.Argument(metavar=flag, help=text, show_default=False)
     else:
-        two_way = kind is bool and not field.metadata["one_way"]
         declared = typer.Option(
-            *((f"--{flag}/--no-{flag}",) if two_way else (f"--{flag}",)),
+            *((f"--{flag}/--no-{flag}",) if kind is bool else (f"--{flag}",)),
             help=text,
             show_default=False,
             rich_help_panel=group,

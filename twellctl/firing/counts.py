@@ -4,7 +4,6 @@ Counts are kept as histograms, so their size depends on the model and not on the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,8 +20,6 @@ SLOTS_STEP = 8
 # share of rows that the chosen slots may make heavy: a tile of such a row is multiplied
 # anew, and more slots cost memory but next to no time
 MAX_OVERFLOW = 1e-5
-UNION_TOKENS = 128
-UNION_SLACK = 0.05
 COUNTED_AT_ONCE = 8192  # tokens of one forward
 
 
@@ -130,63 +127,16 @@ class LayerCount:
         )
 
 
-@dataclass(frozen=True)
-class Union:
-    """Share of the neurons that fire for some of `tokens` consecutive tokens, mean over windows.
-
-    `expected` is `1 - (1 - p)^tokens`: neurons of density p that fire for each token anew.
-    """
-
-    tokens: int
-    fired: float
-    expected: float
-
-    @property
-    def by_chance(self) -> float:
-        """How often so many fire as would independently: below 1 tokens share neurons."""
-        return self.fired / (self.expected or 1)
-
-    @property
-    def too_small(self) -> bool:
-        """Whether tokens share so many neurons that a kernel would find them in its caches."""
-        return self.fired < (1 - UNION_SLACK) * self.expected
-
-
-class UnionCount:
-    """Counts, for rows that come in the order of tokens, the union of each 128 of them."""
-
-    def __init__(self) -> None:
-        self._unions: list[Tensor] = []
-        self._tokens = UNION_TOKENS
-
-    def add(self, active: Tensor) -> None:
-        """Count whole windows of the rows `[M, N]`; if the first are fewer, those are a window."""
-        fired = active != 0
-        if not self._unions:
-            self._tokens = min(self._tokens, len(fired))
-        windows = fired[: len(fired) // self._tokens * self._tokens]
-        if len(windows):
-            self._unions.append(windows.unflatten(0, (-1, self._tokens)).any(1).float().mean(-1))
-
-    def summary(self, density: float) -> Union:
-        """The mean union, beside what independent firing at `density` would give."""
-        fired = float(torch.cat(self._unions).mean())
-        return Union(self._tokens, fired, 1 - (1 - density) ** self._tokens)
-
-
-def count_layers(body: nn.Module, ids: Tensor, tile: int) -> tuple[list[LayerProfile], list[Union]]:
+def count_layers(body: nn.Module, ids: Tensor, tile: int) -> list[LayerProfile]:
     """What fires in each layer while `body` reads `ids` `[B, S]`."""
     ffns = gated_ffns(body)
     size = body.config.intermediate_size - mapped_neurons(body.config)
     counts = [LayerCount(size, tile, ids.device) for _ in ffns]
-    unions = [UnionCount() for _ in ffns]
 
     def count(layer: int, gate: Tensor, active: Tensor) -> None:
         counts[layer].add(gate, active)
-        unions[layer].add(active)
 
     with FiredMeter(body, count):
         for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
             body(input_ids=batch, use_cache=False)
-    found = [count.summary() for count in counts]
-    return found, [u.summary(layer.density) for u, layer in zip(unions, found, strict=True)]
+    return [count.summary() for count in counts]

@@ -13,9 +13,6 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from twellctl.errors import TwellError
-from twellctl.firing.counts import Union
-
 BIAS_STD = 0.05
 FULL = 8.0  # standard deviations: every neuron of every row fires
 
@@ -62,16 +59,6 @@ def make_rows(M: int, K: int, *, dtype: torch.dtype, generator: torch.Generator)
     x = torch.randn((M, K), generator=generator, device=generator.device, dtype=dtype)
     x[:, 0] = 1
     return x
-
-
-def check_union(union: Union) -> None:
-    """`TwellError` if the tokens of synthetic weights share neurons, which would flatter TwELL."""
-    if union.too_small:
-        raise TwellError(
-            f"these synthetic weights fire only {union.fired:.1%} of the neurons over "
-            f"{union.tokens} consecutive tokens, where independent ones fire {union.expected:.1%}: "
-            "so little is not measured; take another --seed or --density, or a real model"
-        )
 
 
 def quantile(density: float) -> float:

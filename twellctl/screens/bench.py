@@ -49,13 +49,13 @@ def over_rivals(point: Any, candidate: Any) -> list[str]:
 
 
 def _remarks(point: Any) -> None:
-    """What stands below a table: what was left out, which ways were gone, the union."""
+    """What stands below a table: what was left out, which ways were gone."""
     left_out(point.outcome.skipped)
     if said := point.about["without_kernels"]:
         ui.note(said)
     if took := point.about.get("auto_took"):
         ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
-    ui.say(f"union of {_union(point.about['union'])}; error relative to {point.reference}")
+    ui.say(f"error relative to {point.reference}")
 
 
 def left_out(skipped: dict[str, str]) -> None:
@@ -68,10 +68,3 @@ def _firing(about: dict[str, Any]) -> str:
     """The density in words."""
     first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
     return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
-
-
-def _union(union: dict[str, Any]) -> str:
-    return (
-        f"fired neurons over {union['tokens']} consecutive tokens: {union['fired']:.1%} "
-        f"(independent: {union['expected']:.1%})"
-    )
