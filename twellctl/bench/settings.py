@@ -13,21 +13,6 @@ LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
 
 
-def _densities(default: tuple[float, ...]) -> Any:
-    help = "Share of the neurons that fire; 1 is all. Repeatable."
-    return setting(default, help, flag="density", above=0, at_most=1)
-
-
-def _density(default: float) -> Any:
-    help = "Of the random model: share of the neurons that fire."
-    return setting(default, help, above=0, at_most=1)
-
-
-def _batches(default: tuple[int, ...]) -> Any:
-    help = f"Rows of a step, 1 to {MOST_ROWS}. Repeatable."
-    return setting(default, help, flag="batch", at_least=1, at_most=MOST_ROWS)
-
-
 def _config(layers: int = LLAMA_LAYERS) -> Any:
     return setting(
         None,
@@ -37,37 +22,9 @@ def _config(layers: int = LLAMA_LAYERS) -> Any:
     )
 
 
-def _quantize() -> Any:
-    help = "Round the weights as 'export --quantize' does, and run TwELL over these."
-    return setting(None, help, choices=QUANTIZE)
-
-
-def _dense_fp8() -> Any:
-    return setting(True, "Dense FP8 as a rival, where the GPU has it.")
-
-
-def _layers() -> Any:
-    help = "Layers of the random model, where its whole does not fit. [default: all]"
-    return setting(None, help, at_least=1)
-
-
 @dataclass(frozen=True)
-class Settings:
-    """What both commands have."""
-
-    seed: int = setting(0, "Seed of everything drawn.", last=True)
-    device: str | None = setting(
-        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
-    )
-
-    def check(self) -> None:
-        """`UsageError` for what makes no sense, before any work."""
-        refuse_wrong(self)
-
-
-@dataclass(frozen=True)
-class AnyModel(Settings):
-    """`model` on the text of `data`, or without them a random one.
+class AnyModel:
+    """What both commands have: `model` on the text of `data`, or without them a random one.
 
     The random one has the shape of `config` (None: a Llama), with `layers` layers if given.
     `quantize` "fp8": either is benched in FP8, as an FP8 export always is.
@@ -81,12 +38,25 @@ class AnyModel(Settings):
     )
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = _config()
-    layers: int | None = _layers()
-    quantize: str | None = _quantize()
-    dense_fp8: bool = _dense_fp8()
+    layers: int | None = setting(
+        None,
+        "Layers of the random model, where its whole does not fit. [default: all]",
+        at_least=1,
+    )
+    quantize: str | None = setting(
+        None,
+        "Round the weights as 'export --quantize' does, and run TwELL over these.",
+        choices=QUANTIZE,
+    )
+    dense_fp8: bool = setting(True, "Dense FP8 as a rival, where the GPU has it.")
+    seed: int = setting(0, "Seed of everything drawn.", last=True)
+    device: str | None = setting(
+        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
+    )
 
     def check(self) -> None:
-        super().check()
+        """`UsageError` for what makes no sense, before any work."""
+        refuse_wrong(self)
         if (self.model is None) != (not self.data):
             raise UsageError("a MODEL is measured on text: give --data FILE with it, or neither")
         for name in ("config", "layers"):
@@ -105,7 +75,9 @@ class ModelSettings(AnyModel):
         (131072, 256), "Tokens of one prefill. Repeatable.", at_least=1
     )
     seq_len: int = setting(2048, "Tokens of a sequence, at most.", at_least=1)
-    density: float = _density(0.005)
+    density: float = setting(
+        0.005, "Of the random model: share of the neurons that fire.", above=0, at_most=1
+    )
     rounds: int = setting(5, "Samples of each candidate; medians count.", at_least=1)
 
     def check(self) -> None:
@@ -134,7 +106,13 @@ class DecodeSettings(AnyModel):
     count.
     """
 
-    batches: tuple[int, ...] = _batches((1, 16))
+    batches: tuple[int, ...] = setting(
+        (1, 16),
+        f"Rows of a step, 1 to {MOST_ROWS}. Repeatable.",
+        flag="batch",
+        at_least=1,
+        at_most=MOST_ROWS,
+    )
     prompt_tokens: int = setting(64, "Tokens of each prompt.", at_least=1)
     new_tokens: int = setting(
         160, "Tokens after it; the last four fifths of the steps count.", at_least=10
@@ -145,7 +123,13 @@ class DecodeSettings(AnyModel):
         "the rows that it tells them to.",
         choices=GATES,
     )
-    densities: tuple[float, ...] = _densities((0.02, 0.05, 0.1, 0.2))
+    densities: tuple[float, ...] = setting(
+        (0.02, 0.05, 0.1, 0.2),
+        "Share of the neurons that fire; 1 is all. Repeatable.",
+        flag="density",
+        above=0,
+        at_most=1,
+    )
 
     @property
     def timed_steps(self) -> int:
