@@ -1,10 +1,9 @@
 """HTML elements: all text is escaped."""
 
-from twellctl.report.markup import escaped, tag
+from twellctl.report.notebook import element
 
 
-def test_markup_escapes_what_is_not_markup():
-    assert tag("p", "a < b", tag("b", "&"), None, class_="x", title='"', id=None) == (
-        '<p class="x" title="&quot;">a &lt; b<b>&amp;</b></p>'
+def test_text_is_escaped():
+    assert element('th scope="col"', 'a < b & "c"') == (
+        '<th scope="col">a &lt; b &amp; &quot;c&quot;</th>'
     )
-    assert escaped(escaped("<")) == "&lt;"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.report.markup import joined, tag
-from twellctl.report.notebook import as_tables
+from twellctl.report.notebook import as_tables, element
 from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """For notebooks: the text, unless it was iterated before, and the figures."""
-        text = None if self._times else tag("pre", self.text())
-        return joined(filter(None, [text, as_tables(self.figures)]))
+        text = "" if self._times else element("pre", self.text())
+        return text + as_tables(self.figures)
 
     @property
     def figures(self) -> Figures:

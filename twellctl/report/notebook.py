@@ -1,10 +1,11 @@
 """Results in a notebook: a dataclass as tables, of what it holds and of the rows within."""
 
+import html
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from twellctl.errors import bounded
-from twellctl.report.markup import Markup, joined, table, tag
+from twellctl.errors import bounded, encodable
 
 _ALSO = ("density", "verdict")  # properties, where a result has them
 _LONGEST = 300  # characters of a cell
@@ -17,19 +18,34 @@ class Shown:
         return as_tables(self)
 
 
-def as_tables(result: Any) -> Markup:
+def element(name: str, text: str) -> str:
+    """An HTML element of that name which shows `text`."""
+    return f"<{name}>{html.escape(encodable(text))}</{name.split()[0]}>"
+
+
+def as_tables(result: Any) -> str:
     """Its plain fields in one table, then one for each list of dataclasses; None is left out."""
     facts, below = [], []
     for name, value in _named(result):
         if is_dataclass(value) and type(value).__str__ is object.__str__:
-            below += [tag("h4", name), as_tables(value)]
+            below += [element("h4", name), as_tables(value)]
         elif isinstance(value, list | tuple) and value and is_dataclass(value[0]):
             columns = [column for column, _ in _named(value[0])]
-            rows = [[i, *(_cell(c) for _, c in _named(row))] for i, row in enumerate(value)]
-            below += [tag("h4", name), table(["", *columns], rows)]
+            rows = [[str(i), *(_cell(c) for _, c in _named(row))] for i, row in enumerate(value)]
+            below += [element("h4", name), _table(["", *columns], rows)]
         elif value is not None:
             facts.append([name, _cell(value)])
-    return joined([table(["", ""], facts), *below])
+    return "".join([_table(["", ""], facts), *below])
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column names the rows."""
+    head = "".join(element('th scope="col"', column) for column in columns)
+    body = ""
+    for first, *cells in rows:
+        made = element('th scope="row"', first), *(element("td", cell) for cell in cells)
+        body += f"<tr>{''.join(made)}</tr>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _named(result: Any) -> list[tuple[str, Any]]:
