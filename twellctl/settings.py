@@ -36,7 +36,7 @@ def setting(
     """
     signed = ((">=", at_least), (">", above), ("<=", at_most), ("<", below))
     bounds = tuple((sign, bound) for sign, bound in signed if bound is not None)
-    metadata = {"help": help, "choices": choices, "bounds": bounds}
+    metadata: dict[str, Any] = {"help": help, "choices": choices, "bounds": bounds}
     metadata |= {"flag": flag, "metavar": metavar or "|".join(choices)}
     metadata |= {"group": group, "last": last}
     if isinstance(default, list):
