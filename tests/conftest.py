@@ -5,8 +5,12 @@ TWELL_TEST_EVERY_CASE, set: also what is like another, or takes long, such as ke
 as they ship and with every mistake, and the whole of quickstart; TWELL_TEST_BUILDS, a folder that
 keeps what is compiled for the next session of this machine; TWELL_TEST_MODEL, the folder of a real
 pretrained SiLU model, without which some tests are skipped.
+
+What takes long to import is imported where it is used: the process that only deals tests out to
+others (`pytest -n`) has no need of it.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -20,17 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children too: tiny models gain from no more
 
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from twellctl.cli.main import main
-from twellctl.convert import convert
-from twellctl.export import export
-from twellctl.models.loading import quiet_transformers
-from twellctl.screens import activity
+from other_processes import Started, warm_answers, warm_process
 
 FAMILIES = {
     "llama": {},
@@ -60,21 +54,23 @@ def stdlib_texts(count: int) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """What is compiled once for all processes of a session (compiled.py) lies in one folder."""
-    if not hasattr(config, "workerinput") and "TWELL_TEST_BUILDS" not in os.environ:
-        builds = tempfile.TemporaryDirectory(prefix="twell-builds-")
-        os.environ["TWELL_TEST_BUILDS"] = builds.name
-        config.add_cleanup(builds.cleanup)
+    """What all processes of a session share: what is compiled once (compiled.py), and warm.py."""
+    if not hasattr(config, "workerinput"):
+        session = contextlib.ExitStack()
+        config.add_cleanup(session.close)
+        folder = session.enter_context(tempfile.TemporaryDirectory(prefix="twell-tests-"))
+        os.environ.setdefault("TWELL_TEST_BUILDS", folder)
+        os.environ["TWELL_TEST_WARM"] = session.enter_context(warm_process(Path(folder)))
 
 
 def pytest_report_header():
-    return (
-        None if torch.cuda.is_available() else "no CUDA device: the tests of tests/gpu are left out"
-    )
+    return None if Path("/dev/nvidia0").exists() else "no GPU: the tests of tests/gpu are left out"
 
 
 def pytest_collection_modifyitems(config, items):
     """The longest test first, so that no process is left with it alone at the end."""
+    import torch
+
     items.sort(key=lambda item: item.name != "test_the_whole_job")
     if not torch.cuda.is_available():  # some two thousand, to say so of each takes its time
         on_gpus = [item for item in items if item.get_closest_marker("gpu")]
@@ -96,8 +92,11 @@ def pytest_collection():
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A byte-level BPE of 512 tokens with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -118,6 +117,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
     """`make_model(family, **config)` writes a random SiLU model and returns its folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from twellctl.models.loading import quiet_transformers
 
     def make(family: str = "llama", *, seed: int = 0, shard_size: str = "5GB", **changes) -> Path:
         settings = {
@@ -157,6 +160,8 @@ def silu_llama(make_model) -> Path:
 @pytest.fixture(scope="session")
 def relu_llama(silu_llama, tmp_path_factory) -> Path:
     """The tiny Llama, converted; read only."""
+    from twellctl.convert import convert
+
     out = tmp_path_factory.mktemp("relu") / "model"
     convert(silu_llama, out)
     return out
@@ -173,9 +178,11 @@ def load_trusted(tmp_path_factory):
 
     Other caches, whose code would be found first, are no longer on sys.path.
     """
+    import transformers
+
     cache = str(tmp_path_factory.mktemp("modules"))
 
-    def load(folder: Path, door: type = AutoModelForCausalLM, **options) -> nn.Module:
+    def load(folder: Path, door: type = transformers.AutoModelForCausalLM, **options):
         return door.from_pretrained(folder, trust_remote_code=True, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -190,6 +197,8 @@ def load_trusted(tmp_path_factory):
 @pytest.fixture(scope="session")
 def export_llama(relu_llama, tmp_path_factory) -> Path:
     """The tiny Llama, exported; read only."""
+    from twellctl.export import export
+
     out = tmp_path_factory.mktemp("exports") / "exported"
     export(relu_llama, out)
     return out
@@ -213,6 +222,9 @@ def cli(monkeypatch, capfd):
 
     What lasts is not said there, however slow the machine is.
     """
+    from twellctl.cli.main import main
+    from twellctl.screens import activity
+
     monkeypatch.setattr(activity, "PATIENCE", 600)
     terminate = signal.getsignal(signal.SIGTERM)
 
@@ -259,9 +271,7 @@ def real_model() -> Path:
 @pytest.fixture(scope="session")
 def warm():
     """`warm(way, *given)`: what warm.py answers."""
-    from other_processes import answering
-
-    with answering("warm.py") as ask:
+    with warm_answers() as ask:
         yield lambda *words: ask(words)
 
 
@@ -274,8 +284,6 @@ def processes(warm):
 @pytest.fixture
 def started(warm, tmp_path):
     """`started(*words, code="", terminal=None, **environment)`: a command as it begins."""
-    from other_processes import Started
-
     begun = []
 
     def start(*words, code="", terminal=None, **environment) -> Started:

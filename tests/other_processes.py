@@ -1,9 +1,10 @@
-"""Other Python processes: one that answers jobs a line each, and one that has no twellctl."""
+"""Other Python processes: forks of one that has imported all (warm.py)."""
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,44 +12,39 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # code in front of a command whose answers are to take long
 SLOW_STEPS = """
 from twellctl.decoding.hf_decoder import HFDecoder
 HFDecoder.step = lambda *inputs, step=HFDecoder.step: time.sleep(0.1) or step(*inputs)
 """
-_WITHOUT = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("twellctl", "compressed_tensors"):
-            raise ImportError(f"{name} is not installed here")
-
-sys.meta_path.insert(0, Missing())
-out, *folders = sys.argv[1:]
-"""
 
 
 @contextlib.contextmanager
-def answering(script: str) -> Iterator[Callable[[Sequence], Any]]:
-    """What asks a script of this folder, which reads and writes a line of JSON for each job."""
-    server = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def warm_process(folder: Path) -> Iterator[str]:
+    """Runs warm.py; the path in `folder` of the socket at which it answers."""
+    path = str(folder / "warm")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        command = [sys.executable, Path(__file__).with_name("warm.py"), str(listener.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    yield path
+    process.communicate()
 
-    def ask(words: Sequence) -> Any:
-        print(json.dumps(words), file=server.stdin, flush=True)
-        return json.loads(server.stdout.readline())
 
-    yield ask
-    server.stdin.close()
-    server.wait()
-    server.stdout.close()
+@contextlib.contextmanager
+def warm_answers() -> Iterator[Callable[[Sequence], Any]]:
+    """`ask(words)`: what a fork of that process answers."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["TWELL_TEST_WARM"])
+        socket.send_fds(connection, [b"."], [2])  # where it tells what fails
+        with connection.makefile("rw") as lines:
+
+            def ask(words: Sequence) -> Any:
+                print(json.dumps(words), file=lines, flush=True)
+                return json.loads(lines.readline())
+
+            yield ask
 
 
 class Started:
@@ -107,11 +103,11 @@ def _pipes(folder: Path) -> list[str]:
 def found_without_twellctl(code: str, folders: Iterable[Path], home: Path) -> dict:
     """What `code` saves to `out` about `folders`, in a process that imports neither twellctl nor
     compressed-tensors; `home` is for its caches."""
-    caches = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
-    subprocess.run(
-        [sys.executable, "-I", "-c", _WITHOUT + code, home / "results.pt", *map(str, folders)],
-        env=os.environ | caches,
-        check=True,
-        timeout=300,
-    )
-    return torch.load(home / "results.pt")
+    import torch
+
+    out = home / "results.pt"
+    names = {"out": str(out), "folders": list(map(str, folders))}
+    hidden = ["twellctl", "compressed_tensors"]
+    with warm_answers() as ask:
+        ask(["run_without", f"import sys\n{code}", hidden, str(home / "modules"), names])
+    return torch.load(out)

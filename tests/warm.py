@@ -1,25 +1,23 @@
-"""A warm process that forks others: what they import, it has imported.
+"""A warm process that forks others: what they import, it has imported. All of a session share one.
 
-It reads a line for each: the name of a way, and what that is given; it writes what the way returns.
-It never runs a backward pass itself, since torch would then refuse one in what it forks.
+It takes connections until its stdin ends: a fork for each reads lines, each with the name of a way
+and what that is given, and writes what the way returns. None of these runs a backward pass itself,
+since torch would then refuse one in what it forks.
 """
 
+import functools
 import gc
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import TextIO
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-import kill_jobs
-import sharded_jobs
-
-from twellctl import serve_local
-from twellctl.__main__ import main
-
-assert serve_local  # imported for those that serve
 
 
 def begin(words: list[str], code: str, environment: dict[str, str], streams: list[str]) -> int:
@@ -34,6 +32,8 @@ def begin(words: list[str], code: str, environment: dict[str, str], streams: lis
     os.environ.update(environment)
     sys.argv = ["twellctl", *words]
     exec(code)
+    from twellctl.__main__ import main
+
     main()
     raise AssertionError("a command exits")
 
@@ -49,11 +49,56 @@ def end(process: int, seconds: float) -> int | None:
     return None
 
 
-WAYS = (begin, end, kill_jobs.fork_and_kill, kill_jobs.fork_and_kill_at, sharded_jobs.fork)
-WAYS = {way.__name__: way for way in WAYS}
+def run_without(code: str, hidden: list[str], modules: str, names: dict) -> None:
+    """Some `code` about `names`, where the packages `hidden` are not installed.
+
+    It must be the first way that a connection asks for: others import twellctl. `modules` is where
+    transformers keeps the code of exports.
+    """
+
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in hidden:
+                raise ImportError(f"{name} is not installed here")
+
+    assert not {name.split(".")[0] for name in sys.modules} & {*hidden}
+    sys.meta_path.insert(0, Missing())
+    sys.modules["transformers"].dynamic_module_utils.HF_MODULES_CACHE = modules
+    exec(code, names)
+
+
+@functools.cache
+def imported() -> dict[str, Callable]:
+    """The other ways by name, once all that they want is imported."""
+    import kill_jobs
+    import sharded_jobs
+
+    from twellctl import __main__, serve_local
+
+    assert __main__, serve_local  # for those that serve
+    gc.freeze()  # else the garbage collections of each process copy all that was imported
+    ways = (begin, end, kill_jobs.fork_and_kill, kill_jobs.fork_and_kill_at, sharded_jobs.fork)
+    return {way.__name__: way for way in ways}
+
+
+def connection_to(listener: socket.socket) -> TextIO | None:
+    """The lines of a connection, in a fork; None, in this process, once its stdin has ended."""
+    with listener:
+        while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+            connection, _ = listener.accept()
+            import transformers.models.auto.modeling_auto
+
+            assert transformers
+            if not os.fork():
+                (errors,) = socket.recv_fds(connection, 1, 1)[1]
+                os.dup2(errors, 2)
+                return connection.makefile("rw")
+            connection.close()
+    return None
+
 
 if __name__ == "__main__":
-    gc.freeze()  # else the garbage collections of each process copy all that was imported
-    for line in sys.stdin:
-        way, *given = json.loads(line)
-        print(json.dumps(WAYS[way](*given)), flush=True)
+    for line in (lines := connection_to(socket.socket(fileno=int(sys.argv[1])))) or ():
+        name, *given = json.loads(line)
+        way = run_without if name == "run_without" else imported()[name]
+        print(json.dumps(way(*given)), file=lines, flush=True)
