@@ -18,10 +18,10 @@ def third(request, monkeypatch):
     if EVERY_CASE:
         return
     request.getfixturevalue("no_answers")
-    resolve, less = module.resolve_recipe, {"max_steps": 60, "l1": 1e-3, "eval_blocks": 32}
+    resolve, less = module.resolve_recipe, {"max_steps": 50, "l1": 2e-3, "eval_blocks": 16}
     monkeypatch.setattr(module, "CORPUS_CHARACTERS", 700_000)
-    monkeypatch.setattr(module, "STEPS", 100)
-    monkeypatch.setattr(module, "FIT", module.FIT | {"tokens": 16384, "steps": 25})
+    monkeypatch.setattr(module, "STEPS", 70)
+    monkeypatch.setattr(module, "FIT", module.FIT | {"tokens": 8192, "steps": 15})
     monkeypatch.setattr(module, "resolve_recipe", lambda name, flags: resolve(name, flags | less))
 
 

@@ -72,10 +72,12 @@ def imported() -> dict[str, Callable]:
     """The other ways by name, once all that they want is imported."""
     import kill_jobs
     import sharded_jobs
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from twellctl import __main__, serve_local
 
     assert __main__, serve_local  # for those that serve
+    get_checkpoint_conversion_mapping("llama")  # 0.2 s, for each that loads a model
     gc.freeze()  # else the garbage collections of each process copy all that was imported
     ways = (begin, end, kill_jobs.fork_and_kill, kill_jobs.fork_and_kill_at, sharded_jobs.fork)
     return {way.__name__: way for way in ways}
