@@ -120,6 +120,18 @@ def test_a_profile_to_stdout(cli, relu_llama, text_file, tmp_path, monkeypatch):
     assert (tmp_path / "file.json").read_text() == out
 
 
+def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "silu").symlink_to(silu_llama)
+    assert cli("convert", "~/silu", "~/relu")[0] == 0
+    assert (tmp_path / "relu" / "config.json").exists()
+    code, _, err = cli("convert", "~/silu", str(tmp_path / "silu"), "--overwrite")
+    assert (code, (tmp_path / "silu" / "config.json").exists()) == (1, True), err
+    code, _, err = cli("generate", "~nobody-here/model", "a prompt")
+    assert code == 1
+    assert "~nobody-here/model" in err[0]
+
+
 @pytest.mark.parametrize("words", ["generate {} a --seed=0 --temperature=1", "--version"])
 def test_a_reader_that_has_had_enough_is_no_failure(started, relu_llama, words):
     """As other tools end behind `| head`: by the number of SIGPIPE, without a word about it."""

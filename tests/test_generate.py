@@ -1,8 +1,10 @@
 """generate on the CPU: what plain transformers writes, its figures, and what it refuses."""
 
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import sys
 from types import SimpleNamespace
@@ -126,6 +128,19 @@ def test_the_command_streams_and_tells(cli, relu_llama, stock, tokenizer):
     assert found, line
     assert (int(found[1]), int(found[2])) == (len(ids), len(known))
     assert 0 < float(found[4]) < 100
+
+
+def test_an_answer_that_ends_before_its_first_word_is_told(
+    cli, relu_llama, stock, tokenizer, tmp_path
+):
+    [first] = stock.tokens(tokenizer.encode(PROMPT), 1)
+    model = shutil.copytree(relu_llama, tmp_path / "model")
+    for file in ("config.json", "generation_config.json"):
+        content = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps(content | {"eos_token_id": first}))
+    code, out, err = cli("generate", model, PROMPT, "--no-chat")
+    assert (code, out.strip()) == (0, "")
+    assert "the model ended its answer at once, without a word" in err
 
 
 def test_a_prompt_from_stdin(cli, relu_llama, monkeypatch):

@@ -31,6 +31,15 @@ def test_folders_that_links_lead_to_are_read(tmp_path):
     assert list(read_texts([str(tmp_path / "a")], "text")) == ["one", "two"]
 
 
+def test_a_path_in_the_home_folder(tmp_path, monkeypatch):
+    """As YAML and --data=~/one.txt give it, which no shell expands."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "one.txt").write_text("one")
+    assert list(read_texts(["~/one.txt"], "text")) == ["one"]
+    with pytest.raises(TwellError, match=r"^~nobody-here/one\.txt does not exist"):
+        text_files(["~nobody-here/one.txt"])
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in (("a.txt", b"so"), ("b.jsonl", rows("so", "and so"))):
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError
+from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.fitting.settings import Fit
@@ -66,12 +67,12 @@ def convert(
     weights' files are copied. The result loads with plain
     `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
-    out, fit = Path(out), Fit(**settings)
+    out, fit = from_home(out), Fit(**settings)
     refuse_wrong(fit)
     if not fit.data and settings.keys() - {"data"}:
         raise UsageError(f"{min(settings.keys() - {'data'})} is of a fit: give it text with data")
     if not fit.data:
-        with claimed(out, overwrite=overwrite, inputs=(Path(model),)) as claim:
+        with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
             checkpoint = _opened(model, revision)
             with claim.staged() as stage:
                 copy_weights(checkpoint, stage)
@@ -95,7 +96,7 @@ def _fitted(
     from twellctl.models.shard_writer import write_shards
     from twellctl.training.processes import in_all, in_the_first
 
-    run, inputs = run_folder(out), [Path(model), *map(Path, fit.data), *text_files(fit.data)]
+    run, inputs = run_folder(out), [*map(from_home, (model, *fit.data)), *text_files(fit.data)]
     world = PartialState(cpu=not torch.cuda.is_available())
     with contextlib.ExitStack() as held:
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from twellctl.bundle.twell_config import FP16, check_twell, least_sharpness
 from twellctl.bundle.twell_fp8_config import QUANTIZE, quantization_config
 from twellctl.errors import TwellError, UsageError, encodable
+from twellctl.files.home import from_home
 from twellctl.files.outputs import staged
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
@@ -72,7 +73,7 @@ def export(
     from twellctl.models.loading import fingerprint
     from twellctl.models.silu_form import choose_form
 
-    out = Path(out)
+    out = from_home(out)
     if quantize not in (None, *QUANTIZE):
         raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
     shard_bytes = None if shard_size is None else parse_size(shard_size)

@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.evaluation.results import AnswerScore
+from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
@@ -136,7 +137,7 @@ def finetune(
     what the run reports. Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that
     `resume` goes on from.
     """
-    out, recipe_file = Path(out), recipe_file or file_of(recipe)
+    out, recipe_file = from_home(out), recipe_file or file_of(recipe)
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")

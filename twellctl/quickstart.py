@@ -28,6 +28,7 @@ from transformers import (
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
+from twellctl.files.home import from_home
 from twellctl.files.outputs import NONE_OF_OURS, is_model_of_ours, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.firing.profiled import save_profile
@@ -95,7 +96,7 @@ def quickstart(
     `note` receives each step; `progress(what)` gives, inside, what receives `(done, total)`; `run`
     what fine-tuning reports.
     """
-    out = Path(out)
+    out = from_home(out)
     if not 0 <= seed < 2**32:
         raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from twellctl.errors import TwellError, UsageError
+from twellctl.files.home import from_home
 from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -90,7 +91,7 @@ def write(
     to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
     replaces what this command wrote, once there is a first line. Raises `TwellError`.
     """
-    out = Path(out)
+    out = from_home(out)
     _check(tokens, max_tokens, temperature, batch_size, seed)
     _check_out(out, overwrite)
     was_there = out.exists()

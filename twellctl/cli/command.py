@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperOption
 
+from twellctl.files.home import from_home
 from twellctl.screens import ui
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder or a hub id.")]
@@ -109,8 +110,9 @@ def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., N
     def run(*, quiet: bool, help_all: bool = False, **given: Any) -> None:
         if quiet:
             ui.be_quiet()
+        paths = {n: from_home(path) for n, path in given.items() if isinstance(path, Path)}
         try:
-            function(**given)
+            function(**given | paths)
         except BrokenPipeError as error:  # the parser would make it a failure
             raise ReaderLeft from error
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.errors import TwellError, UsageError, shown
+from twellctl.files.home import from_home
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json
 from twellctl.models.verdict import Verdict
@@ -62,7 +63,7 @@ def run(
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
     steps = {name: content[name] or {} for name in _MADE if name in content}
-    _take(context, model, Path(out), steps, keep_going)
+    _take(context, model, from_home(out), steps, keep_going)
 
 
 def _take(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
+from twellctl.files.home import from_home
 from twellctl.files.strict_json import parse_json, read_file
 
 SUFFIXES = (".jsonl", ".json")
@@ -77,7 +78,7 @@ def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task, ..
     """
     if not all(paths):
         raise UsageError("an empty name was given for a task: name a file or folder")
-    tasks = [_read_task(file, limit) for path in paths for file in _files(Path(path))]
+    tasks = [_read_task(file, limit) for path in paths for file in _files(from_home(path))]
     for task in tasks:
         if sum(other.name == task.name for other in tasks) > 1:
             raise TwellError(f"two tasks are called {task.name}: rename one of their files")

@@ -18,6 +18,7 @@ from twellctl.bundle.twell_config import (
 )
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
+from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.models.checks import (
     EMBEDDINGS,
@@ -200,9 +201,7 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     """
     if isinstance(model, Checkpoint):
         return model
-    name, path = str(model) or ".", Path(model)
-    if name.startswith("~"):
-        path = path.expanduser()
+    name, path = str(model) or ".", from_home(model)
     if not path.exists():
         path = _download(name, revision)
     elif revision is not None:

@@ -32,6 +32,7 @@ from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.bundle.twell_model import read_as_relu
 from twellctl.bundle.twell_quantizer import with_own_layers
 from twellctl.errors import TwellError, bounded, reason
+from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_file
 from twellctl.models.carried import CHAT_TEMPLATES
 from twellctl.models.checkpoint import Checkpoint
@@ -297,7 +298,7 @@ def load_tokenizer(
         )
         tokenizer("")  # looks at settings that loading does not
     if chat_template is not None:
-        content = read_file(Path(chat_template).expanduser(), MAX_TEMPLATE_BYTES)
+        content = read_file(from_home(chat_template), MAX_TEMPLATE_BYTES)
         tokenizer.chat_template = content.decode(errors="replace")
     if given:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **given)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from twellctl.errors import TwellError, UsageError, reason
+from twellctl.files.home import from_home
 from twellctl.files.strict_json import parse_json
 from twellctl.text.rows import COLUMNS, some
 
@@ -49,7 +50,7 @@ def text_files(paths: list[str]) -> list[Path]:
     for name in paths:
         if not name:
             raise UsageError("an empty name was given for a text: name a file or folder")
-        path = Path(name).expanduser()
+        path = from_home(name)
         if path.is_dir():
             found = sorted(p for p in _files_below(path) if kind_of(p) in SUFFIXES)
             if not found:

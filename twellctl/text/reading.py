@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, UsageError
+from twellctl.files.home import from_home
 from twellctl.text.files import (
     PACKED,
     PIECE,
@@ -50,7 +51,7 @@ def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
     A row has `messages`, or a question as `row_text` knows it (`prompt`, `instruction` and `input`,
     `question`, `query`); its answer is not read. `TwellError` names file and line of what is wrong.
     """
-    path = Path(path).expanduser()
+    path = from_home(path)
     if kind_of(path) not in (".jsonl", ".json", ".parquet"):
         raise UsageError(f"{path} is no jsonl, JSON or parquet file: give one whose rows are asked")
     found = [_asked(row, where) for where, row in read_rows(path, "")]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, UsageError, bounded, shown
+from twellctl.files.home import from_home
 from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
@@ -196,7 +197,7 @@ def file_of(recipe: Recipe | str | Path | None) -> Path | None:
     """The file that `resolve_recipe` reads, if it is one of the user's."""
     if not isinstance(recipe, str | Path) or str(recipe) in recipe_names():
         return None
-    return Path(recipe)
+    return from_home(recipe)
 
 
 def recipe_to_resume(out: Path, resume: bool) -> Path | None:
@@ -210,7 +211,7 @@ def public_recipe(recipe: Recipe) -> Recipe:
 
     A teacher in a folder becomes `UNNAMED_TEACHER`, which no run takes for one.
     """
-    is_local = recipe.teacher not in ("auto", "none") and Path(recipe.teacher).exists()
+    is_local = recipe.teacher not in ("auto", "none") and from_home(recipe.teacher).exists()
     hidden = {"teacher": UNNAMED_TEACHER} if is_local else {}
     return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
 
@@ -247,7 +248,7 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
         )
     from twellctl.training.recipe_file import read_settings
 
-    path = Path(recipe)
+    path = from_home(recipe)
     if str(recipe) in recipe_names():
         path = resource_dir("recipes") / f"{recipe}.yaml"
     if not os.path.exists(path):
