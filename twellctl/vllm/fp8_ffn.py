@@ -3,9 +3,11 @@
 vLLM turns an e4m3 weight `[N, K]` into a view `[K, N]` of the same bytes, with the scales of its
 rows `[N, 1]`: turned back it is what the kernels read. Of W_down they want another layout, which
 is made beside it. Where the kernels do not run, or dense is faster, vLLM's own layers compute; one
-operator hides which, so that a compiled graph holds for both.
+operator hides which, so that a compiled graph holds for both. It hides from vLLM's compiler what
+could be fused around their products, so that is compiled by itself.
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -31,6 +33,7 @@ class TwellFp8FFN(nn.Module):
 
     It takes over the linear layers of `stock`, and so their shards, as `TwellFFN` does. `begin` is
     called with the device when the weights are loaded, and says whether the kernels are used.
+    `compiled`: whether vLLM compiles models.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class TwellFp8FFN(nn.Module):
         slots: int,
         density: float,
         begin: Callable[[torch.device], bool],
+        compiled: bool = False,
     ) -> None:
         super().__init__()
+        self.compiled = compiled
         self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
         self.down_proj.quant_method = _AsStockThen(self.down_proj.quant_method, self._lay)
         self.tile, self.slots, self.density, self.begin = tile, slots, density, begin
@@ -78,9 +83,8 @@ class TwellFp8FFN(nn.Module):
 
     def compute_densely(self, x: Tensor) -> Tensor:
         """The same by vLLM's own linear layers."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        gate, up = gate_up.quant_method.apply(gate_up, x, gate_up.bias).chunk(2, -1)
-        return down.quant_method.apply(down, keep_fired(gate) * up, self._b_down).contiguous()
+        run = _compiled() if self.compiled else _densely
+        return run(x, self.gate_up_proj, self.down_proj, self._b_down)
 
     @property
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
@@ -136,6 +140,16 @@ class _AsStockThen(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.stock.process_weights_after_loading(layer)
         self.then()
+
+
+def _densely(x: Tensor, gate_up: nn.Module, down: nn.Module, b_down: Tensor | None) -> Tensor:
+    gate, up = gate_up.quant_method.apply(gate_up, x, gate_up.bias).chunk(2, -1)
+    return down.quant_method.apply(down, keep_fired(gate) * up, b_down).contiguous()
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_densely, dynamic=True)
 
 
 def _run(x: Tensor, place: Tensor) -> Tensor:

@@ -72,7 +72,10 @@ class _Densely:
 def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> None:
     """Change each gated FFN of `model` for one over TwELL."""
     ffns: dict[str, TwellFFN | TwellFp8FFN] = {}
-    over_twell = TwellFp8FFN if vllm_config.quant_config is not None else TwellFFN
+    over_twell = TwellFFN
+    if vllm_config.quant_config is not None:
+        compiled = bool(vllm_config.compilation_config.mode)
+        over_twell = functools.partial(TwellFp8FFN, compiled=compiled)
 
     @functools.cache
     def begin(device: torch.device) -> bool:
