@@ -1,7 +1,10 @@
 // The threads that run, their blocks, and how they wait for each other.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <string>

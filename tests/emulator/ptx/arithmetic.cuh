@@ -18,6 +18,6 @@ inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
     return bytes;
 }
 
-inline float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
+inline float reciprocal_root(float value) { return 1.f / sqrtf(value); }
 inline float reciprocal(float value) { return 1.f / value; }
-inline float power_of_two(float exponent) { return std::exp2(exponent); }
+inline float power_of_two(float exponent) { return exp2f(exponent); }

@@ -6,23 +6,23 @@ inline unsigned f16_bits(float value) { return bits<unsigned>(static_cast<_Float
 
 inline float e4m3_value(unsigned byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-    const float size = exponent == 15 && mantissa == 7 ? std::nanf("")
-                       : exponent ? std::ldexp(8.f + mantissa, exponent - 10)
-                                  : std::ldexp(static_cast<float>(mantissa), -9);
+    const float size = exponent == 15 && mantissa == 7 ? __builtin_nanf("")
+                       : exponent ? (8.f + mantissa) * exp2f(exponent - 10)
+                                  : mantissa * 0x1p-9f;
     return byte & 128 ? -size : size;
 }
 
 // To nearest, of two as near the even one; what is too large becomes the largest.
 inline unsigned e4m3_rounded(float value) {
     if (value != value) return 0x7f;
-    const float size = std::min(std::fabs(value), 448.f);
+    const float size = min(fabsf(value), 448.f);
     unsigned below = 0x7e;  // the codes lie in the order of their values
     while (e4m3_value(below) > size) --below;
     if (below < 0x7e) {
         const float down = size - e4m3_value(below), up = e4m3_value(below + 1) - size;
         if (up < down || (up == down && below % 2)) ++below;
     }
-    return below | (std::signbit(value) ? 128 : 0);
+    return below | (__builtin_signbit(value) ? 128 : 0);
 }
 
 inline float f16_of(unsigned pair, int half) {
