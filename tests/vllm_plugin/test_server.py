@@ -1,4 +1,4 @@
-"""vLLM's server of OpenAI's API on an export, and the openai client before it."""
+"""`vllm serve` on an export, and the openai client before it."""
 
 import concurrent.futures
 import contextlib
@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers_judge import assert_as_transformers
@@ -22,14 +23,8 @@ def serving(folder, environment, log):
     """vLLM's server in a process of its own, which is over when the block is; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    words = ["--model", folder, "--port", port, "--max-model-len", 256, "--max-num-seqs", STREAMS]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *words,
-        "--enforce-eager",
-    ]
+    words = ["--port", port, "--max-model-len", 256, "--max-num-seqs", STREAMS, "--enforce-eager"]
+    command = [Path(sys.executable).with_name("vllm"), "serve", folder, *words]
     with log.open("w") as file:
         process = subprocess.Popen(
             list(map(str, command)), env=environment, stdout=file, stderr=subprocess.STDOUT
