@@ -1,6 +1,6 @@
 """serve-local: answers that follow a JSON schema, and that leave others as they are."""
 
-import importlib.util
+import importlib.metadata
 import json
 
 import openai
@@ -71,12 +71,16 @@ def test_a_schema_that_is_none_is_refused(client, schema, said):
     assert complete(client, max_tokens=1).choices  # the server goes on
 
 
-def test_without_the_library_it_is_refused_by_name(client, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "llguidance" else find(name)
-    )
-    with pytest.raises(openai.BadRequestError, match=r"response_format .* pip install llguidance"):
+@pytest.mark.parametrize("version", [None, "1.7.6"])
+def test_without_the_library_or_with_an_old_one_it_is_refused(client, monkeypatch, version):
+    def told(name: str) -> str:
+        assert name == "llguidance"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", told)
+    with pytest.raises(openai.BadRequestError, match=r"response_format .* 'llguidance>=1\.9'"):
         chat(client, response_format=FORM)
 
 

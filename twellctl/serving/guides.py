@@ -4,7 +4,7 @@ https://github.com/guidance-ai/llguidance says which of JSON Schema it knows. An
 with given tokens.
 """
 
-import importlib.util
+import importlib.metadata
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +17,7 @@ _OBJECT = {"type": "object"}
 # Between two words of JSON: a space, or a new line and its indent. A model that may go on with
 # spaces may never stop.
 _HOW = {"whitespace_pattern": r"( |\n {0,24})?"}
+_LEAST = (1, 9)  # older ones do not read _HOW
 
 
 def parse_format(given: Any) -> dict[str, Any] | None:
@@ -43,8 +44,9 @@ class Guides:
 
     def __call__(self, schema: dict[str, Any]) -> Callable[[], "SchemaGuide"]:
         """What gives each text its guide; `ApiError` for a schema that is none."""
-        if importlib.util.find_spec("llguidance") is None:
-            raise unsupported(FIELD, "this server has no llguidance: pip install llguidance")
+        if not _has_llguidance():
+            why = "no llguidance here is new enough"
+            raise unsupported(FIELD, f"{why}: pip install 'llguidance>=1.9'")
         from llguidance import LLMatcher
 
         known = self._vocabulary()
@@ -71,6 +73,14 @@ class Guides:
                     backend.to_str(), n_vocab=self._vocab_size, eos_token=self._ends
                 )
         return self._known
+
+
+def _has_llguidance() -> bool:
+    try:
+        found = importlib.metadata.version("llguidance")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, found.split(".")[:2])) >= _LEAST
 
 
 class SchemaGuide:
