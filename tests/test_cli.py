@@ -130,6 +130,15 @@ def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_pa
     code, _, err = cli("generate", "~nobody-here/model", "a prompt")
     assert code == 1
     assert "~nobody-here/model" in err[0]
+    assert cli("convert", "a\0b", "out") == (
+        2,
+        "",
+        ["error: 'a\\x00b' is no path: it holds a NUL character"],
+    )
+    named = tmp_path / "\udcff"
+    named.symlink_to(silu_llama)
+    code, _, err = cli("export", str(named), str(tmp_path / "exported"))
+    assert (code, "not UTF-8: rename the folder" in err[0]) == (1, True), err
 
 
 @pytest.mark.parametrize("words", ["generate {} a --seed=0 --temperature=1", "--version"])

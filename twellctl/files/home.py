@@ -3,7 +3,14 @@
 import os
 from pathlib import Path
 
+from twellctl.errors import UsageError, shown
+
 
 def from_home(path: str | Path) -> Path:
-    """`path`, its ~ or ~user replaced by the home folder, if there is such a user."""
+    """`path`, its ~ or ~user replaced by the home folder, if there is such a user.
+
+    `UsageError` for what the system takes for no path.
+    """
+    if "\0" in str(path):
+        raise UsageError(f"{shown(str(path))} is no path: it holds a NUL character")
     return Path(os.path.expanduser(path))

@@ -17,7 +17,7 @@ from twellctl.bundle.twell_config import (
     stays_silu,
 )
 from twellctl.bundle.twell_fp8_config import is_fp8
-from twellctl.errors import TwellError, UsageError, bounded, reason, shown
+from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.models.checks import (
@@ -206,6 +206,8 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
         path = _download(name, revision)
     elif revision is not None:
         raise UsageError(f"{name} is a local folder, which has no --revision {revision}")
+    if encodable(str(path)) != str(path):
+        raise TwellError(f"{name}: safetensors reads no path that is not UTF-8: rename the folder")
     _refuse_adapter(name, path)
     if not (path / "config.json").is_file():
         why = other_weights(path) or "has no config.json: give a model folder of transformers"
