@@ -136,13 +136,16 @@ def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
         assert "batch-size: 4" in card_of(tmp_path / name)[1]
 
 
-def test_what_was_not_measured_is_not_there(silu_llama, tmp_path):
+def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
     convert(silu_llama, tmp_path / "relu")
     front, text = card_of(tmp_path / "relu")
     assert "model-index" not in front
     assert "## What it writes\n\nNobody has measured it: " in text
-    for title in ("Losses", "Tasks", "Recipe"):
+    for title in ("Losses", "Tasks", "Speed", "Recipe"):
         assert f"## {title}" not in text
+    found = profile(tmp_path / "relu", str(text_file), windows=2, seq_len=16)
+    export(tmp_path / "relu", tmp_path / "out", profile=found)
+    assert "## Speed\n\nNot measured." in card_of(tmp_path / "out")[1]
 
 
 def test_a_base_on_a_hub_is_named(sparse, tmp_path):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from twellctl.convert import convert
+from twellctl.dry_run import OnSeveral, _on_several
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
@@ -295,17 +296,18 @@ def test_a_count_of_processes_that_is_no_number(monkeypatch, name):
         as_launched(Recipe())
 
 
-@pytest.mark.parametrize(("room", "sharded"), [(1, False), (-1, True)])
-def test_what_takes_half_of_the_memory_is_sharded(sources, monkeypatch, room, sharded):
+def test_what_several_gpus_would_hold(sources, monkeypatch):
     checkpoint = open_checkpoint(sources[False])
     least = least_bytes(checkpoint, Recipe())
-    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least + room)
-    monkeypatch.setattr(memory, "is_one_of_several", lambda: True)
-    monkeypatch.setattr(memory, "broadcast_object_list", lambda decision: None)
-    assert memory.is_to_be_sharded(checkpoint, Recipe()) == sharded
-    assert memory.is_to_be_sharded(checkpoint, Recipe(shard="always"))
-    assert not memory.is_to_be_sharded(checkpoint, Recipe(shard="never"))
-    assert not memory.is_to_be_sharded(checkpoint, Recipe(lora_rank=2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least + 1)
+    assert _on_several(checkpoint, Recipe()) == (OnSeveral(2, least, False),)
+    forced = _on_several(checkpoint, Recipe(shard="always"))
+    assert forced == tuple(OnSeveral(n, least // n, True) for n in (2, 4, 8))
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least - 1)
+    assert _on_several(checkpoint, Recipe()) == forced
+    assert not _on_several(checkpoint, Recipe(shard="never"))[0].is_sharded
+    assert not _on_several(checkpoint, Recipe(lora_rank=2))[0].is_sharded
 
 
 def test_lora_is_not_sharded():

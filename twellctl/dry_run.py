@@ -1,10 +1,14 @@
 """twellctl finetune --dry-run: what a run would take, before it begins.
 
-Time and memory are measured on a few of its steps; of several processes all take them.
+Time and memory are measured on a few of its steps.
+
+Of several processes all take them, and nothing is tried again: what is short of memory in one ends
+all. In one process it is computed what several GPUs would hold.
 
 Nothing is written. The steps are real ones on the first of the run's own text, with the teacher and
 the optimizer; of a step that accumulates, two parts, the second of which has the gradients of the
-first beside it. Where weights, gradients and optimizer alone are too much, nothing is loaded.
+first beside it. What does not fit is tried again in less memory until something does, and that is
+said; where weights, gradients and optimizer alone are too much, nothing is loaded for it.
 """
 
 import dataclasses
@@ -28,6 +32,7 @@ from transformers import TrainerCallback
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
+from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.arguments import micro_batch, steps_of
@@ -35,10 +40,11 @@ from twellctl.training.build import build_trainer, for_model
 from twellctl.training.launcher import as_launched
 from twellctl.training.memory import (
     least_bytes,
+    shards_on_several,
     total_bytes,
 )
 from twellctl.training.optimizer import slow_on_cpu
-from twellctl.training.processes import check_same, from_all, in_all, is_one_of_several
+from twellctl.training.processes import check_same, from_all, in_all
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, public_recipe, settings
 from twellctl.training.runs import check_alike, held_out_fraction, split_blocks
@@ -50,14 +56,25 @@ STEPS = 5
 
 
 @dataclass(frozen=True)
+class OnSeveral:
+    """What each of `num_gpus` holds before the first block: some rows of all, or all."""
+
+    num_gpus: int
+    least_bytes: int
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
 class DryRun:
     """What a run would take, and of what `memory`.
 
     `passes` are those over the text, about, from the size of its files; so are `num_steps` of
     epochs. `peak_bytes` is the most that was allocated in a process, on a CPU by all of it;
     `total_bytes` is what the GPU has, or the system could give a process. `checkpoint_bytes` are
-    those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `config` names the
-    model's config.json or a folder with it, `density` is the target's, None without one.
+    those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what
+    runs of one process would take in several. `changes` are the settings without which it does not
+    fit. `config` names the model's config.json or a folder with it, `density` is the target's, None
+    without one.
     """
 
     num_steps: int
@@ -71,8 +88,10 @@ class DryRun:
     memory: str
     config: str
     density: float | None
+    changes: dict[str, object]
     num_processes: int = 1
     is_sharded: bool = False
+    on_several: tuple[OnSeveral, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -91,7 +110,7 @@ def dry_run(
 ) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
 
-    `note` receives what is worth knowing; `doing` what lasts.
+    `note` receives what does not fit, as it is found; `doing` what lasts.
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
@@ -110,7 +129,11 @@ def dry_run(
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
         blocks, text_tokens = _first_blocks(checkpoint, recipe, Path(folder))
-        measured = _measured(checkpoint, recipe, blocks, Path(folder), note, doing)
+        how = checkpoint, recipe, blocks, Path(folder)
+        if world.num_processes > 1:
+            changes, measured = {}, _measure_together(*how, doing)
+        else:
+            changes, measured = _measure_what_fits(*how, note, doing)
     _free()
     num_steps = steps_of(recipe, text_tokens / recipe.seq_len)
     num_tokens = num_steps * recipe.step_tokens
@@ -122,7 +145,9 @@ def dry_run(
         memory=_memory(),
         config=checkpoint.origin,
         density=None if recipe.l1_schedule == "constant" else recipe.density,
+        changes=changes,
         num_processes=world.num_processes,
+        on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
         **measured,
     )
 
@@ -157,6 +182,24 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
     return np.resize(blocks, (count, recipe.seq_len)), text_tokens
 
 
+def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
+    """Changes of the recipe, none first, each of less memory than the one before."""
+    yield {}
+    size = min(recipe.micro_batch_size, recipe.batch_size)
+    while size > 1:  # a large model takes half a minute to load: about half as much each time
+        size = max(n for n in range(1, size // 2 + 1) if recipe.batch_size % n == 0)
+        yield {"micro_batch_size": size}
+    so_far: dict[str, object] = {"micro_batch_size": 1}
+    for name, value in (
+        ("gradient_checkpointing", True),
+        ("param_dtype", "bfloat16"),
+        ("lora_rank", 16),
+    ):
+        if not getattr(recipe, name) or name == "param_dtype":
+            so_far = so_far | {name: value}
+            yield so_far
+
+
 def _memory() -> str:
     return "GPU memory" if torch.cuda.is_available() else "memory"
 
@@ -168,65 +211,107 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _measured(
+def _measure_what_fits(
     checkpoint: Checkpoint,
     recipe: Recipe,
     blocks: np.ndarray,
     folder: Path,
     note: Callable[[str], None],
     doing: Callable[[str], None],
-) -> dict[str, object]:
-    """What `_measure` finds; `TwellError` where it does not fit."""
-    total, least, alone = total_bytes(), least_bytes(checkpoint, recipe), not is_one_of_several()
-    if not (alone and least > total):
+) -> tuple[dict[str, object], dict[str, object]]:
+    """(the changes without which it does not fit, what `_measure` found with them).
+
+    A model is loaded once for all sizes of its batch, a large one takes half a minute.
+    """
+    total, trainer, loaded, least = total_bytes(), None, None, 0
+    for changes in _in_less_memory(recipe):
+        changed = dataclasses.replace(recipe, **changes)
+        least = least_bytes(checkpoint, changed)
+        if least > total:
+            continue
+        how = dataclasses.replace(changed, micro_batch_size=1)
+        if how == loaded and trainer is None:
+            continue  # not even its model fitted
         try:
-            doing("loading the model")
-            trainer = _build(checkpoint, recipe, blocks, folder)
-            if alone and (said := slow_on_cpu(trainer.model, recipe.optimizer, recipe.step_tokens)):
-                note(said)
-            return _measure(trainer, recipe, doing)
+            if how != loaded:
+                trainer, loaded = None, how
+                _free()
+                doing("loading the model")
+                trainer = _build(checkpoint, changed, blocks, folder)
+                step_tokens = recipe.step_tokens
+                if said := slow_on_cpu(trainer.model, recipe.optimizer, step_tokens):
+                    note(said)
+            return changes, _measure(trainer, changed, blocks, doing)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
+        note(f"out of {_memory()} {f'with {as_flags(changes)}' if changes else 'as asked'}")
+        if trainer is not None:
+            trainer.drop_parts()
+        _free()
     raise TwellError(
-        f"out of {_memory()} as asked: weights, gradients, optimizer and teacher take "
-        f"{least / 2**30:.1f} GiB of {total / 2**30:.1f} before the first block; lower "
-        "--micro-batch-size, then add --gradient-checkpointing, --param-dtype bfloat16 or "
-        "--lora-rank 16, or take more GPUs"
+        f"out of {_memory()} even with {as_flags(changes)}: that takes {least / 2**30:.1f} GiB "
+        "before the first block; take a machine with more of it, or a smaller model"
     )
+
+
+def _measure_together(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    blocks: np.ndarray,
+    folder: Path,
+    doing: Callable[[str], None],
+) -> dict[str, object]:
+    """What `_measure` finds in several processes, as asked."""
+    doing("loading the model")
+    try:
+        return _measure(_build(checkpoint, recipe, blocks, folder), recipe, blocks, doing)
+    except torch.OutOfMemoryError as error:
+        raise TwellError(
+            f"out of {_memory()} in {PartialState().num_processes} processes as asked: take more "
+            "GPUs, lower --micro-batch-size, or add --gradient-checkpointing"
+        ) from error
+
+
+def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    least = least_bytes(checkpoint, recipe)
+    if not shards_on_several(checkpoint, recipe):
+        return (OnSeveral(2, least, False),)
+    return tuple(OnSeveral(count, least // count, True) for count in (2, 4, 8))
 
 
 def _build(
     checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
 ) -> SparseTrainer:
-    """For `STEPS` steps of at most two parts."""
-    num_processes = PartialState().num_processes
-    micro, parts = micro_batch(recipe, num_processes)
-    together = min(2, parts) * micro * num_processes
     short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None}
-    short |= {"batch_size": together, "micro_batch_size": micro}
+    short["batch_size"] = recipe.micro_batch_size * PartialState().num_processes
     short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
     probe = dataclasses.replace(recipe, **short)
-    data = Blocks(blocks[: STEPS * together]), None
-    return build_trainer(
-        checkpoint, choose_teacher(checkpoint, recipe), probe, folder, data, Progress()
-    )
+    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)
+    return build_trainer(checkpoint, teacher, probe, folder, data, Progress())
 
 
 def _measure(
-    trainer: SparseTrainer, recipe: Recipe, doing: Callable[[str], None]
+    trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray, doing: Callable[[str], None]
 ) -> dict[str, object]:
-    """Of its steps."""
-    _, parts = micro_batch(recipe, PartialState().num_processes)
+    """Of some steps of a trainer that may have taken steps of other sizes before."""
+    num_processes = PartialState().num_processes
+    micro, parts = micro_batch(recipe, num_processes)
+    probed = min(2, parts)
+    taken = blocks[: STEPS * probed * micro * num_processes]
+    trainer.take_batches(Blocks(taken), micro, probed)
     trainer.muon.allocate()  # else recorded parts would have gone before it, and not count again
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     clock = _Clock(trainer, doing)
+    trainer.remove_callback(_Clock)
     trainer.tell_first(clock)
     try:
         trainer.train()
     finally:
         trainer.drop_captured()
-    seconds = clock.step_seconds() + (parts - min(2, parts)) * clock.part_seconds()
+    seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()
     return {
         "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "checkpoint_bytes": _checkpoint_bytes(trainer) if recipe.save_steps else 0,
@@ -285,3 +370,9 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def as_flags(changes: dict[str, object]) -> str:
+    """Settings as they are written on a command line."""
+    flags = ((f"--{flag_name(name)}", value) for name, value in changes.items())
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)

@@ -20,6 +20,7 @@ from twellctl.files.outputs import staged
 from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
+from twellctl.models.card_speed import read_bench
 from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
@@ -58,6 +59,7 @@ def export(
     *,
     profile: str | Path | Profile | None = None,
     evaluation: str | Path | None = None,
+    bench: str | Path | None = None,
     quantize: str | None = None,
     shard_size: str | int | None = None,
     overwrite: bool = False,
@@ -66,7 +68,7 @@ def export(
     """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
 
     Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
-    --json' file, go into the model card.
+    --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
     `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row.
     `shard_size` ("2GB", or bytes) is that of the files of weights. Raises `TwellError`.
     """
@@ -77,7 +79,7 @@ def export(
     if quantize not in (None, *QUANTIZE):
         raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
     shard_bytes = None if shard_size is None else parse_size(shard_size)
-    files = model, profile, evaluation
+    files = model, profile, evaluation, bench
     inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
@@ -85,12 +87,13 @@ def export(
         checkpoint.require_relu()
         measured = read_profile(profile) if isinstance(profile, str | Path) else profile
         twell = checkpoint.twell
-        is_measured = bool(profile or evaluation)
+        is_measured = bool(profile or evaluation or bench)
         weights = fingerprint(checkpoint) if is_measured else ""  # it reads every weight
         if measured is not None:
             label = "the profile" if measured is profile else profile
             twell = _completed(checkpoint, measured, label, weights)
         judged = evaluation and read_evaluation(Path(evaluation), weights)
+        timed = bench and read_bench(Path(bench), weights, quantize)
         if quantize is not None:
             origin = checkpoint.hub_id or checkpoint.path.resolve().name
             twell = twell | {"rounded_from": encodable(origin)}
@@ -102,7 +105,7 @@ def export(
         config |= _write_weights_and_bundle(checkpoint, stage, form, quantize, shard_bytes)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
-        write_card(stage, out.name, checkpoint.path, measured, judged or None)
+        write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
     if evaluation is None and not checkpoint.is_only_converted:
         note(
             "nobody has measured what this model writes, beyond what finetune did: 'twellctl eval "

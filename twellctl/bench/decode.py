@@ -29,7 +29,7 @@ from twellctl.decoding.engine import SCREENED
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.models.loading import fingerprint, load_model, load_tokenizer
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
 
@@ -266,4 +266,5 @@ def _open_model(
     model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
     models = in_precisions(model, settings.quantize)
     described = model_facts(checkpoint.name, models.bf16)
+    described["fingerprint"] = fingerprint(checkpoint)
     return Subject(models, prompts.tolist(), described, synthetic=False)

@@ -168,11 +168,12 @@ def finetune(
     ui.doing("loading PyTorch and transformers")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
     if dry_run:
+        from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
         tried = try_out(model, settings, ui.note, ui.doing)
         if is_first:
-            tried_out(tried)
+            tried_out(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
     from twellctl.screens.run import RunScreen
@@ -193,6 +194,10 @@ def export(
     evaluation: Annotated[
         Path | None,
         typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Speeds of this 'bench decode --json' file for the model card."),
     ] = None,
     quantize: Annotated[
         str | None,
@@ -224,6 +229,7 @@ def export(
             out,
             profile=profile,
             evaluation=evaluation,
+            bench=bench,
             quantize=quantize,
             shard_size=shard_size,
             overwrite=overwrite,

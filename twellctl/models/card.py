@@ -18,6 +18,7 @@ from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, front_matter
+from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
@@ -95,11 +96,13 @@ are a linear map of what it reads. They are not counted below."""
 
 @dataclass(frozen=True)
 class Figures:
-    """What is known of a model: how its fine-tuning ended, its profile, and the JSON of `eval`."""
+    """What is known of a model: how its fine-tuning ended, its profile, and the JSON of `eval` and
+    of `bench decode`."""
 
     report: dict[str, Any]
     profile: Profile | None = None
     evaluation: dict[str, Any] | None = None
+    bench: dict[str, Any] | None = None
 
 
 def write_card(
@@ -108,15 +111,16 @@ def write_card(
     source: Path,
     profile: Profile | None = None,
     evaluation: dict[str, Any] | None = None,
+    bench: dict[str, Any] | None = None,
 ) -> None:
     """Write the card of the model in `folder`, which is called `name` and was made from `source`.
 
-    Its figures come from `profile` and `evaluation`, else from what `folder` itself holds.
+    Its figures come from `profile`, `evaluation` and `bench`, else from what `folder` itself holds.
     """
     name = " ".join(encodable(name).splitlines())
     word = shlex.quote(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    figures = Figures(_report(folder), profile, evaluation)
+    figures = Figures(_report(folder), profile, evaluation, bench)
     base = config["twell"].get("source")
     stock = next(map(str, config.get("architectures") or ()), "")
     stock = stock if stock.isidentifier() and stock.isascii() else "class"
@@ -180,6 +184,7 @@ def _sections(figures: Figures) -> Iterable[str]:
         "What it writes": _written(figures),
         "Losses": _losses(figures),
         "Tasks": _tasks(figures.evaluation),
+        "Speed": speed(figures.bench) if figures.bench else figures.profile and UNTIMED,
         "Recipe": _recipe(figures.report),
     }
     return (f"\n## {title}\n\n{text}\n" for title, text in named.items() if text)

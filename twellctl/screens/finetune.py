@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.eval import of_own
 
@@ -29,8 +30,8 @@ def finetuned(result: Any) -> None:
     ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
 
 
-def tried_out(result: Any) -> None:
-    """What a run would take (a `DryRun`)."""
+def tried_out(result: Any, changes: str) -> None:
+    """What a run would take (a `DryRun`); `changes` as flags."""
     again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
     tokens = f"{result.num_tokens} tokens{again}"
     ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
@@ -40,6 +41,8 @@ def tried_out(result: Any) -> None:
     )
     peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
     ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
+    for plan in result.on_several:
+        ui.say(_on_several(plan))
     if result.checkpoint_bytes:
         size = result.checkpoint_bytes / 1e9
         ui.say(
@@ -48,6 +51,8 @@ def tried_out(result: Any) -> None:
     if result.density is not None:
         shape = f"--config {ui.word(result.config)} --density {result.density:g}"
         ui.say(f"its speed, measured with random weights: twellctl bench decode {shape}")
+    if changes:
+        raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
 
 
 def _over_processes(result: Any) -> str:
@@ -55,3 +60,11 @@ def _over_processes(result: Any) -> str:
         return ""
     share = "some rows of student, teacher and optimizer" if result.is_sharded else "a replica"
     return f", the most of {result.num_processes} processes; each holds {share}"
+
+
+def _on_several(plan: Any) -> str:
+    """Before the first block, of an `OnSeveral`."""
+    size = f"{plan.least_bytes / 2**30:.1f} GiB each before the first block"
+    if plan.is_sharded:
+        return f"on {plan.num_gpus} such GPUs: sharded, {size}"
+    return f"on {plan.num_gpus} or more such GPUs: a replica on each, {size}"

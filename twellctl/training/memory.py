@@ -33,12 +33,19 @@ def least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
 
 
 def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
-    """Whether this run shards its models over its processes, by `--shard`; the same in all."""
-    if not is_one_of_several() or recipe.lora_rank or recipe.shard == "never":
+    """Whether this run shards its models over its processes; the same in all of them."""
+    if not is_one_of_several():
         return False
-    decision = [recipe.shard == "always" or not replica_fits(checkpoint, recipe)]
+    decision = [shards_on_several(checkpoint, recipe)]
     broadcast_object_list(decision)
     return decision[0]
+
+
+def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
+    """Whether several processes of this machine's memory would shard, as `--shard` says."""
+    if recipe.lora_rank or recipe.shard == "never":
+        return False
+    return recipe.shard == "always" or not replica_fits(checkpoint, recipe)
 
 
 def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:

@@ -1,0 +1,85 @@
+"""What a model card says of speed: steps as bench decode timed them."""
+
+from pathlib import Path
+from typing import Any
+
+from twellctl.errors import TwellError, reason
+from twellctl.files.strict_json import read_json
+from twellctl.models.card_table import cell, is_plain, table
+
+BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
+UNTIMED = "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
+FASTER = 1.02  # times as fast: less is no gain
+
+
+def read_bench(path: Path, fingerprint: str, quantize: str | None) -> dict[str, Any]:
+    """A 'bench decode --json' file of the weights with that `fingerprint`, rounded by `quantize`.
+
+    `TwellError` if it is none.
+    """
+    rounded = f" --quantize {quantize}" if quantize else ""
+    again = f"write it with 'twellctl bench decode MODEL --data FILE{rounded} --json FILE', of the "
+    again += "model that is exported"
+    found = read_json(path, again)
+    if found.get("command") != "bench decode" or found.get("schema_version") != BENCH_VERSION:
+        raise TwellError(f"{path} is no bench of decoding that this twellctl reads: {again}")
+    try:
+        is_of_it = found["models"][0]["model"].get("fingerprint") == fingerprint
+        is_rounded_so = found["settings"]["quantize"] == quantize
+        speed(found)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise TwellError(
+            f"{path} is no whole bench of decoding ({reason(error)}): {again}"
+        ) from error
+    if not is_of_it:
+        raise TwellError(f"{path} is of another model: {again}")
+    if not is_rounded_so:
+        raise TwellError(f"{path} is of weights in another precision: {again}")
+    return found
+
+
+def speed(bench: dict[str, Any]) -> str:
+    """The text of the section: a table of steps.
+
+    In words where nothing is gained over dense weights of the same dtype.
+    """
+    measured, place = bench["models"][0], _place(bench["device"], bench["versions"])
+    in_fp8 = bench["settings"]["quantize"] == "fp8"
+    rows, gains = [], []
+    for point in measured["points"]:
+        dense = point["forms"]["dense"]
+        row = [point["batch"], f"{dense['steps_per_second']:.4g}", *4 * "-"]
+        for form in point["forms"].values():
+            if form["kind"] == "twell":
+                over, over_fp8 = form["over_dense"], form["over_fp8"]
+                row[2:] = _steps(form), _times(over), _times(over_fp8), f"{form['density']:.2%}"
+                gains.append(over_fp8 if in_fp8 and over_fp8 is not None else over)
+        rows.append(row)
+    columns = ["rows", "dense bf16, steps a second", "TwELL, steps a second"]
+    columns += ["times dense bf16", "times dense FP8", "neurons that fire"]
+    parts = [
+        f"Steps of twellctl's decode engine, weights in {'FP8' if in_fp8 else 'bf16'}, and of its "
+        f"dense forms, by\n`twellctl bench decode` on one {place}:",
+        table(columns, rows),
+    ]
+    if not gains:
+        why = str(measured["without_twell"])
+        parts.append(f"TwELL was not run there{f': {why}' if is_plain(why) else ''}.")
+    elif max(gains) < FASTER:
+        parts.append("Being sparse makes no step of it faster there.")
+    return "\n\n".join(parts)
+
+
+def _steps(form: dict[str, Any]) -> str:
+    """A second, and by which of the engine's forms."""
+    chosen = form["chosen"]
+    return f"{form['steps_per_second']:.4g}{f' ({chosen})' if chosen else ''}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _place(device: str, versions: dict[str, str]) -> str:
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return cell(f"{device} ({software})")
