@@ -16,7 +16,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
-from twellctl.firing.grouping import text_windows
+from twellctl.firing.grouping import grouped_windows
 from twellctl.generate import generate
 from twellctl.here.resources import bundle_files
 from twellctl.models import loading
@@ -175,7 +175,7 @@ def test_a_text_that_is_read_begins_as_one_that_is_served(with_bos, text_file):
     (tokens,) = token_stream(["<s>def f"], with_bos)  # as a chat template may write it
     assert tokens.tolist() == [eos, bos, *plain]
     assert encode_text(with_bos, "<s>def f") == encode_text(with_bos, "def f") == [bos, *plain]
-    windows = text_windows([str(text_file)], "text", with_bos, 4, 16)
+    windows = grouped_windows([str(text_file)], "text", with_bos, 4, 16)
     assert windows.ids[:, 0].tolist() == [bos] * 4
 
 

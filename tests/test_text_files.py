@@ -11,7 +11,7 @@ import pytest
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import read_tasks
-from twellctl.firing.grouping import text_windows
+from twellctl.firing.grouping import grouped_windows
 from twellctl.text import files, reading
 from twellctl.text.blocks import spread_windows, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
@@ -192,7 +192,7 @@ def test_a_small_file_of_large_rows_is_read_a_little_at_a_time(tmp_path, tokeniz
     large = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000), ["x " * 100_000])
     table = pyarrow.table({"text": large})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    windows = text_windows([str(tmp_path / "a.parquet")], "text", tokenizer, 2, 64)
+    windows = grouped_windows([str(tmp_path / "a.parquet")], "text", tokenizer, 2, 64)
     assert windows.ids.shape == (2, 64)
 
 
