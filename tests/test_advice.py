@@ -36,10 +36,9 @@ def test_small_layers_promise_no_decoding(monkeypatch, density, prompts):
     assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in first
 
 
-OF_TWO_KINDS = dataclasses.replace(
-    SPARSE,
-    by_kind=(SPARSE.by_kind[0], dataclasses.replace(SPARSE.by_kind[1], density=0.02)),
-)
+def changed(which: dict, **more):
+    layers = (dataclasses.replace(LAYER, **which), *SPARSE.layers[1:])
+    return dataclasses.replace(SPARSE, layers=layers, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,28 @@ OF_TWO_KINDS = dataclasses.replace(
         (profiles.profile(profiles.layer(0.3)), "30.0 % of the neurons fire: too many for a gain."),
         (profiles.profile(profiles.layer(0.2)), "fine-tune with a lower --density"),
         (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
-        (OF_TWO_KINDS, "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %"),
+        (
+            changed({"density": 0.2, "nnz_mean": 200.0}),
+            "Layer 0 fires more than 3 times the mean",
+        ),
+        (changed({"slots": 256}), "Layer 0 needs all 256 slots of a tile"),
+        (changed({"nnz_p99": 200}), "In layer 0 one token in a hundred fires more than 8 times"),
+        (
+            changed({}, by_position=(dataclasses.replace(SPARSE.by_position[0], density=0.05),)),
+            "The first token of a window fires 5.00 % of the neurons, 5.0 times the mean",
+        ),
+        (
+            changed(
+                {},
+                by_kind=(
+                    SPARSE.by_kind[0],
+                    dataclasses.replace(SPARSE.by_kind[1], density=0.02),
+                ),
+            ),
+            "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %",
+        ),
+        (changed({"dead": 900}), "4096 tokens are few to call them dead"),
+        (changed({"dead": 900}, tokens=10**6, text_tokens=10**6), "They cost memory and no time"),
     ],
 )
 def test_sentences_come_when_they_are_true(found, sentence):

@@ -68,7 +68,7 @@ def test_every_setting_is_a_keyword(relu_llama, text_file, tmp_path):
     page = found._repr_html_()
     assert all(f'<th scope="col">{name}</th>' in page for name in ("nnz mean", "dead", "slots"))
     assert f"<td>{found.density:.4g}</td>" in page
-    assert "<h4>by kind</h4>" in page
+    assert "<h4>by position</h4>" in page
 
 
 def test_keywords_win_over_a_recipe(tmp_path):

@@ -76,6 +76,10 @@ def densities_of(gates, picked) -> list[float]:
     return [count / (int(picked.sum()) * gates[0].shape[-1]) for count in fired]
 
 
+def position_ranges(found) -> list[tuple[int, int]]:
+    return [(part.first, part.last) for part in found.by_position]
+
+
 @pytest.fixture
 def kinds_of_text(tmp_path, text_file) -> dict[str, list]:
     """Files and folders, by kind; all so short that windows span two kinds."""
@@ -124,15 +128,20 @@ def test_parts_are_those_counted_by_hand(
     kinds = [kind for start in starts for kind in kinds[start : start + 48]]
     assert len({tuple(kinds[i : i + 48]) for i in range(0, 960, 48)}) > 3  # some span two kinds
 
+    ranges = [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 47)]
+    assert position_ranges(found) == ranges
+    positions = torch.arange(48).repeat(20)
+    expected = [(positions >= first) & (positions <= last) for first, last in ranges]
     assert [part.kind for part in found.by_kind] == ["code", "notes", "chat"]
-    expected = [torch.tensor([kind == k for k in kinds]) for kind in ("code", "notes", "chat")]
-    for part, picked in zip(found.by_kind, expected, strict=True):
+    expected += [torch.tensor([kind == k for k in kinds]) for kind in ("code", "notes", "chat")]
+    for part, picked in zip((*found.by_position, *found.by_kind), expected, strict=True):
         densities = densities_of(gates, picked)
         assert part.tokens == int(picked.sum()) > 0
         assert part.layers == tuple(densities)
         assert part.density == pytest.approx(sum(densities) / 2, rel=1e-12)
-    mean = sum(part.tokens * part.density for part in found.by_kind) / found.tokens
-    assert mean == pytest.approx(found.density, rel=1e-12)
+    for parts in (found.by_position, found.by_kind):
+        mean = sum(part.tokens * part.density for part in parts) / found.tokens
+        assert mean == pytest.approx(found.density, rel=1e-12)
 
 
 def test_kinds_change_nothing_else(relu_llama, kinds_of_text):
@@ -144,6 +153,16 @@ def test_kinds_change_nothing_else(relu_llama, kinds_of_text):
     assert named.by_kind[0].density == pytest.approx(named.density, rel=1e-12)
     rest = {"data": (), "by_kind": ()}
     assert dataclasses.replace(apart, **rest) == dataclasses.replace(named, **rest)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranges"),
+    [(1, [(0, 0)]), (2, [(0, 0), (1, 1)]), (5, [(0, 0), (1, 1), (2, 3), (4, 4)])],
+)
+def test_positions_end_with_the_window(relu_llama, text_file, seq_len, ranges):
+    found = profile(relu_llama, [str(text_file)], windows=3, seq_len=seq_len)
+    assert position_ranges(found) == ranges
+    assert [part.tokens for part in found.by_position] == [3 * (b - a + 1) for a, b in ranges]
 
 
 def test_names_of_kinds(relu_llama, kinds_of_text, tmp_path, monkeypatch):
@@ -318,6 +337,8 @@ def test_command_shows_a_table(relu_llama, text_file, tmp_path):
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "overflow" in done.stdout
+    assert "density by position" in done.stdout
+    assert "16-23" in done.stdout
     assert "kind of text" not in done.stdout
     assert read_profile(saved).windows == 3
     refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])

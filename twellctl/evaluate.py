@@ -15,7 +15,7 @@ from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.text import refuse_other_tokenizer, score_text
 from twellctl.evaluation.windows import facts, window_length
-from twellctl.firing.grouping import TextWindows, kind_and_path, text_windows
+from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
 from twellctl.text.reading import read_prompts, read_texts
@@ -141,7 +141,7 @@ def _agreement(
     subjects: Sequence[Subject],
     asked: Sequence[list[dict[str, str]]],
     wrote: Sequence[Wrote],
-    text: TextWindows | None,
+    text: GroupedWindows | None,
     progress: Progress,
 ) -> AnswerScore | None:
     """On the answers to `asked`, else on those to tasks, else on what follows in the text."""
@@ -172,13 +172,13 @@ def _windows(
     text_column: str,
     windows: int,
     seq_len: int | None,
-) -> TextWindows:
+) -> GroupedWindows:
     """Windows of the text that all `subjects` can read."""
     # at least 2: one token has no next one
     lengths = [window_length(one.checkpoint, windows, seq_len, least=2) for one in subjects]
     own = subjects[0]
     vocabulary = own.checkpoint.config.get("vocab_size")
-    return text_windows(data, text_column, own.tokenizer, windows, min(lengths), vocabulary)
+    return grouped_windows(data, text_column, own.tokenizer, windows, min(lengths), vocabulary)
 
 
 def _check_tokenizers(subjects: Sequence[Subject], data: list[str], text_column: str) -> None:

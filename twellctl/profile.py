@@ -1,7 +1,7 @@
 """twellctl profile: how many neurons fire, by layer, and the slots that a packed gate needs.
 
 Windows at even strides through the text are run through the dense model. All counts are exact.
-Density by kind of text is counted in the same pass.
+Density by position in the window and by kind of text is counted in the same pass.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
-from twellctl.firing.grouping import text_windows
+from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import Profile
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import (
@@ -43,7 +43,7 @@ def profile(
     tokenizer = load_tokenizer(checkpoint)
     data = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
     vocabulary = checkpoint.config.get("vocab_size")
-    text = text_windows(data, text_column, tokenizer, windows, seq_len, vocabulary)
+    text = grouped_windows(data, text_column, tokenizer, windows, seq_len, vocabulary)
 
     device = device or default_device()
     loaded = load_model(checkpoint, dtype=dtype_for(device), device=device)
@@ -51,7 +51,7 @@ def profile(
         checkpoint,
         loaded,
         text,
-        lambda ids, numbers: loaded.base_model(input_ids=ids, use_cache=False),
+        lambda ids, groups: loaded.base_model(input_ids=ids, use_cache=False),
         progress,
     )
     layers = tuple(count.summary() for count in counts)
@@ -66,6 +66,7 @@ def profile(
         intermediate_size=checkpoint.own_neurons,
         tile=checkpoint.twell["tile"],
         layers=layers,
+        by_position=text.by_position(counts),
         by_kind=text.by_kind(counts),
         text_tokens=text.text_tokens,
     )

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.errors import TwellError
 from twellctl.evaluation.results import KindScore, TextResult, TextScore
 from twellctl.evaluation.windows import count_windows
-from twellctl.firing.grouping import TextWindows
+from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.head_loss import HeadLoss
 
@@ -20,7 +20,7 @@ def score_text(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
-    text: TextWindows,
+    text: GroupedWindows,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextResult:
     """Loss and density of `model`, the one of `checkpoint`, and its agreement with `reference`.
@@ -59,9 +59,10 @@ class _Scores:
     """Sums by kind of text: cross-entropy and, of a reference, its own, KL and equal first."""
 
     def __init__(
-        self, model: PreTrainedModel, reference: PreTrainedModel | None, text: TextWindows
+        self, model: PreTrainedModel, reference: PreTrainedModel | None, text: GroupedWindows
     ):
         self.heads = [HeadLoss(made) for made in (model, reference) if made is not None]
+        self.groups_of_a_kind = text.num_groups // len(text.kinds)
         size = (len(text.kinds), 1 if reference is None else 4)
         self.sums = torch.zeros(size, dtype=torch.float64, device=model.device)
         self.tokens = torch.zeros(len(text.kinds), dtype=torch.int64, device=model.device)
@@ -74,11 +75,11 @@ class _Scores:
         """(tokens `[kinds]`, sums `[kinds, 1 or 4]`) up to now, on the CPU."""
         return self.tokens.cpu(), self.sums.cpu()
 
-    def read(self, ids: Tensor, numbers: Tensor) -> None:
+    def read(self, ids: Tensor, groups: Tensor) -> None:
         """Add the windows `ids` `[B, S]`; a prediction is of the kind of the token it is for."""
         states = [head.states(ids) for head in self.heads]
         targets = ids[:, 1:].flatten()
-        kinds = numbers[:, 1:].flatten()
+        kinds = groups[:, 1:].flatten() // self.groups_of_a_kind
         for some in self.heads[0].logit_rows(len(targets)):
             log_p = [
                 head.logits(state[some]).float().log_softmax(-1)

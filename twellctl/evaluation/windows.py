@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.firing.counts import FiredMeter, LayerCount
-from twellctl.firing.grouping import TextWindows
+from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.version import __version__
 
@@ -22,33 +22,32 @@ Read = Callable[[Tensor, Tensor], object]
 def count_windows(
     checkpoint: Checkpoint,
     model: PreTrainedModel,
-    text: TextWindows,
+    text: GroupedWindows,
     read: Read,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[LayerCount]:
     """What fires in each layer of `model`, the one of `checkpoint`, in all windows of `text`.
 
-    `read(ids, numbers)`, both int64 `[B, S]` on the model's device, runs the model on some windows,
+    `read(ids, groups)`, both int64 `[B, S]` on the model's device, runs the model on some windows,
     once. `progress(done, total)` receives windows. `TwellError` if a gate is not finite.
     """
     tile, size, device = checkpoint.twell["tile"], checkpoint.own_neurons, model.device
     layers = range(checkpoint.ffn.num_layers)
-    counts = [LayerCount(size, tile, device, len(text.kinds)) for _ in layers]
+    counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
 
     def look(layer: int, hidden: Tensor) -> None:
         counts[layer].look(hidden)
 
     batch_size, done = max(1, BATCH_TOKENS // text.ids.shape[1]), 0
-    parts = zip(text.ids.split(batch_size), text.numbers.split(batch_size), strict=True)
-    for ids, numbers in parts:
-        ids, numbers = ids.to(device), numbers.to(device)
-        rows = numbers.flatten()
+    for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
+        ids, groups = ids.to(device), groups.to(device)
+        rows = groups.flatten()
 
         def count(layer: int, gate: Tensor, active: Tensor, rows: Tensor = rows) -> None:
             counts[layer].add(gate, active, rows)
 
         with FiredMeter(model, count, look):
-            read(ids, numbers)
+            read(ids, groups)
         done += len(ids)
         progress(done, len(text.ids))
     _refuse_not_finite(checkpoint, counts)

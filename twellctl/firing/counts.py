@@ -60,29 +60,31 @@ class FiredMeter:
 
 
 class LayerCount:
-    """What fired in one layer: by neuron, by kind of text, histograms of nnz and the fullest tile.
+    """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile.
 
     `intermediate_size` counts the model's own neurons, which come first. Those of a map behind them
     fill tiles, and are not counted elsewhere.
     """
 
-    def __init__(self, intermediate_size: int, tile: int, device: torch.device, num_kinds: int = 0):
+    def __init__(
+        self, intermediate_size: int, tile: int, device: torch.device, num_groups: int = 0
+    ):
         self.intermediate_size, self.tile = intermediate_size, tile
-        self.by_kind = torch.zeros(num_kinds, dtype=torch.int64, device=device)
+        self.by_group = torch.zeros(num_groups, dtype=torch.int64, device=device)
         self.by_neuron = torch.zeros(intermediate_size, dtype=torch.int64, device=device)
         self.nnz = torch.zeros(intermediate_size + 1, dtype=torch.int64, device=device)
         self.fullest = torch.zeros(tile + 2, dtype=torch.int64, device=device)
         self.largest = torch.zeros(2, device=device)  # gate and hidden value, by their size
 
-    def add(self, gate: Tensor, active: Tensor, kinds: Tensor | None = None) -> None:
-        """Count rows `[M, N]`: the gate before and after its activation, `kinds` int64 `[M]`."""
+    def add(self, gate: Tensor, active: Tensor, groups: Tensor | None = None) -> None:
+        """Count rows `[M, N]`: the gate before and after its activation, `groups` int64 `[M]`."""
         fired = active != 0
         own = fired[:, : self.intermediate_size]
         nnz = own.sum(-1)
         self.by_neuron += own.sum(0)
         self.nnz += nnz.bincount(minlength=len(self.nnz))
-        if kinds is not None:
-            self.by_kind.index_add_(0, kinds, nnz)
+        if groups is not None:
+            self.by_group.index_add_(0, groups, nnz)
         tiles = F.pad(fired, (0, -fired.shape[-1] % self.tile)).unflatten(-1, (-1, self.tile))
         fullest = tiles.sum(-1).amax(-1)
         # whatever the slots, a row that is not finite is heavy
@@ -112,10 +114,12 @@ class LayerCount:
         avoidable = (beyond - self.not_finite)[SLOTS_STEP::SLOTS_STEP]
         fit = (avoidable <= MAX_OVERFLOW * num_rows).nonzero().flatten()
         slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
-        p50, p99 = (int((reached < p * num_rows).sum()) for p in (0.5, 0.99))
+        p10, p50, p90, p99 = (int((reached < p * num_rows).sum()) for p in (0.1, 0.5, 0.9, 0.99))
         return LayerProfile(
             nnz_mean=mean,
+            nnz_p10=p10,
             nnz_p50=p50,
+            nnz_p90=p90,
             nnz_p99=p99,
             nnz_max=int(nnz.nonzero().max()),
             density=mean / self.intermediate_size,

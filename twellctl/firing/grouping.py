@@ -1,4 +1,8 @@
-"""Windows of text, and of which kind each token is: what fires is counted by kind."""
+"""Where in the text neurons fire: by kind of text and by position in the window.
+
+The group of a token is its kind and the bucket of its position: 0, 1, 2-3, 4-7 and on by powers of
+two. While the model runs, only one sum a group and layer is kept (`LayerCount.by_group`).
+"""
 
 import os
 import re
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twellctl.firing.counts import LayerCount
-from twellctl.firing.profiled import KindDensity
+from twellctl.firing.profiled import KindDensity, PositionDensity
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts, text_files
 from twellctl.text.tokens import opening_of
@@ -21,36 +25,65 @@ _MOST_READ = 1000
 
 
 @dataclass(frozen=True)
-class TextWindows:
-    """Token ids and the number of the kind of each, both int64 `[windows, seq_len]`.
+class GroupedWindows:
+    """Token ids and the group of each, both int64 `[windows, seq_len]`, of these `kinds`.
 
     `text_tokens` are those of the whole text; of fewer than the windows hold, windows overlap.
     """
 
     ids: Tensor
-    numbers: Tensor
+    groups: Tensor
     kinds: tuple[str, ...]
     text_tokens: int
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.kinds) * self._num_buckets
+
+    @property
+    def _num_buckets(self) -> int:
+        return _bucket(self.ids.shape[1] - 1) + 1
+
+    def by_position(self, counts: Sequence[LayerCount]) -> tuple[PositionDensity, ...]:
+        """The density of each bucket of positions; `counts` have added all windows."""
+        fired, tokens = (sums.sum(-2) for sums in self._sums(counts))
+        size, last = counts[0].intermediate_size, self.ids.shape[1] - 1
+        return tuple(
+            PositionDensity.of(
+                fired[:, bucket].tolist(),
+                int(tokens[bucket]),
+                size,
+                first=1 << bucket >> 1,
+                last=min((1 << bucket) - 1, last),
+            )
+            for bucket in range(self._num_buckets)
+        )
+
     def by_kind(self, counts: Sequence[LayerCount]) -> tuple[KindDensity, ...]:
         """The density of each kind of text; `counts` have added all windows."""
-        fired = torch.stack([count.by_kind for count in counts]).cpu()
-        tokens = self.numbers.flatten().bincount(minlength=len(self.kinds))
+        fired, tokens = (sums.sum(-1) for sums in self._sums(counts))
         size = counts[0].intermediate_size
         return tuple(
-            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind)
+            KindDensity.of(fired[:, number].tolist(), int(tokens[number]), size, kind=kind)
             for number, kind in enumerate(self.kinds)
         )
 
+    def _sums(self, counts: Sequence[LayerCount]) -> tuple[Tensor, Tensor]:
+        """What fired `[layers, kinds, buckets]`, and tokens `[kinds, buckets]`."""
+        fired = torch.stack([count.by_group for count in counts]).cpu()
+        tokens = self.groups.flatten().bincount(minlength=self.num_groups)
+        shape = len(self.kinds), self._num_buckets
+        return fired.unflatten(-1, shape), tokens.unflatten(-1, shape)
 
-def text_windows(
+
+def grouped_windows(
     data: Sequence[str],
     text_column: str,
     tokenizer: Any,
     windows: int,
     seq_len: int,
     vocabulary: int | None = None,
-) -> TextWindows:
+) -> GroupedWindows:
     """The windows of `spread_windows` over all of `data`, in the order given.
 
     Each of `data` is a file or folder, or NAME=FILE; those of equal names are one kind. Of each
@@ -69,15 +102,21 @@ def text_windows(
             numbers.append(np.full_like(tokens, kinds.index(kind)))
             if (left := left - len(tokens)) <= 0:
                 break
+    buckets = torch.tensor([_bucket(position) for position in range(seq_len)])
+    first_groups = spread_windows(numbers, windows, seq_len) * (_bucket(seq_len - 1) + 1)
     spread = spread_windows(ids, windows, seq_len)
     if opening := opening_of(tokenizer):  # no text without it is ever served
         spread[:, 0] = opening[0]
-    return TextWindows(
+    return GroupedWindows(
         spread,
-        spread_windows(numbers, windows, seq_len),
+        first_groups + buckets,
         tuple(kinds),
         sum(map(len, ids)),
     )
+
+
+def _bucket(position: int) -> int:
+    return position.bit_length()
 
 
 def kind_and_path(entry: str) -> tuple[str, str]:

@@ -33,31 +33,49 @@ class LayerProfile:
     dead: int
     slots: int
     overflow: float
+    nnz_p10: int
+    nnz_p90: int
     largest_gate: float
     largest_hidden: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindDensity:
-    """The density of the tokens of one kind of text: mean of the layers, and by layer.
+class PartDensity:
+    """The density of some tokens: mean of the layers, and by layer; all None for no tokens."""
 
-    All None for no tokens.
-    """
-
-    kind: str
     tokens: int
     density: float | None
     layers: tuple[float | None, ...]
 
     @classmethod
-    def of(cls, fired: list[int], tokens: int, intermediate_size: int, kind: str) -> Self:
+    def of(cls, fired: list[int], tokens: int, intermediate_size: int, **which: Any) -> Self:
         """From the neurons that fired in each layer, summed over the tokens."""
         places = tokens * intermediate_size
         if not places:
-            return cls(kind=kind, tokens=tokens, density=None, layers=(None,) * len(fired))
+            return cls(tokens=tokens, density=None, layers=(None,) * len(fired), **which)
         layers = tuple(count / places for count in fired)
         density = sum(fired) / (places * len(fired))
-        return cls(kind=kind, tokens=tokens, density=density, layers=layers)
+        return cls(tokens=tokens, density=density, layers=layers, **which)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionDensity(PartDensity):
+    """At positions `first` to `last` of a window, counted from 0, both included."""
+
+    first: int
+    last: int
+
+    @property
+    def span(self) -> str:
+        """Like "0" or "8-15"."""
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindDensity(PartDensity):
+    """In text of one kind."""
+
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,7 @@ class Profile(Shown):
     intermediate_size: int
     tile: int
     layers: tuple[LayerProfile, ...]
+    by_position: tuple[PositionDensity, ...]
     by_kind: tuple[KindDensity, ...]
     text_tokens: int
 

@@ -1,11 +1,15 @@
 """What to make of a profile or of a run, in sentences. Each names the figure that it rests on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from twellctl.firing.profiled import Profile
+from twellctl.firing.profiled import LayerProfile, Profile
 
+FEW_TOKENS = 50_000  # too few to call a neuron dead
+MANY_DEAD = 0.05
+UNEVEN = 3.0  # times the mean
 FEWER_KINDS = 1.5  # times as dense as the sparsest kind of text
+HEAVY = 8.0  # times the median: the density of one token in a hundred
 PREFILL, DECODE = 0.02, 0.05  # densities from which on dense was as fast on an H200, the latter
 # for 16 sequences side by side; one alone gains far above it
 TOO_MANY = 0.2  # by reckoning: above DECODE nothing was measured
@@ -15,6 +19,7 @@ MET = 1.1  # times the target
 # teacher solves (591 executed tasks)
 BAD_LOSS, BAD_KL = 0.1, 0.09
 LOSSES = ("cross_entropy", "teacher_cross_entropy", "teacher_kl")
+MOST_NAMED = 6  # layers, by their numbers
 
 
 def percent(share: float) -> str:
@@ -28,7 +33,10 @@ def percent(share: float) -> str:
 
 def of_profile(profile: Profile) -> list[str]:
     """About a measured model, what matters most first."""
-    return [*_density(profile), *_kinds(profile)]
+    rules: tuple[Callable[[Profile], Iterator[str]], ...] = (
+        _density, _uneven, _slots, _heavy, _start, _kinds, _dead
+    )  # fmt: skip
+    return [said[0].upper() + said[1:] for rule in rules for said in rule(profile)]
 
 
 def of_run(report: dict[str, Any]) -> list[str]:
@@ -84,6 +92,43 @@ def _density(profile: Profile) -> Iterator[str]:
         yield f"{percent(density)} of the neurons fire: few enough for prompts and for decoding."
 
 
+def _uneven(profile: Profile) -> Iterator[str]:
+    ratios = [layer.density / profile.density if profile.density else 0 for layer in profile.layers]
+    dense = [number for number, ratio in enumerate(ratios) if ratio > UNEVEN]
+    if dense:
+        yield (
+            f"{_layers(dense, 'fires', 'fire')} more than {UNEVEN:g} times the mean, and so "
+            f"{'gains' if len(dense) == 1 else 'gain'} least."
+        )
+
+
+def _slots(profile: Profile) -> Iterator[str]:
+    full = _numbers(profile, lambda layer: layer.slots >= profile.tile)
+    if full:
+        yield (
+            f"{_layers(full, 'needs', 'need')} all {profile.tile} slots of a tile: the packed gate "
+            "is no smaller than the dense one there."
+        )
+
+
+def _heavy(profile: Profile) -> Iterator[str]:
+    heavy = _numbers(profile, lambda layer: layer.nnz_p99 > HEAVY * max(1, layer.nnz_p50))
+    if heavy:
+        yield (
+            f"In {_layers(heavy, '', '')}one token in a hundred fires more than {HEAVY:g} times "
+            "the median. The fullest tokens set the slots."
+        )
+
+
+def _start(profile: Profile) -> Iterator[str]:
+    first = profile.by_position[0].density if profile.by_position else None
+    if first and first > UNEVEN * profile.density:
+        yield (
+            f"The first token of a window fires {percent(first)} of the neurons, "
+            f"{first / profile.density:.1f} times the mean: very short prompts gain less."
+        )
+
+
 def _kinds(profile: Profile) -> Iterator[str]:
     kinds = sorted((p for p in profile.by_kind if p.density), key=lambda part: part.density)
     if len(kinds) > 1 and kinds[-1].density > FEWER_KINDS * kinds[0].density:
@@ -92,3 +137,27 @@ def _kinds(profile: Profile) -> Iterator[str]:
             f"neurons, {kinds[0].kind} {percent(kinds[0].density)}: profile the text that you will "
             "serve before export."
         )
+
+
+def _dead(profile: Profile) -> Iterator[str]:
+    if profile.dead_fraction <= MANY_DEAD:
+        return
+    said = f"{percent(profile.dead_fraction)} of the neurons fired on no token."
+    if profile.distinct_tokens < FEW_TOKENS:
+        yield f"{said} {profile.distinct_tokens} tokens are few to call them dead: read more text."
+    else:
+        yield f"{said} They cost memory and no time."
+
+
+def _numbers(profile: Profile, picked: Callable[[LayerProfile], bool]) -> list[int]:
+    return [number for number, layer in enumerate(profile.layers) if picked(layer)]
+
+
+def _layers(numbers: list[int], one: str = "is", many: str = "are") -> str:
+    """Like "layer 3 is", "layers 0, 1 and 7 are" and, of many, "12 layers are"."""
+    if len(numbers) == 1:
+        return f"layer {numbers[0]} {one}"
+    if len(numbers) > MOST_NAMED:
+        return f"{len(numbers)} layers {many}"
+    *others, last = map(str, numbers)
+    return f"layers {', '.join(others)} and {last} {many}"

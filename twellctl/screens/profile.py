@@ -8,7 +8,7 @@ from twellctl.screens import ui
 
 
 def profiled(result: Any, saved_as: Any = None) -> None:
-    """The figures of a `Profile`: a line a layer and, of several, a kind of text."""
+    """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
     from twellctl.screens.advice import of_profile  # that --help need not load it
 
     rows = []
@@ -25,12 +25,9 @@ def profiled(result: Any, saved_as: Any = None) -> None:
     )
     note_overlap(result.distinct_tokens, result.tokens)
     ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would be heavy")
+    _densities("position", [(part.span, part) for part in result.by_position])
     if len(result.by_kind) > 1:
-        rows = []
-        for part in result.by_kind:
-            density = "-" if part.density is None else f"{part.density:.2%}"
-            rows.append([escape(part.kind), str(part.tokens), density])
-        ui.table("density by kind of text", ["kind of text", "tokens", "density"], rows)
+        _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     for said in of_profile(result):
@@ -46,3 +43,12 @@ def note_overlap(text_tokens: int, tokens: int) -> None:
     """Of a text of so many tokens, whose windows hold so many."""
     if text_tokens < tokens:
         ui.note(f"the text has {text_tokens} tokens: its windows overlap")
+
+
+def _densities(what: str, parts: list[tuple[str, Any]]) -> None:
+    """Named `PartDensity`s, a line each: means over the layers."""
+    rows = [
+        [escape(name), str(part.tokens), "-" if part.density is None else f"{part.density:.2%}"]
+        for name, part in parts
+    ]
+    ui.table(f"density by {what}", [what, "tokens", "density"], rows)
