@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from packed import pack
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from twellctl.bundle.twell_format import pack
 from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError

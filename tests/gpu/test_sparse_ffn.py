@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from packed import pack
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_run
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
-from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_format import fires, keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import launch_gate_pack
