@@ -29,7 +29,7 @@ QUICK = {
 PIPELINE = """
 model: {model}
 out: {out}
-write: {{tokens: 400, max-tokens: 20, batch-size: 8}}
+write: {{prompts: "{prompts}", max-tokens: 20, batch-size: 8}}
 convert: {{data: "{text}", tokens: 1024, seq-len: 32, steps: 4, step-tokens: 64, eval-windows: 2}}
 finetune: {{data: ["{text}", "{out}/answers.jsonl"], max-steps: 6, seq-len: 32, batch-size: 4,
   eval-blocks: 2, save-steps: 1}}
@@ -71,8 +71,10 @@ def whole(model, text, out, overwrite):
 
 def piped(model, text, out, overwrite):
     """`twellctl run`, all steps."""
-    file = Path(f"{out}.yaml")
-    file.write_text(PIPELINE.format(model=model, text=text, out=out), encoding="utf-8")
+    file, prompts = Path(f"{out}.yaml"), Path(text).parent / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "What is {i}?"}}\n' for i in range(20)))
+    steps = PIPELINE.format(model=model, text=text, prompts=prompts, out=out)
+    file.write_text(steps, encoding="utf-8")
     get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
 
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections import OrderedDict
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,7 +162,7 @@ def _progress(how: dict) -> Progress:
     if "kill_at" in how:
         _act_at(how["kill_at"], _kill)
     if "full_at" in how:
-        _act_at(how["full_at"], _fill)
+        _act_at(how["full_at"], _fill_behind_what_is_written)
     return Progress()
 
 
@@ -171,6 +172,12 @@ def _kill(*given) -> None:
 
 def _fill() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (999, -1))
+
+
+def _fill_behind_what_is_written(trainer) -> None:
+    if trainer._writer._writing:
+        wait([trainer._writer._writing])
+    _fill()
 
 
 def _fill_after(count: int) -> None:
@@ -191,7 +198,7 @@ def _act_at(step: int, act) -> None:
 
     def acting(trainer, interrupted):
         if trainer.state.global_step == step:
-            act()
+            act(trainer)
         return finish(trainer, interrupted)
 
     ShardedTrainer.finish_step = acting
