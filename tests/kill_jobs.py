@@ -58,7 +58,7 @@ def whole(model, text, out, overwrite):
 
     def write_corpus(folder):
         lines = Path(text).read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / "train.jsonl").write_text("".join(lines[1:6]))
+        (folder / "train.jsonl").write_text("".join(lines[1:] * 4))
         (folder / "val.jsonl").write_text(lines[0])
 
     resolve = quickstart_module.resolve_recipe
