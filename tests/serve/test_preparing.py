@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -150,3 +152,15 @@ def test_a_server_ends_though_a_prompt_is_never_ready(tokenizer):
     goes_on.set()
     thread.join()
     assert left
+
+
+def test_no_thread_here_keeps_the_process_from_ending():
+    """As where a tokenizer is in the midst of megabytes, which nothing can stop."""
+    code = (
+        "import asyncio, time\n"
+        "from twellctl.serving.preparing import in_daemon_thread\n"
+        "async def main():\n"
+        "    in_daemon_thread(lambda: time.sleep(60))\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=40)
