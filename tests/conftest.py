@@ -64,7 +64,9 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    return None if Path("/dev/nvidia0").exists() else "no GPU: the tests of tests/gpu are left out"
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return None
+    return "no GPU: the tests of tests/gpu are left out"
 
 
 def pytest_collection_modifyitems(config, items):

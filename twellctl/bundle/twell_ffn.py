@@ -41,8 +41,8 @@ from .twell_train import define_operators, define_training, plain_train_ffn
 from .twell_ways import Way, dense_products
 from .twell_weights import FFN
 
-# unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: some
-# 3 ms of dense products on an H200, below which the host is the slower one), below this density
+# unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: with a
+# quarter of it the host was the slower one in a small model, LAB.md), below this density
 TRAINED_FROM, TRAINED_BELOW = 10**11, 0.015
 
 

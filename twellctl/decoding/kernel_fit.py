@@ -144,11 +144,7 @@ def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
 def own_neurons(ffn: nn.Module) -> int:
     """How many of its neurons have gates of their own: all but those of a map."""
     first, *second = gate_and_up(ffn)
-    of_gate = [
-        first.weight,
-        first.bias,
-        getattr(first, "weight_scale", None),
-    ]  # the last one in FP8
+    of_gate = first.weight, first.bias, getattr(first, "weight_scale", None)  # this one in FP8
     parts = [part for part in of_gate if part is not None]
     if not second:
         parts = [part.chunk(2)[0] for part in parts]

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from twellctl.files.strict_json import to_json
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
 
@@ -17,7 +19,7 @@ _OBJECT = {"type": "object"}
 # Between two words of JSON: a space, or a new line and its indent. A model that may go on with
 # spaces may never stop.
 _HOW = {"whitespace_pattern": r"( |\n {0,24})?"}
-_LEAST = (1, 9)  # older ones do not read _HOW
+_LEAST = Version("1.9")  # older ones do not read _HOW
 
 
 def parse_format(given: Any) -> dict[str, Any] | None:
@@ -80,7 +82,7 @@ def _has_llguidance() -> bool:
         found = importlib.metadata.version("llguidance")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return tuple(map(int, found.split(".")[:2])) >= _LEAST
+    return Version(found) >= _LEAST
 
 
 class SchemaGuide:
