@@ -39,7 +39,7 @@ def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, bias: b
     ffn = FFN(*weights, None, None, b_down)
     x, penalty = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(1)
     kernels = Launches()
-    y, _, _, kept = forward(kernels, H200, x, ffn, 16)
+    y, _, kept = forward(kernels, H200, x, ffn, 16)
     assert y.shape == x.shape
     run = functools.partial(backward, kernels, H200, x, ffn, torch.zeros_like(x), penalty, kept)
     return kernels.made, run(16, wanted, dtype)
@@ -108,7 +108,7 @@ def test_both_passes_stay_within_their_memory(slots, monkeypatch):
     monkeypatch.setattr(kernels, "launch", lambda *args, **how: None)  # it holds no arguments
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        y, _, _, kept = forward(kernels, H200, x, ffn, slots)
+        y, _, kept = forward(kernels, H200, x, ffn, slots)
         grads = backward(kernels, H200, x, ffn, grad_y, penalty, kept, slots, Wanted())
     assert y.shape == grads.x.shape
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -152,14 +152,13 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 def test_the_penalty_is_as_good_as_part_of_the_loss():
     leaves = plain_problem()
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
-    y, hidden_sum, fired = train_ffn(*leaves, penalty=torch.tensor(0.3))
+    y, fired = train_ffn(*leaves, penalty=torch.tensor(0.3))
     found = gradients((y**2).sum(), leaves)
     gate = x @ w_gate.t() + b_gate
     hidden = gate.relu() * (x @ w_up.t() + b_up)
     loss = ((hidden @ w_down.t() + b_down) ** 2).sum() + 0.3 * hidden.abs().sum()
     for one, wanted in zip(found, gradients(loss, leaves), strict=True):
         torch.testing.assert_close(one, wanted)
-    assert hidden_sum.item() == pytest.approx(hidden.abs().sum().item(), rel=1e-5)
     assert fired.item() == (gate > 0).sum().item()
 
 

@@ -15,7 +15,7 @@
 // two of its token (quantise_rows.cu).
 //
 // `hidden_kept` does the same as `hidden`, and keeps what the backward pass needs: of each pair, by
-// its place in `pairs`, gate | up << 16; and the sum of |h| of each block, float32 [blocks].
+// its place in `pairs`, gate | up << 16.
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
@@ -25,7 +25,6 @@
 #include "tile/lists.cuh"
 #include "tile/powers.cuh"
 #include "tile/round_masks.cuh"
-#include "tile/warp.cuh"
 
 namespace {
 
@@ -103,29 +102,14 @@ struct Scaled {
 
 // What is done with a pair beside; nothing in inference.
 struct Leave {
-    __device__ __forceinline__ void pair(unsigned, unsigned, unsigned, unsigned) {}
-    __device__ __forceinline__ void finish() {}
+    __device__ __forceinline__ void pair(unsigned, unsigned, unsigned) const {}
 };
 
 struct Keep {
     unsigned* kept;
-    float* block_sums;
-    float sum;  // of |h|, the lane's
 
-    __device__ __forceinline__ void pair(unsigned place, unsigned gate, unsigned up, unsigned h) {
-        kept[place] = gate | up << 16;
-        sum += fabsf(bf16_value(h));
-    }
-
-    __device__ __forceinline__ void finish() {
-        __shared__ float warp_sums[kWarps];
-        sum = sum_over_lanes(sum);
-        if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
-        __syncthreads();
-        if (threadIdx.x > 0) return;
-        float all = 0;
-        for (int warp = 0; warp < kWarps; ++warp) all += warp_sums[warp];
-        block_sums[blockIdx.y * gridDim.x + blockIdx.x] = all;
+    __device__ __forceinline__ void pair(unsigned place, unsigned gate, unsigned up) const {
+        __stcg(kept + place, gate | up << 16);  // a plain store spills a register
     }
 };
 
@@ -152,7 +136,7 @@ __device__ __forceinline__ void gather_parts(float (&sums)[4], const uint4& link
 template <class Scales, class Also>
 __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& record,
                                                  const uint4& link, int first_column,
-                                                 const Scales& scales, Also& also) {
+                                                 const Scales& scales, const Also& also) {
     float sums[4] = {};
     int range = 0;
     for (; range + 4 <= from.ranges; range += 4)
@@ -170,7 +154,7 @@ __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& 
                 sums[i] += bf16_value(__ldg(from.b_up + first_column + (code & COLUMN_MASK)));
             const unsigned gate = h[i], up = bf16_bits(sums[i]);
             h[i] = scales.hidden(gate, up, token);
-            also.pair(element(link, i), gate, up, h[i]);
+            also.pair(element(link, i), gate, up);
         }
     }
     return make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
@@ -179,7 +163,7 @@ __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& 
 template <class Scales, class Also>
 __device__ __forceinline__ void gather_all(const Sums& from, const Rounds& rounds, int num,
                                            int num_panels, int panel_rows, const Scales& scales,
-                                           Also& also) {
+                                           const Also& also) {
     const int lane = threadIdx.x % 32;
     for (int q = blockIdx.x * kWarps + threadIdx.x / 32; q < num; q += gridDim.x * kWarps) {
         const int end = __ldg(rounds.num_rounds + q) * ROUND_RECORDS;
@@ -299,7 +283,7 @@ template <class Scales, class Also>
 __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin, int end,
                                                 int num_panels, const unsigned short* staged,
                                                 unsigned first, unsigned num, bool make_masks,
-                                                const Scales& scales, Also& also) {
+                                                const Scales& scales, const Also& also) {
     const int lane = threadIdx.x % 32;
     RecordCursor cursor(rounds, begin + threadIdx.x / 32, end);
     Record behind = load_record(rounds, cursor, end, lane);
@@ -321,7 +305,7 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
                 const unsigned gate = h[i], up = staged[at];
                 const unsigned code = half_of(record.values.z, record.values.w, i);
                 h[i] = of_group.hidden(gate, up, code >> COLUMN_BITS);
-                also.pair(element(record.link, i), gate, up, h[i]);
+                also.pair(element(record.link, i), gate, up);
             }
         }
         if (here.at + lane < here.num_records)
@@ -340,7 +324,6 @@ __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& roun
     const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
     if (room == 0) {
         gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows, scales, also);
-        also.finish();
         return;
     }
     const int tile = blockIdx.x, num_neuron_groups = (N + NEURONS - 1) / NEURONS;
@@ -359,7 +342,6 @@ __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& roun
                         scales, also);
         __syncthreads();
     }
-    also.finish();
 }
 
 }  // namespace

@@ -327,17 +327,6 @@ def test_heavy_rows(kernels, num, biases, N, K):
     np.testing.assert_allclose(found[rows], wanted[0], rtol=2**-8, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize(("start", "num"), [(0, 0), (0, 5), (8, 20), (16, 20)])
-def test_tally(kernels, start, num):
-    rng = np.random.default_rng(9)
-    hidden = integers(rng, 8, 264)
-    count = torch.full((1,), num, dtype=torch.int32, device=DEVICE)
-    sums = torch.full((3,), float("nan"), device=DEVICE)
-    kernels.launch("tally", (3,), 256, (on_device(hidden), count, start, 8, 264, sums))
-    rows = max(0, min(8, num - start))
-    assert sums.sum().item() == np.abs(from_bf16(hidden[:rows])).sum()
-
-
 @pytest.mark.parametrize(("M", "num"), [(1, 1), (70, 0), (70, 1), (1000, 37), (1000, 1000)])
 def test_heavy_rows_are_put_in_order(kernels, M, num):
     rows = np.random.default_rng(10).permutation(M).astype(np.int32)

@@ -254,15 +254,14 @@ def _trained(
     penalty = torch.full((1,), PENALTY, device=x.device)
 
     def dense(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-        """y, and the sum of |h|, as `train_ffn` gives them."""
-        hidden = F.relu(F.linear(x, w_gate)) * F.linear(x, w_up)
-        hidden_sum = hidden.detach().abs().sum(-1, dtype=torch.float32).sum()
-        return F.linear(AddL1Gradient.apply(hidden, penalty), w_down), hidden_sum
+        """y, and how many fired, as `train_ffn` gives them."""
+        gate = F.relu(F.linear(x, w_gate))
+        hidden = AddL1Gradient.apply(gate * F.linear(x, w_up), penalty)
+        return F.linear(hidden, w_down), (gate.detach() != 0).sum(-1).sum()
 
     def twell(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         how = {"density": density, "sources": own_kernels(), "route": "twell"}
-        y, hidden_sum, _ = train_ffn(*tensors, penalty=penalty, **how)
-        return y, hidden_sum
+        return train_ffn(*tensors, penalty=penalty, **how)
 
     def both(run: Callable, weights: FfnWeights, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *weights.split[:3])]

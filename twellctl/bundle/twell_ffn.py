@@ -164,17 +164,17 @@ def train_ffn(
     sources: str = "",
     route: str = "auto",
     density: float | None = None,
-    plain: Callable[..., tuple[Tensor, Tensor, Tensor]] = plain_train_ffn,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y as of `sparse_ffn`, the sum of |h| over tokens and neurons, how many fired), for training.
+    plain: Callable[..., tuple[Tensor, Tensor]] = plain_train_ffn,
+) -> tuple[Tensor, Tensor]:
+    """(y as of `sparse_ffn`, how many fired), for training.
 
-    `h = relu(gate) * up`. The gradient of `penalty` times that sum is added to the gradients, as if
-    it were part of the loss. `penalty` is one number: a tensor, so that a compiled graph does not
-    depend on its value, or a float. The two scalars have no gradient, and there is no second
-    derivative. Weights may be fp32 under
-    autocast; their gradients are fp32 then. Without a route of its own, and without TWELL_ROUTE,
-    the kernels take what has a known density below `TRAINED_BELOW` and work of `TRAINED_FROM` or
-    more; `plain` (some form of `plain_train_ffn`) the rest.
+    `h = relu(gate) * up`. The gradient of `penalty` times the sum of |h| over tokens and neurons is
+    added to the gradients, as if it were part of the loss. `penalty` is one number: a tensor, so
+    that a compiled graph does not depend on its value, or a float. The count has no gradient, and
+    there is no second derivative. Weights may be fp32 under autocast; their gradients are fp32
+    then. Without a route of its own, and without TWELL_ROUTE, the kernels take what has a known
+    density below `TRAINED_BELOW` and work of `TRAINED_FROM` or more; `plain` (some form of
+    `plain_train_ffn`) the rest.
     """
     if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
@@ -200,9 +200,9 @@ def _trained(
     route: str,
     density: float | None,
     counted: bool,
-    plain: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]] = plain_train_ffn,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`train_ffn`; `counted`: whether the two scalars are wanted."""
+    plain: Callable[..., tuple[Tensor, Tensor | None]] = plain_train_ffn,
+) -> tuple[Tensor, Tensor | None]:
+    """`train_ffn`; `counted`: whether the count is wanted."""
     if not torch.compiler.is_compiling():
         check_numbers(slots, tile)  # the operator asks again
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
@@ -224,10 +224,10 @@ def _trained(
     rest = (*weights, b_down, penalty, slots, sources)
     most = most_trained_tokens(x.device.index, N, K, slots)
     if x.numel() // K <= most:
-        return _train_ffn_op(x, *rest)[:3]
-    found = [_train_ffn_op(piece, *rest)[:3] for piece in x.reshape(-1, K).split(most)]
-    y, hidden_sum, fired = zip(*found, strict=True)
-    return torch.cat(y).view(x.shape), sum(hidden_sum), sum(fired)
+        return _train_ffn_op(x, *rest)[:2]
+    found = [_train_ffn_op(piece, *rest)[:2] for piece in x.reshape(-1, K).split(most)]
+    y, fired = zip(*found, strict=True)
+    return torch.cat(y).view(x.shape), sum(fired)
 
 
 def _for_training(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .twell_launch import KernelSet, tensor_map
-from .twell_plan import HEAVY_SMEM, Limits, ceil_div, heavy_window, product_grid
+from .twell_plan import HEAVY_SMEM, Limits, heavy_window, product_grid
 from .twell_spec import (
     E4M3_END,
     GATHER_BLOCK,
@@ -49,22 +49,16 @@ def heavy_products(
     heavy: Heavy,
     *,
     training: bool = False,
-) -> Tensor | None:
+) -> None:
     """The rows that `plan` left out, densely. Windows behind the device's count return at once.
 
-    `training`: smaller windows; returns sums of |h|, to be added up.
+    `training`: smaller windows.
     """
     M, N, K = x.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N, K, training=training)
     x_rows, hidden = x.new_empty(window, K), x.new_empty(window, N)
-    shape = ceil_div(M, window), limits.num_sms
-    sums = x.new_empty(shape, dtype=torch.float32) if training else None
-    for i, part in enumerate(_gathered(kernels, limits, x, ffn, heavy, x_rows)):
+    for part in _gathered(kernels, limits, x, ffn, heavy, x_rows):
         launch_heavy(kernels, limits, x_rows, hidden, ffn, y, part)
-        if sums is not None:
-            args = (hidden, part.count, part.start, window, N, sums[i])
-            kernels.launch("tally", (limits.num_sms,), GATHER_BLOCK, args)
-    return sums
 
 
 def _gathered(

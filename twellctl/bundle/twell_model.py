@@ -136,7 +136,7 @@ class TwellFFN:
         if self.training and torch.is_grad_enabled():
             how["density"] = meter.density
         how["penalty"] = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
-        y, meter.hidden_sum, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
+        y, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
         return y
 
     def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:

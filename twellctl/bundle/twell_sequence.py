@@ -220,8 +220,8 @@ def launch_hidden(
 
 def launch_hidden_kept(
     kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, ffn: FFN, lists: PairLists
-) -> tuple[PairLists, Tensor]:
-    """The same; keeps gate and up of each pair too, and returns sums of |h|, to be added up."""
+) -> PairLists:
+    """The same; keeps gate and up of each pair too."""
     if plan.num_ranges > 1:
         kernels.launch(
             "add_parts",
@@ -232,12 +232,10 @@ def launch_hidden_kept(
                 *(plan.tile_tokens, plan.cap),
             ),
         )
-    grid = plan.gather_grid(limits)
     lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
-    sums = partial.new_empty(grid)
-    args = (*_hidden_arguments(plan, partial, 1, ffn, lists), lists.gate_up, sums)
-    kernels.launch("hidden_kept", grid, HIDDEN_BLOCK, args)
-    return lists, sums
+    args = (*_hidden_arguments(plan, partial, 1, ffn, lists), lists.gate_up)
+    kernels.launch("hidden_kept", plan.gather_grid(limits), HIDDEN_BLOCK, args)
+    return lists
 
 
 def _masks(plan: Plan, like: Tensor) -> Tensor:

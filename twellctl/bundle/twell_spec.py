@@ -278,7 +278,6 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "train/grad_lists.cu": ("list_neurons", "list_tokens"),
     "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
     "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
-    "train/tally.cu": ("tally",),
     **{
         f"decode/attend_{D}.cu": {
             f"attend_{D}_{heads}": (D, heads, 2 if heads == 1 else 1) for heads in HEADS_A_BLOCK

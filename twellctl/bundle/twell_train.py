@@ -28,7 +28,7 @@ _LISTS = (
     *("heavy_rows", "gate_up", "heavy_count"),
 )
 _KEPT = ", ".join(f"Tensor {name}" for name in _LISTS)
-FORWARD_SCHEMA = f"({_INPUTS}) -> (Tensor y, Tensor hidden_sum, Tensor fired, {_KEPT})"
+FORWARD_SCHEMA = f"({_INPUTS}) -> (Tensor y, Tensor fired, {_KEPT})"
 BACKWARD_SCHEMA = (
     f"(Tensor grad_y, {_INPUTS}, {_KEPT}, bool[] wanted) "
     "-> (Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down)"
@@ -60,15 +60,14 @@ class FfnMeter:
     """What training asks of one FFN: a penalty on |h|, and what was measured.
 
     `price` is the penalty's weight for one token, `density` that of the step before (None: there is
-    none), by which the FFN takes the kernels or `plain`. After a forward pass there are the sum of
-    |h|, how many fired, tokens and neurons.
+    none), by which the FFN takes the kernels or `plain`. After a forward pass there are how many
+    fired, tokens and neurons.
     """
 
     def __init__(self):
         self.price = 0.0
         self.density: float | None = None
         self.plain = plain_train_ffn
-        self.hidden_sum: Tensor | None = None
         self.fired: Tensor | None = None
         self.num_tokens = self.num_neurons = 0
 
@@ -81,7 +80,6 @@ class FfnMeter:
     def measure(self, gate: Tensor, up: Tensor) -> Tensor:
         """`gate * up`, penalised and measured, of an FFN that its own modules compute."""
         hidden = gate * up
-        self.hidden_sum = hidden.detach().abs().sum(dtype=torch.float32)
         self.fired = (gate.detach() != 0).sum()
         weight = self.weight(hidden.numel() // hidden.shape[-1], hidden.shape[-1])
         penalised = weight is not None and hidden.requires_grad
@@ -98,18 +96,16 @@ def plain_train_ffn(
     b_down: Tensor | None,
     penalty: Tensor | float | None,
     counted: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, sum of |h|, how many fired) in torch's own operators; `counted`: else y alone."""
+) -> tuple[Tensor, Tensor | None]:
+    """(y, how many fired) in torch's own operators; `counted`: else y alone."""
     gate = F.relu(F.linear(x, w_gate, b_gate))
     hidden = gate * F.linear(x, w_up, b_up)
-    hidden_sum = fired = None
-    if counted:
-        # by rows first: a compiler takes these sums where it makes what is summed
-        hidden_sum = hidden.detach().abs().sum(-1, dtype=torch.float32).sum()
+    fired = None
+    if counted:  # by rows first: a compiler takes these sums where it makes what is summed
         fired = (gate.detach() != 0).sum(-1).sum()
     if penalty is not None:
         hidden = AddL1Gradient.apply(hidden, penalty)
-    return F.linear(hidden, w_down, b_down), hidden_sum, fired
+    return F.linear(hidden, w_down, b_down), fired
 
 
 def define_operators(library: torch.library.Library, digest: str, *operators: tuple) -> None:
@@ -169,8 +165,7 @@ def _refuse_second_derivatives(ctx, *grads: Tensor | None) -> None:
 
 def _set_up(ctx, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])  # the sum of |h|
-    tensors = (*inputs[:6], *output[3:])
+    tensors = (*inputs[:6], *output[2:])
     ctx.inputs = (*(tensor is not None for tensor in tensors), *inputs[6:])
     ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
 
@@ -212,8 +207,8 @@ def _train_ffn(x, w_gate, w_up, w_down, b_down, penalty, slots, sources) -> tupl
     """The operator `train_ffn`."""
     check_numbers(slots, TILE)
     ffn = _laid_ffn(w_gate, w_up, w_down, b_down)
-    y, hidden_sum, fired, lists = forward(*_kernels(x, sources), _rows(x), ffn, slots)
-    return y.view(x.shape), hidden_sum, fired, *(getattr(lists, name) for name in _LISTS)
+    y, fired, lists = forward(*_kernels(x, sources), _rows(x), ffn, slots)
+    return y.view(x.shape), fired, *(getattr(lists, name) for name in _LISTS)
 
 
 def _train_ffn_grads(
@@ -259,8 +254,7 @@ def _fake_train_ffn(x, w_gate, w_up, w_down, b_down, penalty, slots, sources) ->
         empty(plan.num_pairs),
         empty(1),
     )
-    scalars = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
-    return x.new_empty(x.shape), *scalars, *lists
+    return x.new_empty(x.shape), x.new_empty((), dtype=torch.int64), *lists
 
 
 def _fake_train_ffn_grads(grad_y, x, w_gate, *rest) -> tuple[Tensor, ...]:

@@ -49,7 +49,6 @@ GRAD_KERNELS = (
     "add_parts",
     "hidden_kept",
     "order_heavy",
-    "tally",
     "grad_pairs",
     "grad_heavy",
     "list_neurons",
@@ -98,8 +97,8 @@ def make_training_plan(M: int, N: int, K: int, slots: int, limits: Limits) -> Gr
 
 def forward(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int
-) -> tuple[Tensor, Tensor, Tensor, PairLists]:
-    """(y `[M, K]`, sum of |h|, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
+) -> tuple[Tensor, Tensor, PairLists]:
+    """(y `[M, K]`, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
     plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits).plan
     counts, entries, heavy_count = packed_buffers(plan, x.device)
     packed = counts, entries, heavy_count
@@ -115,14 +114,14 @@ def forward(
         order_heavy_smem(plan.M),
     )
     partial = launch_up(kernels, plan, x, ffn.w_up, lists)
-    lists, hidden_sums = launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
+    lists = launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
     del partial
     y = torch.empty_like(x)
     launch_down(kernels, plan, ffn, lists, y)
     lists = replace(lists, masks=None)
     heavy = Heavy(lists.heavy_rows, heavy_count)
-    of_heavy = heavy_products(kernels, limits, x, y, ffn, heavy, training=True)
-    return y, hidden_sums.sum() + of_heavy.sum(), fired, lists
+    heavy_products(kernels, limits, x, y, ffn, heavy, training=True)
+    return y, fired, lists
 
 
 def backward(

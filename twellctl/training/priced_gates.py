@@ -159,11 +159,10 @@ class PricedGates:
     def follow(self, densities: list[float]) -> None:
         """Nothing: what fired changes nothing of how they compute."""
 
-    def measured(self) -> tuple[Tensor, Tensor]:
-        """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
+    def densities(self) -> Tensor:
+        """Of the last forward pass, `[layers]`."""
         fired = torch.stack([gate.fired for gate in self.gates])
-        densities = fired / (self._num_tokens * self.num_neurons)
-        return densities.mean() * self.num_neurons, densities
+        return fired / (self._num_tokens * self.num_neurons)
 
 
 class _Moments:

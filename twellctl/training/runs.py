@@ -21,7 +21,7 @@ from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_r
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
-RUN_FORMAT = 1  # of what a run folder means: runs of another one are not resumed
+RUN_FORMAT = 2  # of what a run folder means: runs of another one are not resumed
 LONGEST_TEXT = 16384  # tokens in a row of one of several --data
 # what a resumed run may change, because it changes nothing of the result
 FREE = (

@@ -74,21 +74,19 @@ class FfnPenalty:
         for meter, density in zip(self._meters, densities, strict=True):
             meter.density = density
 
-    def measured(self) -> tuple[Tensor, Tensor]:
-        """Of the last forward pass: (penalty without `l1`, density of each layer `[layers]`)."""
+    def densities(self) -> Tensor:
+        """Of the last forward pass, `[layers]`."""
         meter = self._meters[0]
-        tokens, positions = meter.num_tokens, meter.num_tokens * meter.num_neurons
-        sums = torch.stack([m.hidden_sum for m in self._meters])
-        penalty = sums.sum() / (len(self.ffns) * tokens)
-        return penalty, torch.stack([m.fired for m in self._meters]).float() / positions
+        fired = torch.stack([m.fired for m in self._meters])
+        return fired.float() / (meter.num_tokens * meter.num_neurons)
 
 
 @functools.cache
-def compiled_plain() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def compiled_plain() -> Callable[..., tuple[Tensor, Tensor]]:
     """`plain_train_ffn`, compiled."""
     run = torch.compile(plain_train_ffn, dynamic=False)
 
-    def plain(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def plain(x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         *tensors, penalty, counted = given
         if penalty is not None and not isinstance(penalty, Tensor):  # it changes from step to step
             penalty = torch.full((1,), penalty, device=x.device)

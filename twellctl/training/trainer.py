@@ -41,7 +41,6 @@ class StepReport:
 
     cross_entropy: float
     teacher_kl: float
-    penalty: float
     density_by_layer: list[float]
     l1: float
 
@@ -215,9 +214,8 @@ class SparseTrainer(Trainer):
     def _losses(self, model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss, what a step's report is made of)."""
         losses = self.head.losses(ids, self.teacher, self.teacher_weight, model)
-        penalty, densities = self.penalty.measured()
-        parts = torch.stack([losses.cross_entropy, losses.teacher_kl, penalty])
-        return losses.loss, torch.cat([parts, densities])
+        parts = torch.stack([losses.cross_entropy, losses.teacher_kl])
+        return losses.loss, torch.cat([parts, self.penalty.densities()])
 
     def finish_step(self, interrupted: bool) -> bool:
         """After an optimizer step: move the schedule; True if a process was interrupted."""
@@ -226,7 +224,7 @@ class SparseTrainer(Trainer):
         told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
         self._sums.clear()
         *means, odd, stop = self.accelerator.reduce(told, reduction="mean").tolist()
-        self.report = StepReport(*means[:3], density_by_layer=means[3:], l1=self.schedule.l1)
+        self.report = StepReport(*means[:2], density_by_layer=means[2:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
                 f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
@@ -335,7 +333,7 @@ class SparseTrainer(Trainer):
             losses = self._held_out(self.head, ids, self.teacher)
             parts = torch.stack([losses.cross_entropy, losses.teacher_kl])
             if counts:
-                found.append(torch.cat([parts, self.penalty.measured()[1]]))
+                found.append(torch.cat([parts, self.penalty.densities()]))
         loss, kl, *self.held_out_by_layer = self._means(found, 2 + len(self.penalty.ffns))
         density = sum(self.held_out_by_layer) / len(self.held_out_by_layer)
         metrics = {"eval_loss": loss, "eval_density": density}
