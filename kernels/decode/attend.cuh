@@ -189,3 +189,5 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
                             window, whole_batches, scale, cap, parts, tickets, out},          \
                            memory);                                                           \
     }
+
+TWELL_ENTRIES(TWELL_ATTEND)

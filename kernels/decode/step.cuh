@@ -290,3 +290,5 @@ struct Step : Neurons {
                            words,      epoch,      counts,    logits};                           \
         Step<DIM, FORM>(args, memory).run();                                                     \
     }
+
+TWELL_ENTRIES(TWELL_STEP)

@@ -190,9 +190,9 @@ struct Packing : Scales {
 };
 
 // `Columns`: how both operands lie (tile/swizzled.cuh).
-template <class Columns, int GROUPS, class Scales>
+template <class Columns, class Scales>
 __device__ __forceinline__ void pack_product(const TensorMap* x_map, const TensorMap* w_map,
-                                             const product::Shape<GROUPS>& shape,
+                                             const product::Shape& shape,
                                              Packing<Scales>& packing, int* heavy_count) {
     extern __shared__ unsigned char dynamic_memory[];
     if (blockIdx.x == 0 && threadIdx.x == 0) *heavy_count = 0;

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
     heavy_hidden(const __grid_constant__ TensorMap x_map,
                  const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
@@ -30,11 +30,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     const int num_rows = rows_in_window(heavy_count, few, window_start, window);
     if (num_rows == 0) return;
     HiddenTiles<> tiles{{}, Patch(patches(dynamic_memory)), b_gate, b_up, num_rows, num_columns, hidden};
-    const product::Shape<2> shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
+    const product::Shape shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
     product::run(shape, &x_map, &gate_map, &up_map, dynamic_memory, tiles);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
     heavy_down(const __grid_constant__ TensorMap hidden_map,
                const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
                const int* heavy_rows, const int* heavy_count, int few,
@@ -46,6 +46,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     if (num_rows == 0) return;
     DownTiles<> tiles{{}, Patch(patches(dynamic_memory)), b_down, heavy_rows, window_start,
                     num_rows, num_inner, y};
-    const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
+    const product::Shape shape{num_rows, num_inner, num_columns, product::kBlockColumns};
     product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

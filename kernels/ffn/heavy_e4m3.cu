@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
     heavy_hidden_e4m3(const __grid_constant__ TensorMap x_map,
                       const __grid_constant__ TensorMap gate_map,
                       const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
@@ -45,11 +45,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
         num_rows,
         num_columns,
         hidden};
-    const product::Shape<2> shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
+    const product::Shape shape{num_rows, num_columns, num_inner, product::kBlockColumns / 2};
     product::run<AlongE4m3>(shape, &x_map, &gate_map, &up_map, dynamic_memory, tiles);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::threads(2), 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
     heavy_down_e4m3(const __grid_constant__ TensorMap hidden_map,
                     const __grid_constant__ TensorMap down_map, const unsigned short* b_down,
                     const int* heavy_rows, const int* heavy_count, int few, int window_start,
@@ -62,6 +62,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     if (num_rows == 0) return;
     DownTiles<ScaledDown> tiles{{column_scales}, Patch(patches(dynamic_memory)), b_down, heavy_rows,
                                 window_start,    num_rows,                       num_inner, y};
-    const product::Shape<2> shape{num_rows, num_inner, num_columns, product::kBlockColumns};
+    const product::Shape shape{num_rows, num_inner, num_columns, product::kBlockColumns};
     product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

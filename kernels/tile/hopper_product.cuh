@@ -1,19 +1,18 @@
 // rows [M, inner] times columns [N, inner]^T on Hopper: a persistent, warp-specialised pipeline
 // that leaves each 64 x 256 tile in a warpgroup's registers and hands it to the kernel's own code.
 //
-// In a block one warpgroup loads (one thread of it, by TMA) and GROUPS others multiply, 64 rows
-// each: two, or one where there are too few rows to fill the chip otherwise. Two neighbouring
-// blocks form a cluster and take the same 256 columns for neighbouring rows: each loads half of
-// the columns and multicasts it to both. Four stages of 128 bytes of `inner` are in flight. The
-// multiplying warpgroups do not wait for each other, and what becomes of a tile can be put off into
-// the next one's products (Multiplier): so the tensor cores stay busy.
+// In a block one warpgroup loads (one thread of it, by TMA) and two others multiply, 64 rows each.
+// Two neighbouring blocks form a cluster and take the same 256 columns for neighbouring rows: each
+// loads half of the columns and multicasts it to both. Four stages of 128 bytes of `inner` are in
+// flight. The multiplying warpgroups do not wait for each other, and what becomes of a tile can be
+// put off into the next one's products (Multiplier): so the tensor cores stay busy.
 //
 // Columns come from two maps, `columns0` for columns 0-127 of the tile and `columns1` for 128-255:
 // the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
 // the weight lies: `Along` as [N, inner], `Across` as [inner, N]; `AlongE4m3` is `Along` with both
 // in e4m3, without scales, in boxes twice as wide. Sums of e4m3 products keep some 14 bits.
 //
-// Launch: cluster of 2 (even grid), 128 (1 + GROUPS) threads, kPipelineBytes (+ kPatchBytes) of
+// Launch: cluster of 2 (even grid), kThreads threads, kPipelineBytes (+ kPatchBytes) of
 // dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,
 // of 64 x 64 if across, 128-byte swizzle.
 #pragma once
@@ -42,12 +41,11 @@ constexpr int kPipelineBytes = kStages * kStageBytes + 1024;  // 1024: to align 
 constexpr int kPatchBytes = spec::PATCH_BYTES;                // 4 KB a multiplying warp
 constexpr int kPairsAtATime = 8;  // of row blocks: multiplied with all columns before going on
 
-constexpr int threads(int groups) { return 128 * (1 + groups); }
-static_assert(threads(2) == spec::PRODUCT_BLOCK);
+constexpr int kGroups = 2, kBlockRows = kGroups * kGroupRows;
+constexpr int kThreads = spec::PRODUCT_BLOCK;
+static_assert(kThreads == 128 * (1 + kGroups));
 
-template <int GROUPS>
 struct Shape {
-    static constexpr int kBlockRows = GROUPS * kGroupRows;
     int num_rows, num_columns, num_inner;
     int tile_columns;  // columns by which neighbouring tiles differ
 
@@ -63,15 +61,14 @@ struct Tile {
 };
 
 // Tiles in an order that keeps kPairsAtATime pairs of row blocks and all columns in L2.
-template <int GROUPS>
-__device__ __forceinline__ Tile tile_at(const Shape<GROUPS>& shape, int tile_idx, unsigned rank) {
+__device__ __forceinline__ Tile tile_at(const Shape& shape, int tile_idx, unsigned rank) {
     const int tiles_at_a_time = kPairsAtATime * shape.column_tiles();
     const int within = tile_idx % tiles_at_a_time;
     const int first = tile_idx / tiles_at_a_time * kPairsAtATime;
     const int pairs = min(kPairsAtATime, shape.row_pairs() - first);
     const int block = 2 * (first + within % pairs) + static_cast<int>(rank);
     const int column_tile = within / pairs;
-    return {block * shape.kBlockRows, column_tile * shape.tile_columns, column_tile};
+    return {block * kBlockRows, column_tile * shape.tile_columns, column_tile};
 }
 
 struct Pipeline {
@@ -99,8 +96,8 @@ __device__ __forceinline__ void load_columns(unsigned target, const TensorMap* c
 }
 
 // One thread of the block: fills the stages, tile after tile.
-template <class COLUMNS, int GROUPS>
-__device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GROUPS>& shape,
+template <class COLUMNS>
+__device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape& shape,
                                            const TensorMap* rows, const TensorMap* columns0,
                                            const TensorMap* columns1) {
     const unsigned rank = cluster_rank();
@@ -115,9 +112,9 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
         for (int block = 0; block < inner_blocks; ++block) {
             const int inner = block * COLUMNS::kInner;
             barrier_wait(pipe.empty_at(stage), parity);
-            barrier_expect_bytes(pipe.full_at(stage), GROUPS * kGroupBytes + kColumnsBytes);
+            barrier_expect_bytes(pipe.full_at(stage), kGroups * kGroupBytes + kColumnsBytes);
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group)
+            for (int group = 0; group < kGroups; ++group)
                 copy_box(pipe.rows(stage) + group * kGroupBytes, rows, inner,
                          tile.row + group * kGroupRows, pipe.full_at(stage));
             load_columns<COLUMNS>(pipe.columns(stage) + rank * (kColumnsBytes / 2), columns,
@@ -130,13 +127,13 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape<GRO
 // One multiplying warpgroup. `finish.take(tile, sums)` gets each tile of 64 x 256 sums. It may
 // leave work to `finish.later<0>()` to `later<3>()`, which run while the tensor cores are at the
 // next tile (or at the end).
-template <class COLUMNS, int GROUPS, class Finish>
+template <class COLUMNS, class Finish>
 class Multiplier {
   public:
     __device__ Multiplier(const Pipeline& pipe, int group, Finish& finish)
         : pipe_(pipe), group_(group), finish_(finish) {}
 
-    __device__ __forceinline__ void run(const Shape<GROUPS>& shape) {
+    __device__ __forceinline__ void run(const Shape& shape) {
         const unsigned rank = cluster_rank();
         const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
         const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
@@ -209,8 +206,8 @@ class Multiplier {
 };
 
 // The whole block. A tile that `finish` gets begins at its warpgroup's own row.
-template <class COLUMNS = Along, int GROUPS, class Finish>
-__device__ __forceinline__ void run(const Shape<GROUPS>& shape, const TensorMap* rows,
+template <class COLUMNS = Along, class Finish>
+__device__ __forceinline__ void run(const Shape& shape, const TensorMap* rows,
                                     const TensorMap* columns0, const TensorMap* columns1,
                                     unsigned char* dynamic_memory, Finish& finish) {
     __shared__ alignas(8) unsigned long long full[kStages], empty[kStages];
@@ -219,18 +216,18 @@ __device__ __forceinline__ void run(const Shape<GROUPS>& shape, const TensorMap*
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             barrier_init(pipe.full_at(stage), 1);
-            barrier_init(pipe.empty_at(stage), 2 * GROUPS);  // the warpgroups of both blocks
+            barrier_init(pipe.empty_at(stage), 2 * kGroups);  // the warpgroups of both blocks
         }
         barrier_init_fence();
     }
     cluster_sync();
 
     if (threadIdx.x / 128 == 0) {
-        if constexpr (GROUPS == 2) give_registers<40>();
+        give_registers<40>();
         if (threadIdx.x == 0) load_tiles<COLUMNS>(pipe, shape, rows, columns0, columns1);
     } else {
-        if constexpr (GROUPS == 2) take_registers<232>();
-        Multiplier<COLUMNS, GROUPS, Finish>(pipe, threadIdx.x / 128 - 1, finish).run(shape);
+        take_registers<232>();
+        Multiplier<COLUMNS, Finish>(pipe, threadIdx.x / 128 - 1, finish).run(shape);
     }
     cluster_sync();  // neither block may leave while the other still signals it
 }

@@ -6,8 +6,8 @@
 //   1  gate, up and grad_h of the window's rows, from them gate's and up's gradients and h:
 //      of 128 rows and 64 neurons a block, [window, N] bf16 each
 //   2  what is wanted of  sums += gradients^T x, gradients^T x, h^T grad_y   float32 [N, K] each,
-//      the first window without what was there; the same of the biases; and grad_x of the rows, by
-//      grad_gate W_gate + grad_up W_up.
+//      the first window without what was there; and grad_x of the rows, by grad_gate W_gate +
+//      grad_up W_up.
 //
 // A block takes units of work, tiles of either step, in their order. A unit of step 2 waits for all
 // of step 1, one of step 1 for all of the window before: always for units that were taken earlier,
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4][2 * PAIRS][4], unsigne
 
 // What a launch works on.
 struct Job {
-    const unsigned short *x, *grad_y, *w_gate, *w_up, *w_down, *b_gate, *b_up;
+    const unsigned short *x, *grad_y, *w_gate, *w_up, *w_down;
     float penalty;
     const int* heavy_rows;
     int N, K;
@@ -202,25 +202,21 @@ __device__ __forceinline__ Matrix rows_of(const Job& job, const unsigned short* 
 
 __device__ __forceinline__ float rounded(float value) { return bf16_value(bf16_bits(value)); }
 
-__device__ __forceinline__ float bias_at(const unsigned short* bias, int column) {
-    return bias ? bf16_value(bias[column]) : 0.f;
-}
-
 // Gradients of a pair of neighbouring neurons, and their h; bf16 pairs.
 struct PairGrads {
     unsigned gate, up, hidden;
 
-    __device__ __forceinline__ PairGrads(const Job& job, int column, const float* gates,
-                                         const float* ups, const float* grads) {
+    __device__ __forceinline__ PairGrads(float penalty, const float* gates, const float* ups,
+                                         const float* grads) {
         float of_gate[2], of_up[2], h[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float gate = rounded(gates[i] + bias_at(job.b_gate, column + i));
-            const float up_value = rounded(ups[i] + bias_at(job.b_up, column + i));
+            const float gate = rounded(gates[i]);
+            const float up_value = rounded(ups[i]);
             const bool fired = fires(gate);
             const float kept = fired ? gate : 0.f;
             h[i] = rounded(kept * up_value);
-            const float sign = h[i] > 0.f ? job.penalty : h[i] < 0.f ? -job.penalty : 0.f;
+            const float sign = h[i] > 0.f ? penalty : h[i] < 0.f ? -penalty : 0.f;
             const float grad = rounded(grads[i] + sign);
             of_gate[i] = fired ? grad * up_value : 0.f;
             of_up[i] = grad * kept;
@@ -251,7 +247,7 @@ __device__ __forceinline__ void pair_tile(const Job& job, unsigned stages, int s
                 const int own_row = row + part.row + 16 * i + 8 * lower + lane / 4;
                 const int own_column = column + part.column + 8 * eight + lane % 4 * 2;
                 if (own_row >= num_rows || own_column >= job.N) continue;
-                const PairGrads found(job, own_column, both[i][eight] + 2 * lower,
+                const PairGrads found(job.penalty, both[i][eight] + 2 * lower,
                                       both[i][2 + eight] + 2 * lower, grads[i][eight] + 2 * lower);
                 const long long at = static_cast<long long>(own_row) * job.N + own_column;
                 *reinterpret_cast<unsigned*>(job.grad_gate + at) = found.gate;
@@ -320,17 +316,6 @@ __device__ __forceinline__ void x_tile(const Job& job, unsigned stages, int star
         }
 }
 
-// Step 2 of the biases: of sums [2, N] the i-th, one a thread.
-__device__ __forceinline__ void add_to_bias(const Job& job, int start, int num_rows, int i,
-                                            float* sums) {
-    if (i >= 2 * job.N) return;
-    const unsigned short* values = (i < job.N ? job.grad_gate : job.grad_up) + i % job.N;
-    float sum = start > 0 ? sums[i] : 0.f;
-    for (int row = 0; row < num_rows; ++row)
-        sum += bf16_value(values[static_cast<long long>(row) * job.N]);
-    sums[i] = sum;
-}
-
 // For one block; by a map of bits.
 __device__ __forceinline__ void order_rows(int* rows, int count, unsigned* sums, int num_rows) {
     unsigned* bits = sums + kThreads;
@@ -359,24 +344,21 @@ __device__ __forceinline__ int tiles_of(int size, int tile) { return (size + til
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_heavy(const unsigned short* x, const unsigned short* grad_y, const unsigned short* w_gate,
-               const unsigned short* w_up, const unsigned short* w_down,
-               const unsigned short* b_gate, const unsigned short* b_up,
-               const float* penalty_at, const int* heavy_rows, const int* heavy_count, int window,
-               int N, int K, unsigned short* grad_gate, unsigned short* grad_up,
-               unsigned short* hidden, float* sums_gate, float* sums_up, float* sums_down,
-               float* sums_biases, unsigned short* grad_x, unsigned* units) {
+               const unsigned short* w_up, const unsigned short* w_down, const float* penalty_at,
+               const int* heavy_rows, const int* heavy_count, int window, int N, int K,
+               unsigned short* grad_gate, unsigned short* grad_up, unsigned short* hidden,
+               float* sums_gate, float* sums_up, float* sums_down, unsigned short* grad_x,
+               unsigned* units) {
     extern __shared__ uint4 memory[];
     __shared__ int taken;
     const int count = *heavy_count;
     if (count == 0) return;
     const unsigned stages = smem_address(memory);
-    const Job job{x,         grad_y,    w_gate,    w_up,
-                  w_down,    b_gate,    b_up,      penalty_at ? *penalty_at : 0.f,
-                  heavy_rows, N,        K,         grad_gate,
-                  grad_up,   hidden};
+    const float penalty = penalty_at ? *penalty_at : 0.f;
+    const Job job{x,          grad_y, w_gate, w_up,      w_down,  penalty,
+                  heavy_rows, N,      K,      grad_gate, grad_up, hidden};
     const int neuron_tiles = tiles_of(N, kTile), weight_tiles = neuron_tiles * tiles_of(K, kTile);
     const int of_weights = ((sums_gate ? 2 : 0) + (sums_down ? 1 : 0)) * weight_tiles;
-    const int of_biases = sums_biases ? tiles_of(2 * N, kThreads) : 0;
 
     int start = 0, first_unit = 0, seen = 0, ahead = 0;
     if (threadIdx.x == 0) ahead = atomicAdd(units, 1u);
@@ -394,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             num_rows = min(window, count - start), row_tiles = tiles_of(num_rows, kTile);
             of_pairs = row_tiles * tiles_of(N, kHalf);
             const int of_x = grad_x ? row_tiles * tiles_of(K, kTile) : 0;
-            const int num_units = of_pairs + of_weights + of_biases + of_x;
+            const int num_units = of_pairs + of_weights + of_x;
             if (unit < first_unit + num_units) break;
             start += window, first_unit += num_units;
         }
@@ -409,10 +391,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         which == 2 ? grad_y : x, start, num_rows, tile % neuron_tiles * kTile,
                         tile / neuron_tiles * kTile,
                         which == 0 ? sums_gate : which == 1 ? sums_up : sums_down);
-        } else if ((unit -= of_weights) < of_biases) {
-            add_to_bias(job, start, num_rows, unit * kThreads + threadIdx.x, sums_biases);
         } else {
-            unit -= of_biases;
+            unit -= of_weights;
             x_tile(job, stages, start, num_rows, unit % row_tiles * kTile,
                    unit / row_tiles * kTile, grad_x);
         }

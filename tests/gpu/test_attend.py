@@ -39,8 +39,8 @@ NAN = float("nan")
 EPS = 1e-5
 # H, Hkv, D: alone and shared by 2, 3, 4, 7 (two blocks, one not full); all head sizes
 HEADS = [(3, 3, 64), (4, 2, 64), (6, 2, 64), (8, 2, 128), (7, 1, 64), (2, 2, 96), (3, 1, 96)]
-HEADS += [(2, 2, 256), (4, 2, 256), (3, 1, 256), (4, 1, 80), (4, 2, 112), (3, 1, 160), (2, 1, 192)]
-HEADS += [(4, 2, 100), (3, 1, 88), (7, 1, 38)]
+HEADS += [(2, 2, 256), (4, 2, 256), (3, 1, 256), (4, 1, 80)]
+HEADS += [(4, 2, 112), (3, 1, 160), (4, 2, 100), (3, 1, 88), (7, 1, 38)]
 # positions of rows: first token, ends of batches and pages, several pages, several splits
 SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
 LONG = [700, 127, 0, 1023, 128]

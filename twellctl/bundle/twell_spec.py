@@ -177,7 +177,7 @@ def few_down_entries(capability: Capability, end: str = "") -> dict[str, FewDown
 # ---- the decode engine
 
 PAGE = 64  # positions of a page of the cache
-HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256)  # others have zeros behind their columns
 HEADS_A_BLOCK = (1, 2, 4)
 ATTEND_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
 ATTEND_BLOCK = 256  # threads, at most
@@ -243,8 +243,8 @@ Entries = Mapping[str, Arguments]
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
-    "ffn/gate_pack.cu": {"gate_pack": (2,)},
-    f"ffn/gate_pack{E4M3_END}.cu": {f"gate_pack{E4M3_END}": (2,)},
+    "ffn/gate_pack.cu": ("gate_pack",),
+    f"ffn/gate_pack{E4M3_END}.cu": (f"gate_pack{E4M3_END}",),
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
     "ffn/plan.cu": ("plan_cluster",),
@@ -289,6 +289,15 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
     "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
     **dict(_STEPS.values()),
+}
+# sources without a file of their own: each includes another text, for other entries and numbers
+TEXTS = {
+    **{
+        f"{name}{E4M3_END}.cu": f"{name}.cu"
+        for name in ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated")
+    },
+    **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},
+    **{source: "decode/step.cuh" for source, _ in _STEPS.values()},
 }
 ENTRY_FILES = {
     entry: source

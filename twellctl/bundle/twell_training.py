@@ -205,10 +205,9 @@ class _Backward:
             (self.limits.num_sms,),
             GRAD_HEAVY_BLOCK,
             (
-                *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up),
-                *(self.penalty, self.kept.heavy_rows),
-                *(self.kept.heavy_count, window, plan.N, plan.K, *of_pairs),
-                *(gate, up, down, None, x, units),  # no biases
+                *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, self.penalty),
+                *(self.kept.heavy_rows, self.kept.heavy_count, window, plan.N, plan.K),
+                *(*of_pairs, gate, up, down, x, units),
             ),
             GRAD_HEAVY_SMEM,
         )

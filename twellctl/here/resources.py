@@ -15,10 +15,13 @@ def resource_dir(name: str) -> Path:
 
 
 def kernel_files() -> dict[str, bytes]:
-    """{path in kernels/: text} of all kernels and their headers."""
+    """{path in kernels/: text} of all kernels and their headers, and of `TEXTS`."""
+    from twellctl.bundle.twell_spec import TEXTS
+
     folder = resource_dir("kernels")
     files = (path for path in sorted(folder.rglob("*")) if path.suffix in (".cu", ".cuh"))
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return found | {name: f'#include "{text}"\n'.encode() for name, text in TEXTS.items()}
 
 
 def bundle_files() -> dict[str, bytes]:

@@ -1,5 +1,0 @@
-// attend (attend.cuh) for heads of 112.
-#include "spec.cuh"
-#include "decode/attend.cuh"
-
-TWELL_ENTRIES(TWELL_ATTEND)
