@@ -9,8 +9,8 @@ import torch
 from shapes import FAMILIES, TINY_CONFIG, write_config
 from small_benches import BothForms, count_less
 
-from twellctl.bench import decode as module
 from twellctl.bench import decode_runs as runs
+from twellctl.bench import subject as module
 from twellctl.bench.decode import bench_decode
 from twellctl.bench.random_model import make_model
 from twellctl.bench.settings import DecodeSettings
@@ -238,7 +238,9 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     with pytest.raises(UsageError, match="must be 256 at most together, the context, got 16 and"):
         bench_decode(DecodeSettings(**long))
     little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
-    with pytest.raises(TwellError, match=r"prompts of 16 tokens, not 64: give more text"):
+    with pytest.raises(
+        TwellError, match=r"windows of 16 tokens, not 64: give more text, or a smaller --batch"
+    ):
         bench_decode(DecodeSettings(**little))
 
 

@@ -185,7 +185,7 @@ def test_bench_decode_over_fp8_weights(cli, has_fp8, both_forms, count_less, mon
         made.append(in_precisions(model, quantize))
         return made[-1]
 
-    monkeypatch.setattr("twellctl.bench.decode.in_precisions", kept)
+    monkeypatch.setattr("twellctl.bench.subject.in_precisions", kept)
     found = bench_decode(DecodeSettings(**TINY_STEPS, quantize="fp8"))
     assert found.wrong == []
     (models,) = made

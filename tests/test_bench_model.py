@@ -1,16 +1,19 @@
 """bench model on the CPU: a random body and a real folder, both tiny."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from shapes import TINY_CONFIG
+from torch import nn
 
 from twellctl.bench import model as module
+from twellctl.bench import twell_side
 from twellctl.bench.model import bench_model, last_hidden
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import ModelSettings
-from twellctl.bench.twell_side import TwellNumbers, routes_taken, twell_twin
+from twellctl.bench.twell_side import routes_taken, twell_twin
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket
@@ -40,7 +43,7 @@ def body():
 
 
 def test_the_twin_shares_its_weights_and_gives_the_same(body):
-    numbers = TwellNumbers(256, (64,) * 3, (0.1,) * 3)
+    numbers = {"tile": 256, "slots": (64,) * 3, "densities": (0.1,) * 3}
     twin = twell_twin(body, numbers, "auto")
     assert all(isinstance(ffn, TwellFFN) for ffn in gated_ffns(twin))
     assert not any(isinstance(ffn, TwellFFN) for ffn in gated_ffns(body))
@@ -186,7 +189,14 @@ def test_which_way_auto_went(monkeypatch):
     }
     monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
     layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
-    assert routes_taken(64, 256, False, 10000, layers, False) == {"lists": 2, "dense": 1}
+    ffns = [
+        SimpleNamespace(
+            twell_slots=slots, twell_density=density, down_proj=nn.Linear(256, 64, False)
+        )
+        for slots, density in layers
+    ]
+    monkeypatch.setattr(twell_side, "gated_ffns", lambda twin: ffns)
+    assert routes_taken(None, 10000, False) == {"lists": 2, "dense": 1}
     # graphs are replayed there
-    assert routes_taken(64, 256, False, 50, layers, False) == {"walk": 2}
-    assert routes_taken(64, 256, False, 50, layers, True) == {"lists": 2}
+    assert routes_taken(None, 50, False) == {"walk": 2}
+    assert routes_taken(None, 50, True) == {"lists": 2}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from twellctl.bench.twell_side import TwellNumbers, twell_twin
+from twellctl.bench.twell_side import twell_twin
 from twellctl.bundle import twell_model
 from twellctl.bundle.twell_model import gated_ffns, lay_weights, twell_class
 from twellctl.convert import convert
@@ -162,7 +162,7 @@ def test_training_reads_float32_too_and_nothing_that_is_sharded(trained):
 
 def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):
     body = AutoModelForCausalLM.from_pretrained(relu_llama).model
-    twin = twell_twin(body, TwellNumbers(256, (64,) * 2, None), "auto")
+    twin = twell_twin(body, {"tile": 256, "slots": (64,) * 2}, "auto")
     assert layouts(body) == {"by columns"}
     assert layouts(twin) == {"by neurons"}
     for (name, ours), theirs in zip(twin.named_parameters(), body.parameters(), strict=True):

@@ -1,7 +1,6 @@
 """Random models of known density: every family, deep ones, their memory, and what is refused."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -142,12 +141,12 @@ def test_what_does_not_fit_is_told_with_the_layers_that_do(monkeypatch):
     monkeypatch.setattr(module, "WORKSPACE", 1000)
     config = {"num_hidden_layers": 10, "hidden_size": 10, "intermediate_size": 30}
     shape = Shape("big", config, layer_weights=1000, other_weights=500)
-    shape.require_memory(1000 + 1000 + 10 * 2000)
-    shape.require_memory(math.inf, down_copies=1)
+    needed = 1000 + 1000 + 10 * 2 * (1000 + 300)  # with W_down in two layouts
+    shape.require_memory(needed)
     with pytest.raises(TwellError, match=r"big with 10 layers needs .* give --layers 9 or fewer"):
-        shape.require_memory(1000 + 1000 + 10 * 2000 - 1)
+        shape.require_memory(needed - 1)
     with pytest.raises(TwellError, match="give --layers 7 or fewer"):
-        shape.require_memory(1000 + 1000 + 10 * 2000 - 1, down_copies=1)
+        shape.require_memory(needed - 1, quantize="fp8")
     with pytest.raises(TwellError, match="take a smaller model"):
         shape.require_memory(2500)
 

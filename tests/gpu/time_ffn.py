@@ -18,10 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bench.contest import Contender, Course, hold, relative_error
+from twellctl.bench.contest import (
+    Contender,
+    Course,
+    compiled,
+    dense_modes,
+    fresh_compiler,
+    hold,
+    relative_error,
+)
 from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_name
-from twellctl.bench.modes import compiled, dense_modes, fresh_compiler
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
 from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_config import ROUTES, TILE

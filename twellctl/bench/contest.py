@@ -1,6 +1,7 @@
 """Candidates for the same work, warmed up, compared with a reference, timed by turns."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from twellctl.bench.results import DENSE_FP8, FP8_ROUNDING, TWELL, Candidate, Ou
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
 from twellctl.errors import TwellError, first_line
 
+EAGER, COMPILE = "eager", "compile"  # under torch.compile
 MUST_RUN = "dense eager"
 SMALL_ROW = 0.1  # of the median norm
 
@@ -95,3 +97,23 @@ def relative_errors(y: Tensor, expected: Tensor) -> dict[str, float]:
     by_row = difference[compared] / size[compared]
     worst = float(by_row.max()) if len(by_row) else overall
     return {"error": overall, "worst_row_error": worst}
+
+
+def dense_modes(device: torch.device) -> list[str]:
+    """What a device is measured under; on the CPU nothing is compiled."""
+    return [EAGER, COMPILE] if device.type == "cuda" else [EAGER]
+
+
+def compiled(function: Callable, name: str) -> Callable:
+    """`function` in the mode of that name, for one shape; itself for "eager"."""
+    return function if name == EAGER else torch.compile(function, dynamic=False)
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before counts inside, and a silent return to eager is an error."""
+    torch._dynamo.reset()
+    settings = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(settings):
+        yield
+    torch._dynamo.reset()

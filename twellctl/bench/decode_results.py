@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from twellctl.bench.results import DENSE, DENSE_FP8, SCHEMA_VERSION, TWELL, finite
+from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Rivals, Run, compared, finite
 
 # standard deviations of the logits; rounding in bf16 stays far below, a token at random far above
 ALLOWED_SHORTFALL = 0.25
@@ -45,22 +45,20 @@ class DecodeForm:
     def steps_per_second(self) -> float:
         return 1 / self.seconds
 
-    def to_json(
-        self, batch: int, dense: "DecodeForm", dense_fp8: "DecodeForm | None"
-    ) -> dict[str, Any]:
-        """Its figures, `over_dense` relative to `dense`, `over_fp8` to `dense_fp8`."""
+    def to_json(self, point: "DecodePoint") -> dict[str, Any]:
+        """Its figures at a `point`, beside the others there."""
         low, *_, high = quantiles(self.step_seconds, n=10)
         return {
             "kind": self.kind,
             "chosen": self.chosen,
             "steps_per_second": self.steps_per_second,
-            "tokens_per_second": batch * self.steps_per_second,
+            "tokens_per_second": point.batch * self.steps_per_second,
             "ms": 1000 * self.seconds,
             "ms_p10": 1000 * low,
             "ms_p90": 1000 * high,
             "steps": len(self.step_seconds),
-            "over_dense": dense.seconds / self.seconds,
-            "over_fp8": dense_fp8 and dense_fp8.seconds / self.seconds,
+            "over_dense": point.over_dense(self),
+            "over_fp8": point.over_fp8(self),
             "density": self.density,
             "union": self.union,
             "shortfall": None if self.shortfall is None else finite(self.shortfall),
@@ -71,7 +69,7 @@ class DecodeForm:
 
 
 @dataclass(frozen=True)
-class DecodePoint:
+class DecodePoint(Rivals):
     """All forms at one batch size; `skipped`: why others were left out."""
 
     batch: int
@@ -92,14 +90,6 @@ class DecodePoint:
     def twell(self) -> DecodeForm | None:
         return next((form for form in self.forms if form.kind == TWELL), None)
 
-    def over_dense(self, form: DecodeForm) -> float:
-        """How many times as fast as the dense form."""
-        return self.dense.seconds / form.seconds
-
-    def over_fp8(self, form: DecodeForm) -> float | None:
-        """How many times as fast as the dense form in FP8, if that was run."""
-        return None if self.dense_fp8 is None else self.dense_fp8.seconds / form.seconds
-
     @property
     def wrong(self) -> list[str]:
         """Of forms that chose what the model would not have chosen, in words."""
@@ -114,10 +104,7 @@ class DecodePoint:
     def to_json(self) -> dict[str, Any]:
         return {
             "batch": self.batch,
-            "forms": {
-                form.name: form.to_json(self.batch, self.dense, self.dense_fp8)
-                for form in self.forms
-            },
+            "forms": {form.name: form.to_json(self) for form in self.forms},
             "skipped": self.skipped,
         }
 
@@ -139,16 +126,13 @@ class DecodeModel:
         at batch 1 (484 steps/s), 1.03x and 0.87x at 16 (249)".
         """
         if self.without_twell is None:
-            first, *others = (point for point in self.points if point.twell)
-            rivals = ("dense bf16", "dense FP8")
-            named = zip(_ratios(first), rivals, strict=False)
-            parts = [" and ".join(f"{ratio} as fast as {rival}" for ratio, rival in named)]
-            parts[0] += f" at batch {first.batch} ({first.twell.steps_per_second:.0f} steps/s)"
-            parts += [
-                f"{' and '.join(_ratios(p))} at {p.batch} ({p.twell.steps_per_second:.0f})"
-                for p in others
-            ]
-            return f"on this {place} {self.what} decodes {', '.join(parts)}"
+            points = [point for point in self.points if point.twell]
+            rates = [f"{point.twell.steps_per_second:.0f}" for point in points]
+            pairs = zip(points, rates, strict=True)
+            places = [f"{point.batch} ({rate})" for point, rate in pairs]
+            places[0] = f"batch {points[0].batch} ({rates[0]} steps/s)"
+            ratios = compared(points, ("dense bf16", "dense FP8"), places)
+            return f"on this {place} {self.what} decodes {ratios}"
         parts = [
             f"{point.dense.steps_per_second:.4g} steps/s at batch {point.batch}"
             for point in self.points
@@ -167,36 +151,20 @@ class DecodeModel:
 
 
 @dataclass(frozen=True)
-class DecodeBench:
-    """A whole run; `bandwidth` in bytes a second."""
+class DecodeBench(Run):
+    """A run of `bench decode`; `bandwidth` in bytes a second."""
 
-    facts: dict[str, Any]
-    settings: dict[str, Any]
     bandwidth: float
     models: tuple[DecodeModel, ...]
 
     @property
     def sentences(self) -> list[str]:
-        place = "CPU" if self.facts["device"] == "CPU" else "GPU"
-        return [model.sentence(place) for model in self.models]
+        return [model.sentence(self.place) for model in self.models]
 
     @property
     def wrong(self) -> list[str]:
         return [words for model in self.models for point in model.points for words in point.wrong]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": "bench decode",
-            **self.facts,
-            "settings": self.settings,
-            "bandwidth_gb_s": self.bandwidth / 1e9,
-            "models": [model.to_json() for model in self.models],
-            "sentences": self.sentences,
-        }
-
-
-def _ratios(point: DecodePoint) -> list[str]:
-    """Of TwELL over the dense form, and over that in FP8 if it was run."""
-    found = (point.over_dense(point.twell), point.over_fp8(point.twell))
-    return [f"{ratio:.2f}x" for ratio in found if ratio is not None]
+        models = [model.to_json() for model in self.models]
+        return self.as_json("bench decode", bandwidth_gb_s=self.bandwidth / 1e9, models=models)

@@ -58,7 +58,7 @@ def why_no_dense_fp8(
 
 
 def fp8_modes(modes: list[str]) -> list[str]:
-    """Those of the `modes` of modes.py in which FP8 is at its best: compiled, if any are."""
+    """Those of the `modes` of a contest in which FP8 is at its best: compiled, if any are."""
     return [mode for mode in modes if mode != "eager"] or modes
 
 

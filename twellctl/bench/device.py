@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 import torch
-from torch import nn
 
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.errors import TwellError, UsageError
@@ -75,19 +74,6 @@ def free_memory(device: torch.device) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def model_facts(name: str, model: nn.Module) -> dict[str, Any]:
-    """Of the JSON: what `model`, a model of transformers or its body, is."""
-    config = model.config
-    return {
-        "name": name,
-        "type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "layers": config.num_hidden_layers,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
 
 
 def device_name(device: torch.device) -> str:

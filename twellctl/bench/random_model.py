@@ -78,25 +78,19 @@ class Shape:
         return self.config["max_position_embeddings"]
 
     @property
-    def down_bytes(self) -> int:
-        """Of the down projections of all layers, in bf16."""
-        return 2 * self.layers * self.config["hidden_size"] * self.config["intermediate_size"]
-
-    @property
     def described(self) -> dict[str, Any]:
         """Of the JSON: what sets it apart from others of its sizes."""
         heads, kv_heads = (self.config[f"num_{n}_heads"] for n in ("attention", "key_value"))
         return {"heads": heads, "kv_heads": kv_heads, "vocabulary": self.vocabulary}
 
-    def require_memory(
-        self, free: float, down_copies: int = 0, *, quantize: str | None = None
-    ) -> None:
+    def require_memory(self, free: float, *, quantize: str | None = None) -> None:
         """`TwellError` unless `free` bytes hold it in bf16; it tells how many layers would fit.
 
-        `down_copies`: how often the down projections are held besides. `quantize`: so are all
-        weights, a byte each.
+        W_down may be held in a second layout, too; with `quantize` so are all weights, a byte each.
         """
-        layer = 2 * self.layer_weights + down_copies * self.down_bytes // self.layers
+        layer = 2 * (
+            self.layer_weights + self.config["hidden_size"] * self.config["intermediate_size"]
+        )
         layer += self.layer_weights if quantize else 0
         fixed = 2 * self.other_weights + WORKSPACE
         if fixed + self.layers * layer <= free:

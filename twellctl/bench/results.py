@@ -1,5 +1,6 @@
 """What a bench found: points (one shape, one density), their candidates, JSON and the sentence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -30,6 +31,34 @@ class Candidate:
         return median(self.samples)
 
 
+class Rivals:
+    """Measures of the same work: how many times as fast as the dense ones others are."""
+
+    dense: Any
+    dense_fp8: Any  # None where there is none
+    twell: Any
+
+    def over_dense(self, one: Any) -> float:
+        return self.dense.seconds / one.seconds
+
+    def over_fp8(self, one: Any) -> float | None:
+        return None if self.dense_fp8 is None else self.dense_fp8.seconds / one.seconds
+
+    def ratios(self, one: Any) -> list[str]:
+        """Over the dense one, and over that in FP8 if there is one."""
+        found = (self.over_dense(one), self.over_fp8(one))
+        return [f"{ratio:.2f}x" for ratio in found if ratio is not None]
+
+
+def compared(measured: Sequence[Rivals], rivals: Sequence[str], places: Sequence[str]) -> str:
+    """TwELL's ratios at each of `places`, the rivals named at the first."""
+    ratios = [each.ratios(each.twell) for each in measured]
+    first = zip(ratios[0], rivals, strict=False)
+    parts = [" and ".join(f"{ratio} as fast as {rival}" for ratio, rival in first)]
+    parts += [" and ".join(other) for other in ratios[1:]]
+    return ", ".join(f"{part} at {place}" for part, place in zip(parts, places, strict=True))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """All candidates for the same work, and `timed_by` what.
@@ -43,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Rivals):
     """One token count. `about` holds what was measured of the inputs, JSON-ready.
 
     `reference` is the dtype that errors are relative to. `explained`: by the name of an error how
@@ -61,26 +90,17 @@ class Point:
         return self.outcome.candidates
 
     @property
-    def fastest_dense(self) -> Candidate:
+    def dense(self) -> Candidate:
+        """The fastest of its kind, as the others are."""
         return self._fastest(DENSE)
 
     @property
-    def fastest_fp8(self) -> Candidate | None:
-        """The fastest dense candidate in FP8, if there is one."""
+    def dense_fp8(self) -> Candidate | None:
         return self._fastest(DENSE_FP8)
 
     @property
     def twell(self) -> Candidate:
-        """The fastest candidate over TwELL."""
         return self._fastest(TWELL)
-
-    def over_dense(self, candidate: Candidate) -> float:
-        """How many times as fast as the fastest dense candidate that is not in FP8."""
-        return self.fastest_dense.seconds / candidate.seconds
-
-    def over_fp8(self, candidate: Candidate) -> float | None:
-        """How many times as fast as the fastest dense candidate in FP8."""
-        return None if self.fastest_fp8 is None else self.fastest_fp8.seconds / candidate.seconds
 
     def _fastest(self, kind: str) -> Candidate | None:
         found = (c for c in self.candidates if c.kind == kind)
@@ -124,8 +144,8 @@ class Point:
             **self.about,
             "timed_by": self.outcome.timed_by,
             "reference": self.reference,
-            "fastest_dense": self.fastest_dense.name,
-            "fastest_fp8": self.fastest_fp8 and self.fastest_fp8.name,
+            "fastest_dense": self.dense.name,
+            "fastest_fp8": self.dense_fp8 and self.dense_fp8.name,
             "twell": self.twell.name,
             "over_fastest_dense": self.over_dense(self.twell),
             "over_fastest_fp8": self.over_fp8(self.twell),
@@ -147,72 +167,56 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A whole run: where, how, `what` was measured ("this model"), and its points."""
+class Run:
+    """What both benches report: where and how; `sentences` are what a user wants to know."""
 
-    command: str
     facts: dict[str, Any]
     settings: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        return "CPU" if self.facts["device"] == "CPU" else "GPU"
+
+    def as_json(self, command: str, **found: Any) -> dict[str, Any]:
+        about = {"schema_version": SCHEMA_VERSION, "command": command, **self.facts}
+        return about | {"settings": self.settings, **found, "sentences": self.sentences}
+
+
+@dataclass(frozen=True)
+class Bench(Run):
+    """A run of `bench model`: `what` was measured ("this model"), and its points."""
+
     what: str
     points: tuple[Point, ...]
 
     @property
     def sentences(self) -> list[str]:
-        """What a user wants to know."""
-        place = "CPU" if self.facts["device"] == "CPU" else "GPU"
-        return [sentence(self.what, self.points, place)]
+        """Like "on this GPU this model is 1.31x as fast as compiled bf16 and 0.97x as fast as dense
+        FP8 (row-wise) at 131072 tokens, 1.42x and 0.95x at 256".
+        """
+        points = sorted(self.points, key=lambda point: -point.tokens)
+        rivals = [f"{_called(points)} bf16", _called_fp8(points)]
+        places = [f"{points[0].tokens} tokens", *(str(point.tokens) for point in points[1:])]
+        return [f"on this {self.place} {self.what} is {compared(points, rivals, places)}"]
 
     @property
     def wrong(self) -> list[str]:
         return [words for point in self.points for words in point.wrong]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "command": self.command,
-            **self.facts,
-            "settings": self.settings,
-            "points": [point.to_json() for point in self.points],
-            "sentences": self.sentences,
-        }
+        return self.as_json("bench model", points=[point.to_json() for point in self.points])
 
 
-def sentence(what: str, points: tuple[Point, ...], place: str = "GPU") -> str:
-    """Like "on this GPU this model is 1.31x as fast as compiled bf16 and 0.97x as fast as dense
-    FP8 (row-wise) at 131072 tokens, 1.42x and 0.95x at 256".
-    """
-    first, *others = sorted(points, key=lambda point: -point.tokens)
-    rivals = [f"{_called(points)} bf16", _called_fp8(points)]
-    named = zip(_ratios(first), rivals, strict=False)
-    parts = [" and ".join(f"{ratio} as fast as {rival}" for ratio, rival in named)]
-    parts += [" and ".join(_ratios(point)) for point in others]
-    at = [f"{part} at {point.tokens}" for part, point in zip(parts, (first, *others), strict=True)]
-    at[0] += " tokens"
-    return f"on this {place} {what} is {', '.join(at)}"
-
-
-def _ratios(point: Point) -> list[str]:
-    """Over the fastest dense candidate, and over that in FP8 if there is one."""
-    found = (point.over_dense(point.twell), point.over_fp8(point.twell))
-    return [f"{ratio:.2f}x" for ratio in found if ratio is not None]
-
-
-def _called(points: tuple[Point, ...]) -> str:
+def _called(points: Sequence[Point]) -> str:
     """The fastest dense candidates in a word or two."""
-    fastest = [point.fastest_dense.name for point in points]
-    if not any(name.startswith("dense eager") for name in fastest):
-        return "compiled"
-    only_eager = all(
-        candidate.kind != DENSE or candidate.name.startswith("dense eager")
-        for point in points
-        for candidate in point.candidates
-    )
-    return "eager" if only_eager else "the fastest dense"
+    modes = {point.dense.name.split()[1] for point in points}
+    words = {"eager": "eager", "compile": "compiled"}
+    return words[modes.pop()] if len(modes) == 1 else "the fastest dense"
 
 
-def _called_fp8(points: tuple[Point, ...]) -> str:
+def _called_fp8(points: Sequence[Point]) -> str:
     """The fastest dense candidates in FP8, with the scheme of their scales if all have the same."""
-    names = [point.fastest_fp8.name for point in points if point.fastest_fp8 is not None]
+    names = [point.dense_fp8.name for point in points if point.dense_fp8 is not None]
     for scheme in FP8_SCHEMES:
         if all(scheme in name for name in names):
             return f"dense FP8 ({scheme})"

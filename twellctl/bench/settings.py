@@ -11,6 +11,7 @@ from twellctl.settings import refuse_wrong, setting
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
+CONTEXT = 2048  # of the random model of `bench decode`, at least
 
 
 def _config(layers: int = LLAMA_LAYERS) -> Any:
@@ -54,6 +55,25 @@ class AnyModel:
         None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
     )
 
+    @property
+    def layers_drawn(self) -> int | None:
+        """Of a random model; None: as many as its config has."""
+        return self.layers
+
+    @property
+    def context_drawn(self) -> int:
+        """Of a random model, at most."""
+        raise NotImplementedError
+
+    @property
+    def windows(self) -> dict[tuple[int, int], str]:
+        """(count, length) of the windows that are read, and which flag asks for fewer."""
+        raise NotImplementedError
+
+    def check_context(self, context: int) -> None:
+        """`UsageError` unless a text is no longer than the model's `context`."""
+        raise NotImplementedError
+
     def check(self) -> None:
         """`UsageError` for what makes no sense, before any work."""
         refuse_wrong(self)
@@ -88,8 +108,20 @@ class ModelSettings(AnyModel):
                     f"tokens must be a multiple of seq-len ({self.seq_len}), or less: got {count}"
                 )
 
+    @property
+    def windows(self) -> dict[tuple[int, int], str]:
+        return {self.shape(tokens): "--tokens" for tokens in self.tokens}
+
+    @property
+    def context_drawn(self) -> int:
+        return self.seq_len
+
+    @property
+    def layers_drawn(self) -> int | None:
+        is_built_in = self.config is None and self.layers is None
+        return PREFILLED_LLAMA_LAYERS if is_built_in else self.layers
+
     def check_context(self, context: int) -> None:
-        """`UsageError` unless a sequence is no longer than the model's `context`."""
         if self.seq_len > context:
             raise UsageError(f"seq-len must be 1 to {context}, the context, got {self.seq_len}")
 
@@ -139,8 +171,15 @@ class DecodeSettings(AnyModel):
     def length(self) -> int:
         return self.prompt_tokens + self.new_tokens
 
+    @property
+    def windows(self) -> dict[tuple[int, int], str]:
+        return {(max(self.batches), self.prompt_tokens): "--batch"}
+
+    @property
+    def context_drawn(self) -> int:
+        return max(CONTEXT, self.length)
+
     def check_context(self, context: int) -> None:
-        """`UsageError` unless a text is no longer than the model's `context`."""
         if self.length > context:
             raise UsageError(
                 f"prompt-tokens and new-tokens must be {context} at most together, the context, "

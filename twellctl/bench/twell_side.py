@@ -3,8 +3,7 @@
 import collections
 import copy
 import itertools
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,34 +36,21 @@ def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
     return said[0] if said else None
 
 
-def routes_taken(
-    K: int,
-    N: int,
-    biases: bool,
-    tokens: int,
-    layers: list[tuple[int, float | None]],
-    in_fp8: bool,
-) -> dict[str, int]:
-    """How many of `layers` (slots, density) "auto" sends which way at so many tokens."""
+def routes_taken(twin: nn.Module, tokens: int, in_fp8: bool) -> dict[str, int]:
+    """How many layers of `twin`, a model over TwELL, "auto" sends which way at so many tokens."""
     taken: collections.Counter[str] = collections.Counter()
-    for slots, density in layers:
+    for ffn in gated_ffns(twin):
+        K, N = ffn.down_proj.weight.shape
+        density = ffn.twell_density
         bucket = None if density is None else twell_route.density_bucket(density)
+        biases = ffn.down_proj.bias is not None
+        asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, ffn.twell_slots)
         for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
-            asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, slots)
             of_these = known == asked and (E4M3_END in kind.kernels) == in_fp8
             if of_these and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
-
-
-@dataclass(frozen=True)
-class TwellNumbers:
-    """What an export's config.json says of its layers; `densities` None without a profile."""
-
-    tile: int
-    slots: tuple[int, ...]
-    densities: tuple[float, ...] | None
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
@@ -73,13 +59,13 @@ def shared_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def twell_twin(model: nn.Module, numbers: TwellNumbers, route: str) -> nn.Module:
-    """`model` over TwELL as its export is: a copy that shares its weights.
+def twell_twin(model: nn.Module, twell: Mapping[str, Any], route: str) -> nn.Module:
+    """`model` over TwELL by the numbers of a "twell" block: a copy that shares its weights.
 
     Not those of the down projections, where the kernels want another layout of them.
     """
     twin = shared_copy(model)
-    put_over_twell(twin, asdict(numbers))
+    put_over_twell(twin, twell)
     use_kernels(twin, own_kernels(), route)
     for ffn in gated_ffns(twin):  # the same numbers, but a layout of its own
         ffn.down_proj.weight = nn.Parameter(ffn.down_proj.weight.detach(), requires_grad=False)

@@ -16,8 +16,7 @@ from twellctl.cli.json_file import JsonFile, check_json_file, tell
 from twellctl.errors import TwellError
 from twellctl.files.strict_json import to_json
 from twellctl.screens import ui
-from twellctl.screens.bench import benched
-from twellctl.screens.bench_decode import decoded
+from twellctl.screens.bench import benched, decoded
 
 app = typer.Typer(
     callback=show_help,

@@ -1,4 +1,4 @@
-"""The screen of `twellctl bench`: a table a point, then the sentences. No torch."""
+"""The screens of `twellctl bench`: tables, then the sentences. No torch."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from twellctl.screens import ui
 
 def benched(found: Any) -> None:
     """The figures of a `Bench`."""
-    benched_on(found.facts)
+    _benched_on(found.facts)
     for point in found.points:
         _table(point)
     for text in found.sentences:
         ui.say(text)
 
 
-def benched_on(facts: dict[str, Any]) -> None:
+def _benched_on(facts: dict[str, Any]) -> None:
     """The device, and versions of what makes its code."""
     versions = facts["versions"]
     named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
@@ -25,11 +25,11 @@ def benched_on(facts: dict[str, Any]) -> None:
 
 
 def _table(point: Any) -> None:
-    columns = ["", "ms", "tokens/ms", *over_columns(point.fastest_fp8), "error", "worst row"]
+    columns = ["", "ms", "tokens/ms", *_over(point), "error", "worst row"]
     rows = []
     for c in point.candidates:
         figures = [f"{1000 * c.seconds:.4g}", f"{point.tokens / c.seconds / 1000:.4g}"]
-        figures += over_rivals(point, c)
+        figures += point.ratios(c)
         figures += [f"{c.errors[name]:.1e}" for name in ("error", "worst_row_error")]
         rows.append([c.name, *figures])
     title = f"{point.tokens} tokens, {_firing(point.about)}; {point.outcome.timed_by}"
@@ -37,20 +37,14 @@ def _table(point: Any) -> None:
     _remarks(point)
 
 
-def over_columns(dense_fp8: Any | None) -> list[str]:
-    """What `over_rivals` gives, with a dense candidate in FP8 or without."""
-    return ["over dense", "over FP8"] if dense_fp8 else ["over dense"]
-
-
-def over_rivals(point: Any, candidate: Any) -> list[str]:
-    """How many times as fast as the fastest dense candidate, and as that in FP8 if there is one."""
-    ratios = (point.over_dense(candidate), point.over_fp8(candidate))
-    return [f"{ratio:.2f}x" for ratio in ratios if ratio is not None]
+def _over(point: Any) -> list[str]:
+    """The columns of its ratios."""
+    return ["over dense", "over FP8"] if point.dense_fp8 else ["over dense"]
 
 
 def _remarks(point: Any) -> None:
     """What stands below a table: what was left out, which ways were gone."""
-    left_out(point.outcome.skipped)
+    _left_out(point.outcome.skipped)
     if said := point.about["without_kernels"]:
         ui.note(said)
     if took := point.about.get("auto_took"):
@@ -58,7 +52,7 @@ def _remarks(point: Any) -> None:
     ui.say(f"error relative to {point.reference}")
 
 
-def left_out(skipped: dict[str, str]) -> None:
+def _left_out(skipped: dict[str, str]) -> None:
     """Dense candidates that could not run, or were wrong, and why."""
     for name, reason in skipped.items():
         ui.note(f"{name} was left out: {reason}")
@@ -68,3 +62,32 @@ def _firing(about: dict[str, Any]) -> str:
     """The density in words."""
     first, last = about["layers"][0]["density"], about["layers"][-1]["density"]
     return f"density {about['density']:.2%} (first layer {first:.2%}, last {last:.2%})"
+
+
+def decoded(found: Any) -> None:
+    """The figures of a `DecodeBench`."""
+    _benched_on(found.facts)
+    ui.say(f"copies at {found.bandwidth / 1e9:.0f} GB/s, by which floors are reckoned")
+    for model in found.models:
+        for point in model.points:
+            _model_table(point)
+    for text in found.sentences:
+        ui.say(text)
+
+
+def _model_table(point: Any) -> None:
+    over = _over(point)
+    columns = ["", "steps/s", "ms", "tokens/s", *over, "density", "floor", "of it"]
+    rows = []
+    for form in point.forms:
+        rate = form.steps_per_second
+        figures = [f"{rate:.4g}", f"{1000 * form.seconds:.4g}", f"{point.batch * rate:.4g}"]
+        figures += [*point.ratios(form), f"{form.density:.2%}"]
+        figures += [f"{1 / form.floor_seconds:.4g}", f"{form.floor_seconds / form.seconds:.0%}"]
+        name = f"{form.name} ({form.chosen})" if form.chosen else form.name
+        rows.append([name, *figures])
+    steps = len(point.dense.step_seconds)
+    ui.table(f"batch {point.batch}; medians of {steps} steps; floor in steps/s", columns, rows)
+    _left_out(point.skipped)
+    if (twell := point.twell) and point.batch > 1:
+        ui.say(f"neurons that fire for some row of a step: {twell.union:.1%}")

@@ -1,0 +1,98 @@
+"""What a bench measures: a ReLU model of the user's on text, or a random one on drawn tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twellctl.bench.device import free_memory
+from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
+from twellctl.bench.random_model import make_model, open_shape
+from twellctl.bench.settings import AnyModel
+from twellctl.errors import TwellError
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.reading import read_texts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what it reads. `checkpoint` is None of a random one.
+
+    `windows(count, length)` are ids `[count, length]` on the model's device: at even strides
+    through the text, of which there may be fewer, or drawn. `described` is what the JSON says.
+    """
+
+    models: Precisions
+    windows: Callable[[int, int], Tensor]
+    described: dict[str, Any]
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def called(self) -> str:
+        """Like "this model in FP8 (random, 2 layers)"."""
+        random = "" if self.checkpoint else f" (random, {self.described['layers']} layers)"
+        return f"{self.models.called}{random}"
+
+
+def open_subject(
+    settings: AnyModel, density: float, device: torch.device, note: Callable[[str], None]
+) -> Subject:
+    """The model of `settings`; a random one fires at `density`. Raises `TwellError`."""
+    if settings.model is None:
+        return _drawn(settings, density, device, note)
+    checkpoint = open_checkpoint(settings.model)
+    checkpoint.require_relu()
+    if context := checkpoint.config.get("max_position_embeddings"):
+        settings.check_context(context)
+    tokenizer = load_tokenizer(checkpoint)
+    texts = read_texts(list(settings.data), settings.text_column, tokenizer)
+    stream = list(token_stream(texts, tokenizer, checkpoint.config.get("vocab_size")))
+    for (count, length), flag in settings.windows.items():  # before weights are read
+        if (found := len(spread_windows(stream, count, length))) < count:
+            raise TwellError(
+                f"the text holds {found} windows of {length} tokens, not {count}: give more text, "
+                f"or a smaller {flag}"
+            )
+    note(f"loading {checkpoint.name}")
+    model = load_model(checkpoint, dtype=DTYPE, device=device).requires_grad_(False)
+
+    def windows(count: int, length: int) -> Tensor:
+        return spread_windows(stream, count, length).to(device)
+
+    models = in_precisions(model, settings.quantize)
+    return Subject(models, windows, _described(checkpoint.name, models), checkpoint)
+
+
+def _drawn(
+    settings: AnyModel, density: float, device: torch.device, note: Callable[[str], None]
+) -> Subject:
+    shape = open_shape(settings.config, settings.layers_drawn, context=settings.context_drawn)
+    settings.check_context(shape.context)
+    note(f"making {shape.name} of {shape.layers} layers")
+    shape.require_memory(free_memory(device), quantize=settings.quantize)
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    model = make_model(shape, density, dtype=DTYPE, generator=generator)
+
+    def windows(count: int, length: int) -> Tensor:
+        size = (count, length)
+        return torch.randint(shape.vocabulary, size, generator=generator, device=device)
+
+    models = in_precisions(model, settings.quantize)
+    described = _described(shape.name, models) | shape.described | {"density_asked": density}
+    return Subject(models, windows, described)
+
+
+def _described(name: str, models: Precisions) -> dict[str, Any]:
+    config = models.bf16.config
+    return {
+        "name": name,
+        "type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layers": config.num_hidden_layers,
+        "parameters": sum(parameter.numel() for parameter in models.bf16.parameters()),
+    }
