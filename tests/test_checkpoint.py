@@ -194,7 +194,7 @@ def test_truncated_shard(model, refused, keep):
 def test_bad_header(model, refused, header):
     shard = shard_of(model)
     shard.write_bytes(struct.pack("<Q", len(header)) + header)
-    refused(model, str(shard), "bad header", "copy it again")
+    refused(model, str(shard), "no safetensors file", "copy it again")
 
 
 def test_a_shape_that_its_bytes_belie(model, refused):
@@ -202,13 +202,13 @@ def test_a_shape_that_its_bytes_belie(model, refused):
     content = shard.read_bytes()
     assert b'"shape":[32,' in content
     shard.write_bytes(content.replace(b'"shape":[32,', b'"shape":[31,'))
-    refused(model, str(shard), "bad header", "copy it again")
+    refused(model, str(shard), "no safetensors file", "copy it again")
 
 
 def test_bytes_behind_the_last_tensor(model, refused):
     shard = shard_of(model)
     shard.write_bytes(shard.read_bytes() + b"0")
-    refused(model, str(shard), "behind its last tensor", "copy it again")
+    refused(model, str(shard), "truncated", "copy it again")
 
 
 def test_index_that_does_not_fit(model, refused):

@@ -1,6 +1,6 @@
 """Tensors go to safetensors files of a given size, one file in memory at a time."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,26 +24,17 @@ def write_shards(
         parts.append(list(part))
         num_bytes += sum(tensor.nbytes for tensor in part.values())
         part.clear()  # the generator holds it, too
-    files = file_names(len(parts))
-    write_index(folder, dict(zip(files, parts, strict=True)), num_bytes)
+    count = len(parts)
+    files = tuple(f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
+    if count == 1:
+        files = (SINGLE,)
+    else:
+        weight_map = {n: file for file, part in zip(files, parts, strict=True) for n in part}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
     for number, file in enumerate(files):
         (folder / _part_name(number)).rename(folder / file)
     return files
-
-
-def file_names(count: int) -> tuple[str, ...]:
-    """Of the files of a model, as all readers expect them."""
-    if count == 1:
-        return (SINGLE,)
-    return tuple(f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
-
-
-def write_index(folder: Path, names: Mapping[str, Iterable[str]], num_bytes: int) -> None:
-    """Say which tensors lie in which file, where there are several; `num_bytes` of all."""
-    if len(names) > 1:
-        weight_map = {name: file for file, part in names.items() for name in part}
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _part_name(number: int) -> str:
