@@ -129,11 +129,8 @@ def dry_run(
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
         blocks, text_tokens = _first_blocks(checkpoint, recipe, Path(folder))
-        how = checkpoint, recipe, blocks, Path(folder)
-        if world.num_processes > 1:
-            changes, measured = {}, _measure_together(*how, doing)
-        else:
-            changes, measured = _measure_what_fits(*how, note, doing)
+        how = blocks, Path(folder), doing
+        changes, measured = _measure_what_fits(checkpoint, recipe, how, note)
     _free()
     num_steps = steps_of(recipe, text_tokens / recipe.seq_len)
     num_tokens = num_steps * recipe.step_tokens
@@ -212,64 +209,30 @@ def _peak_bytes() -> int:
 
 
 def _measure_what_fits(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    blocks: np.ndarray,
-    folder: Path,
-    note: Callable[[str], None],
-    doing: Callable[[str], None],
+    checkpoint: Checkpoint, recipe: Recipe, how: tuple[Any, ...], note: Callable[[str], None]
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """(the changes without which it does not fit, what `_measure` found with them).
-
-    A model is loaded once for all sizes of its batch, a large one takes half a minute.
-    """
-    total, trainer, loaded, least = total_bytes(), None, None, 0
-    for changes in _in_less_memory(recipe):
+    """(the changes without which it does not fit, what `_measure` found with them)."""
+    num_processes, changes, least = PartialState().num_processes, {}, 0
+    for changes in _in_less_memory(recipe) if num_processes == 1 else [{}]:
         changed = dataclasses.replace(recipe, **changes)
         least = least_bytes(checkpoint, changed)
-        if least > total:
+        if num_processes == 1 and least > total_bytes():
             continue
-        how = dataclasses.replace(changed, micro_batch_size=1)
-        if how == loaded and trainer is None:
-            continue  # not even its model fitted
         try:
-            if how != loaded:
-                trainer, loaded = None, how
-                _free()
-                doing("loading the model")
-                trainer = _build(checkpoint, changed, blocks, folder)
-                step_tokens = recipe.step_tokens
-                if said := slow_on_cpu(trainer.model, recipe.optimizer, step_tokens):
-                    note(said)
-            return changes, _measure(trainer, changed, blocks, doing)
+            return changes, _measure(checkpoint, changed, *how, note)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
         note(f"out of {_memory()} {f'with {as_flags(changes)}' if changes else 'as asked'}")
-        if trainer is not None:
-            trainer.drop_parts()
         _free()
+    if num_processes > 1:
+        raise TwellError(
+            f"out of {_memory()} in {num_processes} processes as asked: take more GPUs, lower "
+            "--micro-batch-size, or add --gradient-checkpointing"
+        )
     raise TwellError(
         f"out of {_memory()} even with {as_flags(changes)}: that takes {least / 2**30:.1f} GiB "
         "before the first block; take a machine with more of it, or a smaller model"
     )
-
-
-def _measure_together(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    blocks: np.ndarray,
-    folder: Path,
-    doing: Callable[[str], None],
-) -> dict[str, object]:
-    """What `_measure` finds in several processes, as asked."""
-    doing("loading the model")
-    try:
-        return _measure(_build(checkpoint, recipe, blocks, folder), recipe, blocks, doing)
-    except torch.OutOfMemoryError as error:
-        raise TwellError(
-            f"out of {_memory()} in {PartialState().num_processes} processes as asked: take more "
-            "GPUs, lower --micro-batch-size, or add --gradient-checkpointing"
-        ) from error
 
 
 def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]:
@@ -281,31 +244,31 @@ def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]
     return tuple(OnSeveral(count, least // count, True) for count in (2, 4, 8))
 
 
-def _build(
-    checkpoint: Checkpoint, recipe: Recipe, blocks: np.ndarray, folder: Path
-) -> SparseTrainer:
-    short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None}
-    short["batch_size"] = recipe.micro_batch_size * PartialState().num_processes
-    short |= {"save_steps": 0, "eval_steps": 0, "report_to": "none"}
-    probe = dataclasses.replace(recipe, **short)
-    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks), None)
-    return build_trainer(checkpoint, teacher, probe, folder, data, Progress())
-
-
 def _measure(
-    trainer: SparseTrainer, recipe: Recipe, blocks: np.ndarray, doing: Callable[[str], None]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    blocks: np.ndarray,
+    folder: Path,
+    doing: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> dict[str, object]:
-    """Of some steps of a trainer that may have taken steps of other sizes before."""
+    """Of some steps, of one or two parts."""
     num_processes = PartialState().num_processes
     micro, parts = micro_batch(recipe, num_processes)
     probed = min(2, parts)
-    taken = blocks[: STEPS * probed * micro * num_processes]
-    trainer.take_batches(Blocks(taken), micro, probed)
+    size = probed * micro * num_processes
+    short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None, "batch_size": size}
+    short |= {"micro_batch_size": micro, "save_steps": 0, "eval_steps": 0, "report_to": "none"}
+    doing("loading the model")
+    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks[: STEPS * size]), None)
+    probe = dataclasses.replace(recipe, **short)
+    trainer = build_trainer(checkpoint, teacher, probe, folder, data, Progress())
+    if said := slow_on_cpu(trainer.model, recipe.optimizer, recipe.step_tokens):
+        note(said)
     trainer.muon.allocate()  # else recorded parts would have gone before it, and not count again
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     clock = _Clock(trainer, doing)
-    trainer.remove_callback(_Clock)
     trainer.tell_first(clock)
     try:
         trainer.train()

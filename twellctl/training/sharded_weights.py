@@ -5,7 +5,7 @@ tensor at a time, a file of at most `FILE_BYTES` at once.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from twellctl.models.loading import (
     stored_dtypes,
     without_values,
 )
-from twellctl.models.shard_writer import file_names, save_tensors, write_index
+from twellctl.models.shard_writer import write_shards
 from twellctl.models.silu_form import scaled
 from twellctl.training.processes import in_all
 from twellctl.training.sharding import local, rows, shard, whole
@@ -102,49 +102,27 @@ def write_sharded(
     All processes call it; the first one writes, and has the `folder`. `edit` may change a weight,
     which is whole then. `OSError`, in the first, where that fails.
     """
-    dtype_of, failure = stored_dtypes(checkpoint), None
-    parts = _parts(_stored(model), dtype_of)
-    files = dict(zip(file_names(len(parts)), parts, strict=True))
-    for file, named in files.items():
-        tensors = {}
-        for name, weight in named:
-            gathered = {name: whole(weight.detach())}
-            if folder is not None and failure is None:
-                edit(gathered)
-                tensors[name] = gathered[name].to(dtype_of(name)).cpu()
-        try:
-            if tensors:
-                save_tensors(tensors, folder / file)
-        except OSError as error:
-            failure = error  # the others still gather with this process
-    if failure is not None:
-        raise failure
-    if folder is not None:
-        num_bytes = sum(_num_bytes(name, w, dtype_of) for part in parts for name, w in part)
-        names = {file: [name for name, _ in part] for file, part in files.items()}
-        write_index(folder, names, num_bytes)
+    tensors = _gathered(model, checkpoint, edit if folder is not None else None)
+    try:
+        if folder is not None:
+            write_shards(tensors, folder, FILE_BYTES)
+    finally:
+        for _ in tensors:  # where that failed, too: the others gather with this process
+            pass
 
 
-def _stored(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """What of a sharded model is stored: not what training has put into it."""
+def _gathered(
+    model: PreTrainedModel, checkpoint: Checkpoint, edit: Callable[[dict[str, Tensor]], None] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """What of a sharded model is stored, whole: not what training has put into it.
+
+    Nothing without `edit`: then this process only takes its part in gathering.
+    """
+    dtype_of = stored_dtypes(checkpoint)
     weights = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    return [*weights, *_stored_buffers(model)]
-
-
-def _parts(
-    named: list[tuple[str, Tensor]], dtype_of: Callable[[str], torch.dtype]
-) -> list[list[tuple[str, Tensor]]]:
-    """What goes into each file, in order."""
-    parts, room = [], 0
-    for name, weight in named:
-        num_bytes = _num_bytes(name, weight, dtype_of)
-        if num_bytes > room:
-            parts.append([])
-            room = max(FILE_BYTES, num_bytes)
-        parts[-1].append((name, weight))
-        room -= num_bytes
-    return parts
-
-
-def _num_bytes(name: str, weight: Tensor, dtype_of: Callable[[str], torch.dtype]) -> int:
-    return weight.numel() * dtype_of(name).itemsize
+    for name, weight in [*weights, *_stored_buffers(model)]:
+        gathered = {name: whole(weight.detach())}
+        if edit is None:
+            continue
+        edit(gathered)
+        yield name, gathered[name].to(dtype_of(name)).cpu()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from twellctl.errors import TwellError
@@ -242,13 +241,6 @@ class SparseTrainer(Trainer):
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
 
-    def take_batches(self, dataset: Dataset, num_blocks: int, num_parts: int) -> None:
-        """Train on others: parts of `num_blocks`, and so many of them a step."""
-        self.train_dataset = dataset
-        self.args.per_device_train_batch_size = self._train_batch_size = num_blocks
-        self.args.gradient_accumulation_steps = num_parts
-        self.drop_captured()
-
     def drop_captured(self) -> None:
         """Forget the part that was recorded. To be called at the end of every run.
 
@@ -256,12 +248,6 @@ class SparseTrainer(Trainer):
         that hold its calls.
         """
         self._captured, self._parts_run = None, 0
-
-    def drop_parts(self) -> None:
-        """Forget the parts of a step that did not come to its end."""
-        self.drop_captured()
-        self._sums.clear()
-        self.model.zero_grad()
 
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
