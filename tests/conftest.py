@@ -33,12 +33,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 8},
     "phi3": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0},
-    "falcon_h1": {
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "pad_token_id": 0,
-    },
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0},
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"

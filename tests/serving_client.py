@@ -35,8 +35,7 @@ def running(served, *, api_key="none", **settings):
         up.set()
 
     thread = threading.Thread(
-        target=loop.run_until_complete,
-        args=[serve(served, listener, on_ready, stop, **settings)],
+        target=loop.run_until_complete, args=[serve(served, listener, on_ready, stop, **settings)]
     )
     thread.start()
     assert up.wait(20)

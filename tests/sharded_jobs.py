@@ -35,14 +35,7 @@ from twellctl.errors import TwellError
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.training import (
-    answers,
-    build,
-    optimizer,
-    replicas,
-    sharded_weights,
-    trainer,
-)
+from twellctl.training import answers, build, optimizer, replicas, sharded_weights, trainer
 from twellctl.training.optimizer import make_optimizer
 from twellctl.training.processes import check_same, from_all
 from twellctl.training.progress import Progress

@@ -47,10 +47,7 @@ def changed(which: dict, **more):
         (profiles.profile(profiles.layer(0.3)), "30.0 % of the neurons fire: too many for a gain."),
         (profiles.profile(profiles.layer(0.2)), "fine-tune with a lower --density"),
         (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
-        (
-            changed({"density": 0.2, "nnz_mean": 200.0}),
-            "Layer 0 fires more than 3 times the mean",
-        ),
+        (changed({"density": 0.2, "nnz_mean": 200.0}), "Layer 0 fires more than 3 times the mean"),
         (changed({"slots": 256}), "Layer 0 needs all 256 slots of a tile"),
         (changed({"nnz_p99": 200}), "In layer 0 one token in a hundred fires more than 8 times"),
         (
@@ -60,10 +57,7 @@ def changed(which: dict, **more):
         (
             changed(
                 {},
-                by_kind=(
-                    SPARSE.by_kind[0],
-                    dataclasses.replace(SPARSE.by_kind[1], density=0.02),
-                ),
+                by_kind=(SPARSE.by_kind[0], dataclasses.replace(SPARSE.by_kind[1], density=0.02)),
             ),
             "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %",
         ),

@@ -77,11 +77,7 @@ def test_cards(source, text_file, tmp_path):
     assert "converted and not fine-tuned" in card
     assert "has not been measured" in card
     assert "trust_remote_code" not in card
-    finetune(
-        tmp_path / "relu",
-        tmp_path / "sparse",
-        small(text_file, max_steps=1),
-    )
+    finetune(tmp_path / "relu", tmp_path / "sparse", small(text_file, max_steps=1))
     report = json.loads((tmp_path / "sparse/twell_finetune.json").read_text())
     card = (tmp_path / "sparse/README.md").read_text()
     assert f"{report['density']:.2%} of the neurons" in card

@@ -49,12 +49,7 @@ def test_logits_are_those_of_the_same_weights_with_relu(make_model, tmp_path, fa
     assert torch.equal(model(ids).logits, expected)
     assert not torch.allclose(expected, silu)
     twell = json.loads((tmp_path / "out/config.json").read_text())["twell"]
-    assert twell == {
-        "format_version": 1,
-        "tile": 256,
-        "slots": [64, 64],
-        "source_act": "silu",
-    }
+    assert twell == {"format_version": 1, "tile": 256, "slots": [64, 64], "source_act": "silu"}
 
 
 @pytest.mark.parametrize("chats", [True, False])

@@ -11,12 +11,7 @@ from small_benches import decode_form
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode_runs as runs
-from twellctl.bench.decode_floors import (
-    copy_bandwidth,
-    ffn_bytes,
-    screened_gate,
-    step_bytes,
-)
+from twellctl.bench.decode_floors import copy_bandwidth, ffn_bytes, screened_gate, step_bytes
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
@@ -147,14 +142,7 @@ def bench(*points: DecodePoint, device: str = "NVIDIA H200", without: str | None
 
 def test_the_sentence_tells_ratio_and_steps():
     points = [
-        DecodePoint(
-            1,
-            (
-                decode_form("dense", 0.001),
-                decode_form("twell", 0.0007),
-            ),
-            {},
-        ),
+        DecodePoint(1, (decode_form("dense", 0.001), decode_form("twell", 0.0007)), {}),
         DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}),
     ]
     assert bench(*points).sentences == [

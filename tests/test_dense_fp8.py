@@ -6,12 +6,7 @@ from small_benches import drawn, relative
 from torch import nn
 
 from twellctl.bench.contest import Contender, Course, hold
-from twellctl.bench.dense_fp8 import (
-    SCHEMES,
-    fast_product,
-    rounded_copy,
-    why_no_dense_fp8,
-)
+from twellctl.bench.dense_fp8 import SCHEMES, fast_product, rounded_copy, why_no_dense_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bundle import twell_fp8
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight

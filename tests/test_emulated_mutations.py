@@ -176,11 +176,7 @@ MUTATIONS = {
         step, PRODUCTS, "barrier_wait(empty(to), refill);", wrong="being read"
     ),
     "scales that the barrier does not count": Mutation(
-        step_e4m3,
-        PRODUCTS,
-        "unit_bytes + (scales ? kScaleBytes : 0)",
-        "unit_bytes",
-        ".",
+        step_e4m3, PRODUCTS, "unit_bytes + (scales ? kScaleBytes : 0)", "unit_bytes", "."
     ),
     "no wait for what neurons are worth": Mutation(
         step,
@@ -304,13 +300,7 @@ MUTATIONS |= {
 MUTATIONS |= {
     f"few heavy rows: {name}": Mutation(run, "ffn/heavy_walk.cuh", original, mutated, wrong)
     for name, run, original, mutated, wrong in (
-        (
-            "written while read",
-            heavy_rows,
-            "            __syncwarp();\n",
-            "",
-            "being read",
-        ),
+        ("written while read", heavy_rows, "            __syncwarp();\n", "", "being read"),
         ("the neighbour's tile", heavy_rows, "(cell + SIZE * i) *", "(cell + i) *", None),
         ("too many slots taken as whole", heavy_rows, "count <= num_slots;", "count >= 0;", None),
         ("without the rest", heavy_rows, "min(TILE, sizes.N - first)", "TILE", "no such memory"),

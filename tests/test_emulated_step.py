@@ -11,155 +11,79 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from emulated_step import Model
 
 pytestmark = needs_emulator
-# name: (model, blocks, form)
+
+
+def case(*sizes, blocks: int = 100, form: str = "sparse", **how) -> tuple:
+    """(model, blocks, form); `sizes`: K, D, H, Hkv, N, layers, position of a `Model`."""
+    return partial(Model, *sizes, **how), blocks, form
+
+
+ALL_OF_IT = {"biases": True, "head_norms": True}
 CASES = {
-    "plain": (partial(Model, 1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5), 100, "sparse"),
-    "all at once": (
-        partial(
-            Model, 2048, 64, 32, 8, 1448, 1, 200, biases=True, head_norms=True, mapped=401, seed=3
-        ),
-        132,
-        "sparse",
+    "plain": case(1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5),
+    "all at once": case(2048, 64, 32, 8, 1448, 1, 200, **ALL_OF_IT, mapped=401, seed=3, blocks=132),
+    "first token, nothing fires": case(
+        1536, 64, 24, 24, 776, 1, 0, gate_mean=-9, seed=6, blocks=97
     ),
-    "first token, nothing fires": (
-        partial(Model, 1536, 64, 24, 24, 776, 1, 0, gate_mean=-9, seed=6),
-        97,
-        "sparse",
+    "heads of 256": case(
+        3072, 256, 12, 4, 776, 1, 1000, head_norms=True, gate_mean=-1.5, seed=5, blocks=98
     ),
-    "heads of 256": (
-        partial(Model, 3072, 256, 12, 4, 776, 1, 1000, head_norms=True, gate_mean=-1.5, seed=5),
-        98,
-        "sparse",
+    "dense": case(1536, 128, 12, 2, 776, 1, 150, **ALL_OF_IT, seed=7, blocks=97, form="dense"),
+    "screened": case(
+        *(1536, 64, 24, 24, 9200, 2, 70),
+        **{"gate_mean": -1.5, "biases": True, "mapped": 201, "missed": -0.4, "form": "screened"},
     ),
-    "dense": (
-        partial(Model, 1536, 128, 12, 2, 776, 1, 150, biases=True, head_norms=True, seed=7),
-        97,
-        "dense",
-    ),
-    "screened": (
-        partial(
-            Model,
-            1536,
-            64,
-            24,
-            24,
-            9200,
-            2,
-            70,
-            gate_mean=-1.5,
-            biases=True,
-            mapped=201,
-            missed=-0.4,
-        ),
-        100,
-        "screened",
-    ),
-    "e4m3, 1536": (  # slices of an odd number of groups
-        partial(Model, 1536, 64, 24, 24, 976, 2, 70, gate_mean=-1.5, mapped=201, fp8=True),
-        100,
-        "sparse",
-    ),
+    # slices of an odd number of groups
+    "e4m3, 1536": case(1536, 64, 24, 24, 976, 2, 70, gate_mean=-1.5, mapped=201, fp8=True),
 }
 MORE = {
-    "e4m3, large x": (
-        partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15),
-        96,
-        "sparse",
+    "e4m3, large x": case(1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15, blocks=96),
+    # and 128 rows of the gate a block, the most for this size
+    "a window": case(
+        1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4, blocks=96
     ),
-    "a window": (  # and 128 rows of the gate a block, the most for this size
-        partial(Model, 1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4),
-        96,
-        "sparse",
+    "parts of heads, more logits than rows": case(  # 134 a block
+        1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800, blocks=96
     ),
-    "parts of heads, more logits than rows": (  # 134 a block
-        partial(Model, 1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800),
-        96,
-        "sparse",
+    "many fire": case(1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6, blocks=96),
+    "3584, screened": case(  # two row blocks of some warps
+        *(3584, 128, 28, 4, 17000, 1, 400),
+        **{"gate_mean": -1.5, "missed": -0.4, "seed": 16, "blocks": 113, "form": "screened"},
     ),
-    "many fire": (
-        partial(Model, 1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6),
-        96,
-        "sparse",
+    "e4m3, small x": case(1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15, blocks=96),
+    "3584": case(3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16, blocks=113),
+    "2048, screened": case(
+        *(2048, 64, 32, 8, 5000, 1, 200),
+        **{"mapped": 601, "missed": -0.4, "gate_mean": -0.2, "blocks": 132, "form": "screened"},
     ),
-    "3584, screened": (  # two row blocks of some warps
-        partial(Model, 3584, 128, 28, 4, 17000, 1, 400, gate_mean=-1.5, missed=-0.4, seed=16),
-        113,
-        "screened",
+    "4096, screened": case(
+        *(4096, 128, 32, 8, 2500, 1, 130),
+        **{"gate_mean": -0.5, "mapped": 150, "missed": -0.4, "blocks": 132, "form": "screened"},
     ),
-    "e4m3, small x": (
-        partial(Model, 1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15),
-        96,
-        "sparse",
+    "wide heads": case(1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12),
+    "dense, 2048": case(
+        2048, 128, 16, 2, 1048, 2, 150, **ALL_OF_IT, seed=7, blocks=132, form="dense"
     ),
-    "3584": (
-        partial(Model, 3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16),
-        113,
-        "sparse",
+    "3072, dense": case(
+        3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15, blocks=98, form="dense"
     ),
-    "2048, screened": (
-        partial(Model, 2048, 64, 32, 8, 5000, 1, 200, mapped=601, missed=-0.4, gate_mean=-0.2),
-        132,
-        "screened",
+    "e4m3, 2048": case(
+        2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23, blocks=132
     ),
-    "4096, screened": (
-        partial(Model, 4096, 128, 32, 8, 2500, 1, 130, gate_mean=-0.5, mapped=150, missed=-0.4),
-        132,
-        "screened",
+    "e4m3, 1536, all at once": case(1536, 128, 12, 2, 776, 1, 200, **ALL_OF_IT, fp8=True, seed=21),
+    "e4m3, 1536, dense": case(
+        1536, 64, 24, 6, 776, 2, 65, biases=True, fp8=True, seed=22, blocks=96, form="dense"
     ),
-    "wide heads": (
-        partial(Model, 1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12),
-        100,
-        "sparse",
+    "e4m3, 4096": case(
+        4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26, blocks=132
     ),
-    "dense, 2048": (
-        partial(Model, 2048, 128, 16, 2, 1048, 2, 150, biases=True, head_norms=True, seed=7),
-        132,
-        "dense",
+    "e4m3, 3072, dense": case(
+        3072, 128, 24, 8, 1048, 1, 300, head_norms=True, fp8=True, seed=24, blocks=98, form="dense"
     ),
-    "3072, dense": (
-        partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15),
-        98,
-        "dense",
+    "e4m3, 3584": case(
+        3584, 128, 28, 4, 7456, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25, blocks=113
     ),
-    "e4m3, 2048": (
-        partial(Model, 2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23),
-        132,
-        "sparse",
-    ),
-    "e4m3, 1536, all at once": (
-        partial(
-            Model, 1536, 128, 12, 2, 776, 1, 200, biases=True, head_norms=True, fp8=True, seed=21
-        ),
-        100,
-        "sparse",
-    ),
-    "e4m3, 1536, dense": (
-        partial(Model, 1536, 64, 24, 6, 776, 2, 65, biases=True, fp8=True, seed=22),
-        96,
-        "dense",
-    ),
-    "e4m3, 4096": (
-        partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26),
-        132,
-        "sparse",
-    ),
-    "e4m3, 3072, dense": (
-        partial(Model, 3072, 128, 24, 8, 1048, 1, 300, head_norms=True, fp8=True, seed=24),
-        98,
-        "dense",
-    ),
-    "e4m3, 3584": (
-        partial(
-            Model, 3584, 128, 28, 4, 7456, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25
-        ),
-        113,
-        "sparse",
-    ),
-    "4096": (
-        partial(Model, 4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10),
-        132,
-        "sparse",
-    ),
+    "4096": case(4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10, blocks=132),
 }
 ALL = CASES | (MORE if EVERY_CASE else {})
 

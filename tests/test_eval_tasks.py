@@ -208,10 +208,7 @@ def without(key: str) -> str:
         (json.dumps(SUM | {"answer": ""}), "answer must be a text or a number, got ''"),
         (json.dumps(SUM | {"answer": True}), "answer must be a text or a number, got True"),
         (json.dumps(SUM | {"answer": "no"}), "answer must hold a number, got 'no'"),
-        (
-            json.dumps(SUM | {"match": "regex", "answer": "("}),
-            "must be a regular expression",
-        ),
+        (json.dumps(SUM | {"match": "regex", "answer": "("}), "must be a regular expression"),
         (json.dumps(SUM | {"match": "is"}), "match must be exact, number, contains or regex, got"),
         (json.dumps({"answer": "4"}), "it has no 'prompt'"),
         (json.dumps(CODE | {"prompt": " "}), "prompt must be a text, got ' '"),

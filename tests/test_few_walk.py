@@ -11,12 +11,7 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Launches, assert_taken
 
 from twellctl.bundle import twell_few_walk
-from twellctl.bundle.twell_few import (
-    few_e4m3_kernels,
-    few_ffn_kernels,
-    few_kernels,
-    few_pairs,
-)
+from twellctl.bundle.twell_few import few_e4m3_kernels, few_ffn_kernels, few_kernels, few_pairs
 from twellctl.bundle.twell_few_walk import (
     LINEAR_TOKENS,
     WALK_SIZES,

@@ -95,11 +95,7 @@ def test_full_disk_keeps_the_last_checkpoint(relu_llama, text_file, tmp_path, mo
 
     monkeypatch.setattr(training, "mark_complete", full_at_six)
     with pytest.raises(TwellError, match=r"No space left.*--resume goes on from checkpoint-3"):
-        finetune(
-            relu_llama,
-            tmp_path / "out",
-            small(text_file, save_steps=3),
-        )
+        finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3))
     assert not (tmp_path / "out").exists()
     assert last_checkpoint(run_folder(tmp_path / "out")).name == "checkpoint-3"
 

@@ -9,27 +9,13 @@ import torch
 from test_fp8 import spread, weight_of
 from torch import Tensor, nn
 
-from twellctl.bundle import (
-    twell_ffn,
-    twell_fp8,
-    twell_model,
-    twell_reasons,
-    twell_route,
-    twell_run,
-)
+from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route, twell_run
 from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_ways import (
-    WAYS,
-    Problem,
-    Way,
-    dense_products,
-    ways_by_tokens,
-    ways_of,
-)
+from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_by_tokens, ways_of
 
 H200 = Limits(132, 232448, (9, 0))
 B200 = Limits(148, 232448, (10, 0))

@@ -74,9 +74,7 @@ class OnCpu(EmulatedKernels):
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
         assert overlap
         super().launch(
-            *(name, grid, block, args, smem_bytes),
-            cluster=HEAVY_WALK_SIZE,
-            from_previous=self.late,
+            *(name, grid, block, args, smem_bytes), cluster=HEAVY_WALK_SIZE, from_previous=self.late
         )
 
 

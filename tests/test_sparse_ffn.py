@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bundle import (
-    twell_ffn,
-    twell_nvrtc,
-    twell_reasons,
-    twell_run,
-    twell_ways,
-)
+from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_run, twell_ways
 from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (

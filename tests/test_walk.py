@@ -11,13 +11,7 @@ from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
 from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
-from twellctl.bundle.twell_walk import (
-    MOST_PAIRS,
-    plan_walk,
-    suits_walk,
-    takes_walk,
-    walk_gate_ffn,
-)
+from twellctl.bundle.twell_walk import MOST_PAIRS, plan_walk, suits_walk, takes_walk, walk_gate_ffn
 from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
 

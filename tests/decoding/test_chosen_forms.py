@@ -214,7 +214,4 @@ def test_a_batch_measures_before_it_captures(tiny, timed, kernels, monkeypatch):
     batch.load([np.zeros(len(Field), np.int32)] * 4, [[1], [2], [3], [4]])
     for _ in range(2):
         batch.launch(1, Variant())
-    assert order == [
-        ("captures", [["union", "pairs", "dense"]]),
-        ("captured", ["union", "union"]),
-    ]
+    assert order == [("captures", [["union", "pairs", "dense"]]), ("captured", ["union", "union"])]

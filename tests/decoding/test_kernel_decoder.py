@@ -72,10 +72,7 @@ CASES = {
     "exaone4": ("exaone4", WINDOW),
     "part of a head": (
         "phi3",
-        {
-            "hidden_size": 256,
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
-        },
+        {"hidden_size": 256, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     ),
 }
 

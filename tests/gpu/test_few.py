@@ -157,10 +157,7 @@ def equal(found: Tensor, wanted: Tensor, told: object) -> None:
 def forms_for(M: int, N: int, K: int) -> dict:
     """The forms of the FFN that take so many tokens here, by name."""
     limits = device_limits(0)
-    takes = {
-        few_union: takes_few(M, N, limits),
-        few_pairs: takes_few_walk(M, N, K, limits),
-    }
+    takes = {few_union: takes_few(M, N, limits), few_pairs: takes_few_walk(M, N, K, limits)}
     return {form.__name__: form for form, taken in takes.items() if taken}
 
 

@@ -102,13 +102,7 @@ def test_choices_run_side_by_side_and_count(client):
     assert answer.usage.completion_tokens == sum(
         len(choice.logprobs.tokens)
         for choice in complete(
-            client,
-            prompt=[PROMPT, "class A"],
-            n=3,
-            temperature=1,
-            max_tokens=9,
-            seed=1,
-            logprobs=0,
+            client, prompt=[PROMPT, "class A"], n=3, temperature=1, max_tokens=9, seed=1, logprobs=0
         ).choices
     ) + sum(choice.finish_reason == "stop" for choice in answer.choices)
     grown = after["twell_generated_tokens_total"] - before["twell_generated_tokens_total"]

@@ -97,13 +97,7 @@ def play(monkeypatch):
             "0.32.0 takes exports, over TwELL where the kernels load: LlamaForCausalLM",
             "",
         ),
-        (
-            "0.40.0",
-            ("twellctl",),
-            "bad",
-            "vLLM 0.40.0",
-            "pip install 'vllm>=0.26,<0.33'",
-        ),
+        ("0.40.0", ("twellctl",), "bad", "vLLM 0.40.0", "pip install 'vllm>=0.26,<0.33'"),
         ("0.32.0", ("other",), "bad", "0.32.0 does not see the plugin", "install twellctl again"),
     ],
 )
