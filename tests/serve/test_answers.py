@@ -1,7 +1,5 @@
 """serve-local through the openai client: answers, streams, sampling, usage."""
 
-import http.client
-
 import openai
 import pytest
 import torch
@@ -12,6 +10,7 @@ from serving_client import (
     chat,
     complete,
     engine_tokens,
+    get,
     streamed_chat,
     streamed_completion,
 )
@@ -21,11 +20,6 @@ from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
-
-
-def test_engine_gives_the_tokens_of_generate(served, client, reference, tokenizer):
-    expected = reference(tokenizer.encode(PROMPT), 60)
-    assert engine_tokens(served.engine, PROMPT, 60, tokenizer) == expected
 
 
 def test_an_export_is_served_alike(relu_llama, reference, tokenizer, tmp_path):
@@ -144,6 +138,9 @@ def test_n_choices_differ_and_count(client):
     for chunk in complete(client, n=3, stream=True, **options):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert list(streamed.values()) == texts
+    both = complete(client, prompt=[PROMPT, "class A"], n=3, **options).choices
+    assert [choice.index for choice in both] == list(range(6))
+    assert [choice.text for choice in both[:3]] == texts
 
 
 def test_every_form_of_prompt(client, tokenizer):
@@ -209,11 +206,7 @@ def test_models_and_health(client):
     assert client.models.retrieve("model") == entry
     with pytest.raises(openai.NotFoundError, match="no model"):
         client.models.retrieve("other")
-    url = client.base_url
-    connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    connection.close()
+    assert get(client, "/health").status == 200
 
 
 def test_parameters_that_ask_for_nothing_are_taken(client):

@@ -236,8 +236,3 @@ def test_what_responses_do_not_do_is_refused_by_name(client, changes, param):
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "model", "input": "x"} | changes)
     assert caught.value.param == param
-
-
-def test_embeddings_are_refused_by_name(client):
-    with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
-        client.embeddings.create(model="model", input="x")

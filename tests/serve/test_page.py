@@ -25,6 +25,15 @@ class Flickering(Scripted):
         return tuple((place * 7 % 11 + 1) * (layer + 1) / 1000 for layer in range(self.num_layers))
 
 
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """The messages of each chat that is asked for."""
+    write, made = plan.chat_text, []
+    told = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", told)
+    return made
+
+
 def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
     engine = Flickering([*tokenizer.encode(TEXT), 0], delay=0.03, num_layers=5)
     with open_page(engine) as page:
@@ -54,11 +63,7 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         assert page.complaints() == []
 
 
-def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, monkeypatch):
-    seen = []
-    write = plan.chat_text
-    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", told)
+def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, seen):
     with open_page(speaking(tokenizer, "Yes.")) as page:
         page["open"].click()
         page["system"].send_keys("Be brief.")
@@ -81,11 +86,7 @@ def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, monkeypa
     ]
 
 
-def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokenizer, monkeypatch):
-    seen = []
-    write = plan.chat_text
-    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", told)
+def test_a_new_chat_forgets_the_answer_that_was_being_written(open_page, tokenizer, seen):
     engine = Scripted(tokenizer.encode("x") * 2000, delay=0.03)
     engine.context = 10_000
     with open_page(engine) as page:
@@ -122,11 +123,7 @@ def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
         assert page.complaints() == []
 
 
-def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, monkeypatch):
-    seen = []
-    write = plan.chat_text
-    told = lambda t, m, **how: seen.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", told)
+def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, seen):
     with open_page(speaking(tokenizer, "**Yes.**")) as page:
         page["open"].click()
         page["temperature"].clear()

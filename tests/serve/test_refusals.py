@@ -1,4 +1,4 @@
-"""serve-local: what it refuses, with OpenAI's errors, and whom it keeps out."""
+"""serve-local: what it refuses, with OpenAI's errors."""
 
 import json
 
@@ -122,11 +122,9 @@ def test_unknown_model_is_not_found(client, ask):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-@pytest.mark.parametrize("missing", ["prompt"])
-def test_missing_parameter_is_named(client, missing):
-    body = {"model": "model", "prompt": "x"} | {missing: None}
-    status, answer = post(client, json.dumps(body).encode())
-    assert (status, answer["error"]["param"]) == (400, missing)
+def test_missing_parameter_is_named(client):
+    status, answer = post(client, b'{"model": "model", "prompt": null}')
+    assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -163,24 +161,3 @@ def test_what_is_no_request_of_this_api(client):
     status, answer = post(client, b"{}", "/v1/models")
     assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
     assert "GET" in answer["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
-        ("Host", "evil.example"),
-        ("Host", "127.0.0.1.evil.example:8000"),
-        ("Origin", "https://evil.example"),
-        ("Origin", "null"),
-    ],
-)
-def test_other_hosts_and_origins_are_forbidden(client, header, value):
-    body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
-    status, answer = post(client, body, **{header: value})
-    assert (status, answer["error"]["type"]) == (403, "invalid_request_error")
-
-
-@pytest.mark.parametrize("headers", [{"Host": "localhost:1"}, {"Origin": "http://[::1]:3000"}])
-def test_this_machine_is_let_in(client, headers):
-    body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
-    assert post(client, body, **headers)[0] == 200

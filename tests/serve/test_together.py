@@ -44,33 +44,6 @@ def test_a_failure_ends_them_all():
     assert endless.closed
 
 
-def test_a_reader_that_leaves_closes_them_all():
-    sources = [Source(range(10**9), delay=0.001) for _ in range(3)]
-
-    async def leave():
-        async with aclosing(together([source.stream() for source in sources])) as merged:
-            async for _ in merged:
-                if all(source.closed is False for source in sources):
-                    break
-
-    asyncio.run(leave())
-    assert all(source.closed for source in sources)
-
-
-def test_a_reader_that_is_cancelled_closes_them_all():
-    sources = [Source(range(10**9), delay=0.001) for _ in range(3)]
-
-    async def cancel():
-        task = asyncio.create_task(all_of(*sources))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert all(source.closed for source in sources)
-
-
 def test_a_slow_reader_gets_more_at_a_time():
     async def read():
         sizes = []
@@ -83,16 +56,3 @@ def test_a_slow_reader_gets_more_at_a_time():
     sizes = asyncio.run(read())
     assert sum(sizes) == 50
     assert len(sizes) < 25
-
-
-def test_what_came_before_a_failure_is_given():
-    got = []
-
-    async def read():
-        async for given in together([Source("ab", failure=ValueError("broken")).stream()]):
-            got.extend(given[0])
-            await asyncio.sleep(0.02)
-
-    with pytest.raises(ValueError, match="broken"):
-        asyncio.run(read())
-    assert got == ["a", "b"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving_client import PROMPT, chat, complete, eventually, get
+from serving_client import PROMPT, chat, complete
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.models.checkpoint import open_checkpoint
@@ -92,26 +92,3 @@ def test_densities_are_those_of_the_model(client, plain):
     _, _, densities = plain
     assert torch.tensor(told) == pytest.approx(densities, abs=1e-5)
     assert 0.05 < densities.mean() < 0.95
-
-
-def test_choices_run_side_by_side_and_count(client):
-    before = figures(client)
-    answer = complete(client, prompt=[PROMPT, "class A"], n=3, temperature=1, max_tokens=9, seed=1)
-    after = figures(client)
-    assert [choice.index for choice in answer.choices] == list(range(6))
-    assert answer.usage.completion_tokens == sum(
-        len(choice.logprobs.tokens)
-        for choice in complete(
-            client, prompt=[PROMPT, "class A"], n=3, temperature=1, max_tokens=9, seed=1, logprobs=0
-        ).choices
-    ) + sum(choice.finish_reason == "stop" for choice in answer.choices)
-    grown = after["twell_generated_tokens_total"] - before["twell_generated_tokens_total"]
-    assert grown == answer.usage.completion_tokens
-    assert eventually(lambda: figures(client)["twell_sequences_running"] == 0)
-    assert 0 < after['twell_density_ratio{layer="0"}'] < 1
-
-
-def figures(client) -> dict[str, float]:
-    lines = get(client, "/metrics").body.decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
