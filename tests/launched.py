@@ -33,7 +33,12 @@ class Launches:
 def assert_taken(entry: str, args: Iterable[object]) -> None:
     """That a kernel's parameters are as many and as wide as these arguments."""
     code = compiled(ENTRY_FILES[entry], "sm_90a").code
-    assert [_bytes_of(argument) for argument in args] == parameter_bytes(code, entry), entry
+    assert widths(args) == parameter_bytes(code, entry), entry
+
+
+def widths(args: Iterable[object]) -> list[int]:
+    """How many bytes each takes as a kernel's parameter."""
+    return [_bytes_of(argument) for argument in args]
 
 
 def _bytes_of(argument: object) -> int:

@@ -67,17 +67,6 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, end=""
 # ---- launches ----
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("M", TOKENS)
-def test_arguments_are_the_parameters_of_the_kernel(M, full, end):
-    for K in (128, 8192):
-        made = launches(M, K, 520, full=full, end=end).made
-        assert [name.endswith(E4M3_END) for name, *_ in made] == [bool(end)] * 4
-        for name, _, _, args, _ in made:
-            assert_taken(name, args)
-
-
 @pytest.mark.parametrize("limits", [H200, A100], ids=["H200", "A100"])
 @pytest.mark.parametrize("M", TOKENS)
 def test_grids_are_those_of_the_kernels(M, limits):

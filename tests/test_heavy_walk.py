@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from emulated_kernels import EmulatedKernels, needs_emulator
-from launched import Launches, assert_taken
+from launched import Launches
 from torch import Tensor
 
 from twellctl.bundle.twell_format import fires, keep_fired
@@ -208,21 +208,6 @@ def test_no_row_all_that_are_few_and_one_more(kernels, num, end, packed):
     rows = list(range(num))
     y = walked(kernels, problem, rows, packed)
     check(problem, y, rows if num <= FEW_HEAVY else [])
-
-
-@needs_emulator
-@OF_GATE
-@ENDS
-@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-def test_arguments_are_the_parameters_of_the_kernels(biases, end, packed):
-    problem, kernels = random_problem(40, 128, 264, end, seed=int(biases)), Launches()
-    walked(kernels, problem, [1], packed)
-    ((name, grid, block, args, smem_bytes),) = kernels.made
-    assert name == f"heavy_walk{'' if packed else '_gate'}{end}"
-    assert grid == (FEW_HEAVY * HEAVY_WALK_SIZE,)
-    assert block % 32 == 0
-    assert smem_bytes <= H200.smem_bytes
-    assert_taken(name, args)
 
 
 @OF_GATE

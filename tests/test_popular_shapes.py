@@ -1,6 +1,7 @@
 """Every launch for popular models fits the GPU that it is made for, whichever way is taken.
 
-Tensors are on the meta device, launches are kept and judged by what ptxas says of the kernels.
+Tensors are on the meta device; launches are judged by what ptxas says of the kernels, and have as
+many arguments as those have parameters, each as wide.
 """
 
 import functools
@@ -9,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled import cluster_blocks, compiled, most_threads, specified_alike, static_bytes
+from compiled import (
+    cluster_blocks,
+    compiled,
+    most_threads,
+    parameter_bytes,
+    specified_alike,
+    static_bytes,
+)
+from launched import Map, widths
 from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -78,6 +87,7 @@ def said_of(entry: str, arch: str) -> SimpleNamespace:
         static=static_bytes(file, arch)[entry],
         threads=most_threads(code, entry),
         cluster=cluster_blocks(code, entry),
+        parameters=parameter_bytes(code, entry),
     )
 
 
@@ -105,6 +115,7 @@ class Judge:
     ) -> None:
         self.launched.add(name)
         self.fits(name, grid, block, smem_bytes)
+        assert widths(args) == self.kernel(name).parameters, name
         if together:
             assert grid[0] <= self.limits.num_sms, name
         assert all(t.is_contiguous() for t in args if isinstance(t, Tensor)), name
@@ -123,7 +134,7 @@ class Judge:
 def judge(device, monkeypatch) -> Judge:
     """In the place of the kernels of `device`, for the operator and for the engine."""
     made = Judge(DEVICES[device])
-    monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: None)  # of tensor maps
+    monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: Map(None, 0))
     for module in (twell_run, kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
@@ -342,15 +353,18 @@ def test_what_is_built_for_the_same_sizes_on_two_architectures():
 
 
 def test_the_judge_objects():
-    judge = Judge(DEVICES["A100"])
+    judge, name = Judge(DEVICES["A100"]), "few_down"
+    args = [{4: 0, 8: None}[size] for size in judge.kernel(name).parameters]
     wrong: dict[str, Callable[[], None]] = {
-        "static and dynamic": lambda: judge.launch("few_down", (8,), 256, (), (163 << 10) - 31),
-        "threads": lambda: judge.launch("few_down", (8,), 288, (), 0),
-        "grid": lambda: judge.launch("few_down", (8, 65536), 256, (), 0),
-        "nothing": lambda: judge.launch("few_down", (0,), 256, (), 0),
-        "waiting for each other": lambda: judge.launch("few_down", (109,), 256, (), together=True),
+        "static and dynamic": lambda: judge.launch(name, (8,), 256, args, (163 << 10) - 31),
+        "threads": lambda: judge.launch(name, (8,), 288, args, 0),
+        "grid": lambda: judge.launch(name, (8, 65536), 256, args, 0),
+        "nothing": lambda: judge.launch(name, (0,), 256, args, 0),
+        "waiting for each other": lambda: judge.launch(name, (109,), 256, args, together=True),
+        "one less": lambda: judge.launch(name, (8,), 256, args[1:], 0),
+        "another width": lambda: judge.launch(name, (8,), 256, [*args[:-1], 0], 0),
     }
-    judge.launch("few_down", (108, 65535), 256, (), (163 << 10) - 32, together=True)
+    judge.launch(name, (108, 65535), 256, args, (163 << 10) - 32, together=True)
     for launch in wrong.values():
         with pytest.raises(AssertionError):
             launch()

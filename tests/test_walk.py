@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from launched import Launches, Map, assert_taken
-from torch import Tensor
+from launched import Launches, Map
 
 from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
 from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
@@ -38,13 +37,6 @@ def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> L
     y = (walk_gate_e4m3_ffn if end else walk_gate_ffn)(*here)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
-
-
-@pytest.mark.parametrize("end", ["", E4M3_END])
-@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
-def test_arguments_are_the_parameters_of_the_kernels(biases, end):
-    for name, _, _, args, _ in launches(10, 128, 520, biases=biases, end=end).made:
-        assert_taken(name, args)
 
 
 def test_the_order_and_what_starts_early():
@@ -98,7 +90,7 @@ def test_no_row_is_heavy_before_the_walk():
 
 @pytest.mark.parametrize("end", ["", E4M3_END])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_launches_fit_the_device(shape, end):
+def test_plans_fit_the_device(shape, end):
     M, K, N = shape
     plan = plan_walk(M, N, K, H200, end)
     assert takes_walk(M, N, K, H200, end)
@@ -112,11 +104,6 @@ def test_launches_fit_the_device(shape, end):
     assert plan.smem_bytes >= 4 * plan.cap * (2 + warps) + 4 * plan.ways * K * (
         plan.ways > 1 or bool(end)
     )
-    for _, grid, block, args, smem_bytes in launches(M, K, N, end=end).made:
-        assert all(1 <= size < 2**31 for size in grid)
-        assert block <= 1024
-        assert smem_bytes <= H200.smem_bytes
-        assert all(t.is_contiguous() for t in args if isinstance(t, Tensor))
 
 
 def test_a_way_has_a_thread_for_eight_columns():
