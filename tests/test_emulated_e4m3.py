@@ -16,12 +16,11 @@ from list_builder import build_lists, from_bf16
 from list_reference import Shape
 from test_emulated_grad import on_cpu, small
 
-from twellctl.bundle import twell_dense_e4m3, twell_heavy, twell_sequence
+from twellctl.bundle import twell_e4m3, twell_heavy, twell_sequence
+from twellctl.bundle.twell_e4m3 import quantise_inputs, quantise_rows
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_heavy_walk import plan_heavy_walk
-from twellctl.bundle.twell_lists_e4m3 import quantise_rows
+from twellctl.bundle.twell_heavy import plan_heavy_walk
 from twellctl.bundle.twell_plan import Limits, make_plan
-from twellctl.bundle.twell_quantise import quantise_inputs
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
 from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
 from twellctl.bundle.twell_walk import plan_walk
@@ -131,7 +130,7 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
 def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, monkeypatch, M, K, N, bias):
-    monkeypatch.setattr(twell_dense_e4m3, "BARE_TOKENS", 0)
+    monkeypatch.setattr(twell_e4m3, "BARE_TOKENS", 0)
     of_many.test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias)
 
 

@@ -10,7 +10,7 @@ from test_fp8 import spread, weight_of
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route, twell_run
-from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
+from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_log import reasons_said

@@ -22,11 +22,10 @@ from compiled import (
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_cubin import static_shared
-from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_lists_e4m3 import LISTS_E4M3_KERNELS
+from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
 from twellctl.bundle.twell_plan import STATIC_SMEM
-from twellctl.bundle.twell_sequence import HOPPER_KERNELS
+from twellctl.bundle.twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_spec import (
     E4M3_END,
     ENTRY_FILES,
@@ -36,8 +35,7 @@ from twellctl.bundle.twell_spec import (
     SPEC_NAME,
 )
 from twellctl.bundle.twell_training import GRAD_KERNELS
-from twellctl.bundle.twell_walk import WALK_KERNELS
-from twellctl.bundle.twell_walk_e4m3 import WALK_E4M3_KERNELS
+from twellctl.bundle.twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds

@@ -6,10 +6,8 @@ from launched import Launches, Map, assert_taken
 from torch import Tensor
 
 from twellctl.bundle import twell_heavy, twell_sequence
-from twellctl.bundle.twell_dense_e4m3 import BARE_TOKENS, dense_e4m3_ffn
-from twellctl.bundle.twell_lists_e4m3 import lists_e4m3_ffn
+from twellctl.bundle.twell_e4m3 import BARE_TOKENS, dense_e4m3_ffn, quantise_block
 from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
-from twellctl.bundle.twell_quantise import quantise_block
 from twellctl.bundle.twell_sequence import hopper_ffn
 from twellctl.bundle.twell_weights import FFN
 
@@ -92,7 +90,7 @@ def launches_e4m3(
     ffn = FFN(*values, *of_up, ffn.b_down, *scales)
     kernels = Launches()
     given = kernels, H200, x, ffn
-    y = dense_e4m3_ffn(*given) if dense else lists_e4m3_ffn(*given, 64)
+    y = dense_e4m3_ffn(*given) if dense else hopper_ffn(*given, 64)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels.made
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle import (
-    twell_dense_e4m3,
+    twell_e4m3,
     twell_ffn,
     twell_launch,
     twell_reasons,
     twell_run,
-    twell_walk_e4m3,
+    twell_walk,
     twell_ways,
 )
 from twellctl.bundle.twell_grad_plan import training_tokens
@@ -195,11 +195,11 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
     monkeypatch.setattr(
-        twell_dense_e4m3,
+        twell_e4m3,
         "bare_product",
         lambda x, w, one: x.new_empty(len(x), len(w), dtype=torch.bfloat16),
     )
-    for module in (twell_walk_e4m3, twell_dense_e4m3):
+    for module in (twell_walk, twell_e4m3):
         monkeypatch.setattr(
             module,
             "rounded_product",

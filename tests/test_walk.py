@@ -7,11 +7,10 @@ import torch
 from launched import Launches, Map
 
 from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
-from twellctl.bundle.twell_heavy_walk import FEW_HEAVY
+from twellctl.bundle.twell_heavy import FEW_HEAVY
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
 from twellctl.bundle.twell_walk import MOST_PAIRS, plan_walk, suits_walk, takes_walk, walk_gate_ffn
-from twellctl.bundle.twell_walk_e4m3 import walk_gate_e4m3_ffn
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
@@ -34,7 +33,7 @@ def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> L
         gate, up, down = (torch.ones(n) for n in (N, N, K))
         ffn = replace(FFN(*values, *rest), s_gate=gate, s_up=up, s_down=down)
     here = kernels, H200, x, ffn
-    y = (walk_gate_e4m3_ffn if end else walk_gate_ffn)(*here)
+    y = walk_gate_ffn(*here)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 

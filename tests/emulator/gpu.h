@@ -167,6 +167,10 @@ template <class T>
 inline T __ldcg(const T* from) {
     return emulator::load<T>(from);
 }
+template <class T>
+inline void __stcg(T* to, T value) {
+    emulator::store<T>(to, value);
+}
 inline int atomicAdd(int* to, int value) {
     const auto before = emulator::load<int>(to, emulator::kStrong);
     emulator::store<int>(to, before + value, emulator::kStrong);

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_heavy_walk import FEW_HEAVY, plan_heavy_walk
+from twellctl.bundle.twell_heavy import FEW_HEAVY, plan_heavy_walk
 from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_plan import hopper_cap
 from twellctl.bundle.twell_sequence import hopper_ffn

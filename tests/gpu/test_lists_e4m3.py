@@ -10,15 +10,15 @@ from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 from torch import Tensor
 
-from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.bundle.twell_quantise import (
+from twellctl.bundle.twell_e4m3 import (
     quantise_hidden,
     quantise_inputs,
     quantise_rows,
     scale_sums,
 )
+from twellctl.bundle.twell_format import fires, keep_fired
+from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
+from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .twell_config import SLOTS, TILE
-from .twell_dense_e4m3 import dense_e4m3_linear
+from .twell_e4m3 import dense_e4m3_linear
 from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, why_no_products
 from .twell_launch import kernels_for, register_sources
 from .twell_log import reasons_said, say_once

@@ -13,7 +13,7 @@ the sum, in float32; y is rounded once, to the dtype of x. A row with NaN or inf
 
 On GPUs with FP8 tensor cores `torch._scaled_mm` computes the first form. Their sums hold some 14
 bits, so its results lie up to 2^-7 of the largest from these. Where products go without scales
-(`bare_product`, twell_dense_e4m3.py) sums are rounded to bf16 before these, too. These layers are
+(`bare_product`, twell_e4m3.py) sums are rounded to bf16 before these, too. These layers are
 for inference: they have no gradients.
 """
 

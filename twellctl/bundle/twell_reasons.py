@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .twell_dense_e4m3 import DENSE_E4M3_KERNELS
+from .twell_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import (
     FEW_E4M3_KERNELS,
     FEW_KERNELS,
@@ -15,15 +15,13 @@ from .twell_few import (
 )
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
-from .twell_lists_e4m3 import LISTS_E4M3_KERNELS
 from .twell_log import say_once
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_sequence import HOPPER_KERNELS
+from .twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
 from .twell_training import GRAD_KERNELS
-from .twell_walk import WALK_KERNELS
-from .twell_walk_e4m3 import WALK_E4M3_KERNELS
+from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 from .twell_weights import E4M3_STEP, FFN, end_of
 
 # every entry that an exported model may launch, on any device

@@ -2,6 +2,10 @@
 
     gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
 
+Over e4m3 weights quantise_rows comes first: the gate, up and what fires are those of twell_fp8.py,
+of inputs rounded to e4m3 with a scale for each row. h is not rounded to e4m3 but kept in f16, so
+down is nearer to the equation than there.
+
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
 torch's. What each kernel does stands in `kernels/SOURCES.md`, what each buffer holds in the heads
@@ -16,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_heavy import Heavy, heavy_products
-from .twell_heavy_walk import launch_heavy_walk
+from .twell_e4m3 import quantise_rows
+from .twell_heavy import Heavy, heavy_products, launch_heavy_walk
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
@@ -32,6 +36,7 @@ from .twell_plan import (
 from .twell_spec import (
     BATCH_MASKS,
     DOWN_BLOCK,
+    E4M3_END,
     GRAD_PAIRS_BLOCK,
     GROUP,
     HIDDEN_BLOCK,
@@ -56,6 +61,11 @@ HOPPER_KERNELS = (
     "heavy_gather",
     "heavy_hidden",
     "heavy_down",
+)
+LISTS_E4M3_KERNELS = (
+    *("quantise_rows", "plan_cluster", "heavy_gather", "heavy_widen"),
+    *(f"{name}{E4M3_END}" for name in ("gate_pack", "up", "hidden", "down")),
+    *(f"heavy_{name}{E4M3_END}" for name in ("walk", "hidden", "down")),
 )
 
 
@@ -82,20 +92,32 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
 
 
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
-    y = torch.empty_like(x)
-    cap = hopper_cap(ffn.N)
-    for plan, xs, ys in chunks_of(x, y, ffn, slots, cap, limits):
-        counts, entries, heavy_count = packed_buffers(plan, x.device)
-        packed = counts, entries, heavy_count
-        launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
+    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy.
+
+    The three weights of `ffn` are bf16, or e4m3 with their scales; K is a multiple of 128 then.
+    """
+    y, values, first = torch.empty_like(x), x, 0
+    token_scales = of_tokens = None
+    if end_of(ffn.w_gate):
+        values, token_scales = quantise_rows(kernels, limits, x, ffn)
+
+    def scales(of_weight: Tensor | None) -> tuple[Tensor, ...]:
+        return () if of_tokens is None else (of_tokens, of_weight)
+
+    for plan, xs, ys in chunks_of(values, y, ffn, slots, hopper_cap(ffn.N), limits):
+        if token_scales is not None:
+            of_tokens = token_scales[first : first + plan.M]
+        first += plan.M
+        packed = packed_buffers(plan, x.device)
+        given = ffn.w_gate, ffn.b_gate, *packed, scales(ffn.s_gate)
+        launch_gate_pack(kernels, limits, xs, *given)
         lists = launch_plan(kernels, plan, *packed)
         partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
-        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
-        launch_down(kernels, plan, ffn, lists, ys)
-        heavy = Heavy(lists.heavy_rows, heavy_count)
-        heavy = launch_heavy_walk(kernels, limits, xs, ffn, (counts, entries), heavy, ys)
-        heavy_products(kernels, limits, xs, ys, ffn, heavy)
+        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales(ffn.s_up))
+        launch_down(kernels, plan, ffn, lists, ys, scales(ffn.s_down))
+        heavy = Heavy(lists.heavy_rows, lists.heavy_count)
+        heavy = launch_heavy_walk(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
+        heavy_products(kernels, limits, xs, ys, ffn, heavy, of_tokens)
     return y
 
 
@@ -112,7 +134,7 @@ def launch_gate_pack(
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`.
 
-    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3 (twell_lists_e4m3.py).
+    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3.
     """
     M, (N, K) = x.shape[0], w_gate.shape
     kernels.launch(

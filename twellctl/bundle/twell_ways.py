@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .twell_dense_e4m3 import dense_e4m3_ffn, fp8_weights
+from .twell_e4m3 import dense_e4m3_ffn, fp8_weights
 from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_fp8 import fp8_ffn
-from .twell_launch import KernelSet
-from .twell_lists_e4m3 import lists_e4m3_ffn
 from .twell_plan import Limits
 from .twell_sequence import dense_ffn, hopper_ffn
 from .twell_walk import suits_walk, takes_walk, walk_gate_ffn
-from .twell_walk_e4m3 import walk_gate_e4m3_ffn
 from .twell_weights import FFN
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
@@ -76,13 +73,6 @@ def _without_slots(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kernels, limits, x, ffn, slots=0, **how: run(kernels, limits, x, ffn, **how)
 
 
-def _by_weights(bf16: Callable[..., Tensor], e4m3: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, *slots: int) -> Tensor:
-        return (bf16 if ffn.s_gate is None else e4m3)(kernels, limits, x, ffn, *slots)
-
-    return run
-
-
 def dense_products(x: Tensor, ffn: FFN) -> Tensor:
     """The equation in torch's own products, `[M, K]` to `[M, K]`, in FP8 over e4m3 weights."""
     return dense_ffn(x, ffn) if ffn.s_gate is None else fp8_ffn(x, *fp8_weights(ffn))
@@ -103,10 +93,10 @@ WAYS = (
     Way(
         "walk_gate",
         lambda p: p.walks,
-        _without_slots(_by_weights(walk_gate_ffn, walk_gate_e4m3_ffn)),
+        _without_slots(walk_gate_ffn),
         suits=lambda p, density: suits_walk(p.M, p.N, density),
     ),
-    Way("lists", lambda p: p.limits.hopper and not p.few, _by_weights(hopper_ffn, lists_e4m3_ffn)),
+    Way("lists", lambda p: p.limits.hopper and not p.few, hopper_ffn),
     Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
         "dense",
         lambda p: p.limits.hopper and bool(p.end),

@@ -24,7 +24,6 @@ from twellctl.bundle.twell_spec import (
     HEADS_A_BLOCK,
     NORM_PARTS,
     NORM_WARPS,
-    PAGE,
 )
 
 LONGEST_ROW = 32 * NORM_WARPS * NORM_PARTS * 8  # K of the norms
@@ -184,7 +183,6 @@ def attend(
     `positions` int32 `[B]`; `tables` int32 `[B, W]`, rows may lie further apart; `rotary` as
     `rotary_tables` has it. A row attends to what is cached below its position, and to itself.
     """
-    _check(plan, layer, qkv, positions, tables, rotary)
     out = qkv.new_empty(plan.B, plan.H * plan.D)
     kernels.launch(
         plan.entry,
@@ -201,34 +199,6 @@ def attend(
         overlap=True,
     )
     return out
-
-
-def _check(plan: AttendPlan, layer: AttendLayer, qkv, positions, tables, rotary) -> None:
-    _check_bf16("qkv", qkv, (plan.B, (plan.H + 2 * plan.Hkv) * plan.D))
-    cache = (len(layer.keys), plan.Hkv, PAGE, plan.width)
-    _check_bf16("keys", layer.keys, cache)
-    _check_bf16("values", layer.values, cache)
-    for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
-        _check_bf16(name, table, (len(rotary.cos), plan.width))
-    if (layer.q_norm is None) != (layer.k_norm is None):
-        raise ValueError("attend takes q_norm and k_norm, or neither")
-    for name, weight in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
-        if weight is not None:
-            _check_bf16(name, weight, (plan.width,))
-    if (positions.dtype, positions.shape) != (torch.int32, (plan.B,)):
-        raise ValueError(f"positions must be int32 [{plan.B}], got {_told(positions)}")
-    if tables.dtype != torch.int32 or tables.dim() != 2 or tables.stride(1) != 1:
-        raise ValueError(f"tables must be int32 with contiguous rows, got {_told(tables)}")
-
-
-def _check_bf16(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.bfloat16 or tensor.shape != shape or not tensor.is_contiguous():
-        what = f"{name} must be bf16 {list(shape)} and contiguous"
-        raise ValueError(f"{what}, got {_told(tensor)}")
-
-
-def _told(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
 
 
 # ---- rotary ----
@@ -286,12 +256,10 @@ def rms_norm(
     """RMSNorm over the rows of `x` `[B, K]`; into `out`, whose rows lie as those of `x`, and which
     may be `x`."""
     B, K = x.shape
+    if reason := why_no_norm(K):
+        raise ValueError(reason)
     y = torch.empty_like(x) if out is None else out
-    _check_rows(K, weight=weight)
-    _check_bf16("x", x[0], (K,))
-    if (stride := x.stride(0)) % 8 or y.stride() != x.stride():
-        raise ValueError(f"rows of x and y must begin at 16 bytes alike, got {_told(x)}")
-    args = (x, weight, float(eps), K, stride, y)
+    args = (x, weight, float(eps), K, x.stride(0), y)
     kernels.launch("rms_norm", (B,), _norm_block(K), args, overlap=True)
     return y
 
@@ -307,8 +275,6 @@ def add_norm(
     """`x` `[B, K]` with the RMSNorm of `z` added, and the RMSNorm of that; without a `weight` the
     sum itself."""
     B, K = x.shape
-    _check_rows(K, weight_of_z=weight_of_z, x=x, weight=weight)
-    _check_bf16("z", z, (B, K))
     total, y = torch.empty_like(x), None if weight is None else torch.empty_like(x)
     args = (z, weight_of_z, x, weight, float(eps), K, total, y)
     kernels.launch("add_norm", (B,), _norm_block(K), args, overlap=True)
@@ -331,23 +297,11 @@ def embed_norm(
     It begins a step: int32 `counts` are set to 0. Tokens are not checked.
     """
     (B,), K = tokens.shape, table.shape[1]
-    _check_rows(K, table=table, weight=weight)
-    if tokens.dtype != torch.int32 or not tokens.is_contiguous():
-        raise ValueError(f"tokens must be int32 [{B}] and contiguous, got {_told(tokens)}")
     x, y = table.new_empty(2, B, K)
     num_counts = 0 if counts is None else counts.numel()
     args = (tokens, table, float(scale), weight, float(eps), K, counts, num_counts, x, y)
     kernels.launch("embed_norm", (B,), _norm_block(K), args)
     return x, y
-
-
-def _check_rows(K: int, **tensors: Tensor | None) -> None:
-    """That all have rows of K, which a norm takes."""
-    if reason := why_no_norm(K):
-        raise ValueError(reason)
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            _check_bf16(name, tensor, (*tensor.shape[:-1], K))
 
 
 def _norm_block(K: int) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_dense_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
+from twellctl.bundle.twell_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
 from twellctl.bundle.twell_few import few_gated, few_linear
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight

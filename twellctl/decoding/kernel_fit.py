@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_dense_e4m3 import DENSE_E4M3_KERNELS
+from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
