@@ -14,7 +14,7 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Map
 from list_builder import build_lists, from_bf16
 from list_reference import Shape
-from test_emulated_grad import on_cpu, small
+from test_emulated_grad import asked, on_cpu, small
 
 from twellctl.bundle import twell_e4m3, twell_heavy, twell_sequence
 from twellctl.bundle.twell_e4m3 import quantise_inputs, quantise_rows
@@ -29,7 +29,7 @@ pytestmark = needs_emulator
 H200 = Limits(132, 232448, (9, 0))
 of_lists, of_many = on_cpu("test_lists_e4m3"), on_cpu("test_many_e4m3")
 of_lists.limits = of_many.limits = lambda: H200
-CASES = pytest.mark.parametrize("case", small(of_lists.CASES), ids=str)
+CASES = small(of_lists.CASES)
 
 
 @pytest.fixture(scope="module")
@@ -37,54 +37,31 @@ def kernels():
     return EmulatedKernels()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_are_rounded_as_the_judge_does(kernels, bias):
-    of_lists.test_rows_are_rounded_as_the_judge_does(kernels, 70, 384, bias)
+BOTH = (False, True)
+OF_LISTS = {
+    "test_rows_are_rounded_as_the_judge_does": [(70, 384, bias) for bias in BOTH],
+    "test_rows_for_a_walk_are_rounded_as_the_judge_does": [(70, 384), (3, 8192)],
+    "test_a_row_that_is_not_finite_has_no_finite_product": [
+        (float("nan"),), (float("inf"),), (-float("inf"),),
+    ],
+    "test_hidden_rows_are_rounded_as_the_judge_does": [(1, 8), (20, 264), (3, 5632), (2, 16392)],
+    "test_hidden_rows_of_bare_sums": [
+        (*size, bias) for size in ((20, 264), (2, 16392)) for bias in BOTH
+    ],
+    "test_scaled_sums": [(*size, more) for size in ((1, 16), (3, 5632)) for more in BOTH],
+    "test_up_gives_partial_dot_products": [
+        (*case, *how) for case in CASES for how in ((99, 1, 2), (1, 1, 1))
+    ],
+    "test_hidden_fills_the_rounds": [
+        (*case, True, *how) for case in CASES for how in ((3, (7, 3), 0), (7, None, 64))
+    ],
+    "test_down_gives_y": [(*case, *how) for case in CASES for how in ((1, False), (3, True))],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("M", "K"), [(70, 384), (3, 8192)])
-def test_rows_for_a_walk_are_rounded_as_the_judge_does(kernels, M, K):
-    of_lists.test_rows_for_a_walk_are_rounded_as_the_judge_does(kernels, M, K)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad):
-    of_lists.test_a_row_that_is_not_finite_has_no_finite_product(kernels, bad)
-
-
-@pytest.mark.parametrize(("M", "N"), [(1, 8), (20, 264), (3, 5632), (2, 16392)])
-def test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N):
-    of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("M", "N"), [(20, 264), (2, 16392)])
-def test_hidden_rows_of_bare_sums(kernels, M, N, bias):
-    of_lists.test_hidden_rows_of_bare_sums(kernels, M, N, bias)
-
-
-@pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize(("M", "N"), [(1, 16), (3, 5632)])
-def test_scaled_sums(kernels, M, N, more):
-    of_lists.test_scaled_sums(kernels, M, N, more)
-
-
-@CASES
-@pytest.mark.parametrize(("ranges", "slabs"), [((99, 1), 2), ((1, 1), 1)])
-def test_up(kernels, case, ranges, slabs):
-    of_lists.test_up_gives_partial_dot_products(kernels, *case, *ranges, slabs)
-
-
-@CASES
-@pytest.mark.parametrize("how", [(3, (7, 3), 0), (7, None, 64)])
-def test_hidden(kernels, case, how):
-    of_lists.test_hidden_fills_the_rounds(kernels, *case, True, *how)
-
-
-@CASES
-@pytest.mark.parametrize(("splits", "has_bias"), [(1, False), (3, True)])
-def test_down(kernels, case, splits, has_bias):
-    of_lists.test_down_gives_y(kernels, *case, splits, has_bias)
+@asked(OF_LISTS)
+def test_kernels_as_on_a_gpu(kernels, name, given):
+    getattr(of_lists, name)(kernels, *given)
 
 
 @pytest.mark.parametrize(
@@ -127,17 +104,18 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     assert ((y.double() - hidden @ weight).abs() <= 2**-7 * terms + 1e-37).all()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
-def test_the_way_dense_is_torchs_own_bit_for_bit(kernels, monkeypatch, M, K, N, bias):
-    monkeypatch.setattr(twell_e4m3, "BARE_TOKENS", 0)
-    of_many.test_the_way_dense_is_torchs_own_bit_for_bit(kernels, M, K, N, bias)
+SIZES = [(*size, bias) for size in ((1, 128, 256), (5, 4224, 384)) for bias in BOTH]
+OF_DENSE = {
+    "test_the_way_dense_is_torchs_own_bit_for_bit": SIZES,
+    "test_the_way_dense_of_few_tokens_errs_as_torch": SIZES,
+}
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 256), (5, 4224, 384)])
-def test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias):
-    of_many.test_the_way_dense_of_few_tokens_errs_as_torch(kernels, M, K, N, bias)
+@asked(OF_DENSE)
+def test_the_way_dense(kernels, monkeypatch, name, given):
+    if "bit_for_bit" in name:
+        monkeypatch.setattr(twell_e4m3, "BARE_TOKENS", 0)
+    getattr(of_many, name)(kernels, *given)
 
 
 # ---- the walks
