@@ -12,14 +12,11 @@ from torch import Tensor
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
-    FEW_E4M3_KERNELS,
-    FEW_KERNELS,
     FEW_TOKENS,
     FewPlan,
     Launch,
-    few_ffn_kernels,
+    few_dense_kernels,
     few_gated,
-    few_gated_kernels,
     few_kernels,
     few_linear,
     few_union,
@@ -27,7 +24,7 @@ from twellctl.bundle.twell_few import (
     takes_few,
     takes_few_dense,
 )
-from twellctl.bundle.twell_few_walk import few_walk_kernels
+from twellctl.bundle.twell_few_walk import few_walk_entries
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, entries_of
@@ -141,23 +138,18 @@ def test_every_entry_is_planned_and_has_its_source():
     files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
     files |= {f"{file.removesuffix('.cu')}{E4M3_END}.cu" for file in files}
     assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
-    tokens = range(1, FEW_TOKENS + 1)
-    ffn = {name for M in tokens for end in ENDS for name in few_kernels(M, A100, end)}
-    gated = {name for M in tokens for end in ENDS for name in few_gated_kernels(M, end)}
-    assert (planned, ffn & gated) == (ffn | gated, set())
-    for end, exported in (("", FEW_KERNELS), (E4M3_END, FEW_E4M3_KERNELS)):
-        own = set(few_walk_kernels(17, H200, end))
-        assert {*exported} == own | {name for name in ffn if name.endswith(E4M3_END) == bool(end)}
-        assert {*few_kernels(17, H200, end)} - planned == own
+    own = {entry for end in ENDS for entry in few_walk_entries(end)}
+    prepared = {entry for end in ENDS for entry in few_kernels(H200, end)}
+    dense = {entry for end in ENDS for entry in few_dense_kernels(H200, end)}
+    assert planned | own == prepared | dense
+    assert {entry for entry in dense - prepared if not entry.startswith("few_gated")} == set()
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", DEVICES)
 def test_all_that_is_taken_fits_and_is_prepared(name, end):
     limits, seen = DEVICES[name], 0
-    tokens = [M for M in range(1, FEW_TOKENS + 1) if takes_few(M, 8, limits, end)]
-    prepared = {entry for M in tokens for entry in few_kernels(M, limits, end)}
-    assert end or prepared == set(few_ffn_kernels(limits))
+    prepared, of_dense = few_kernels(limits, end), {*few_dense_kernels(limits, end)}
     for M in range(FEW_TOKENS + 2):
         for N in NEURONS:
             for K in LENGTHS if 1 <= M <= FEW_TOKENS else ():
@@ -169,12 +161,8 @@ def test_all_that_is_taken_fits_and_is_prepared(name, end):
                 if takes_few_dense(M, limits, end):
                     dense = plan.gated, plan.linear, plan.ahead
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
-                    assert {launch.name for launch in dense} <= {
-                        *prepared,
-                        *few_gated_kernels(M, end),
-                    }
+                    assert {launch.name for launch in dense} <= of_dense
     assert seen
-    assert prepared
 
 
 def test_what_a_kernel_declares_counts_too():

@@ -11,12 +11,11 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Launches, assert_taken
 
 from twellctl.bundle import twell_few_walk
-from twellctl.bundle.twell_few import few_e4m3_kernels, few_ffn_kernels, few_kernels, few_pairs
+from twellctl.bundle.twell_few import few_kernels, few_pairs
 from twellctl.bundle.twell_few_walk import (
     LINEAR_TOKENS,
     WALK_SIZES,
     WALK_TOKENS,
-    few_walk_kernels,
     plan_few_walk,
     suits_few_walk,
     takes_few_walk,
@@ -132,18 +131,15 @@ def test_it_is_taken_where_few_fire_on_hopper():
 
 
 def test_it_is_loaded_where_it_may_be_launched():
-    for end, here in (("", few_ffn_kernels), (E4M3_END, few_e4m3_kernels)):
-        for limits in (H200, *OTHERS):
-            for M in range(1, 65):
-                entries = few_walk_kernels(M, limits, end)
-                assert set(entries) <= set(few_kernels(M, limits, end))
-                assert bool(entries) == takes_few_walk(M, 128, 128, limits, end)
+    for end in ENDS:
+        taken = [M for M in range(1, 65) if takes_few_walk(M, 128, 128, H200, end)]
+        assert taken == list(WALK_TOKENS)
         wanted = {entry for entry, file in ENTRY_FILES.items() if file == f"ffn/few_walk{end}.cu"}
-        assert wanted == set(few_walk_kernels(64, H200, end))
-        octets = (1, 2, 4, 8) if end else (1, 2, 4)
-        linear = {f"few_linear_{num}{end}" for num in octets}
-        assert wanted | linear <= set(here(H200))
-        assert not wanted & {name for limits in OTHERS for name in here(limits)}
+        linear = {f"few_linear_{num}{end}" for num in (1, 2, 4, 8)}
+        assert wanted | linear <= set(few_kernels(H200, end))
+        for limits in OTHERS:
+            assert not (wanted | linear) & set(few_kernels(limits, end))
+            assert not any(takes_few_walk(M, 128, 128, limits, end) for M in range(1, 65))
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():

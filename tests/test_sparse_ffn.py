@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_run, twell_ways
 from twellctl.bundle.twell_config import ROUTES
-from twellctl.bundle.twell_few import few_ffn_kernels, plan_few, takes_few
+from twellctl.bundle.twell_few import few_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
     register_sources,
     sparse_ffn,
@@ -248,7 +248,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
     many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
-    assert set(prepared) == {*many, *few_ffn_kernels(limits)}
+    assert set(prepared) == {*many, *few_kernels(limits)}
     entries = (entry for M in taken for entry in (plan_few(M, 8, K, limits) for K in (64, 8192)))
     assert {name for e in entries for name in (e.hidden.name, e.down.name)} <= set(prepared)
 

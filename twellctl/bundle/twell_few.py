@@ -11,6 +11,7 @@ kernels/tile/few_product.cuh and in their heads.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,11 @@ from torch import Tensor
 from .twell_few_walk import (
     LINEAR_TOKENS,
     few_walk_entries,
-    few_walk_kernels,
     launch_few_walk,
 )
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
 from .twell_spec import (
-    E4M3_END,
     FEW_DOWN_STAGES,
     FEW_OCTETS,
     FEW_ROWS,
@@ -131,58 +130,18 @@ def product_bytes(sizes: FewSizes, M: int, K: int) -> int:
     return FEW_WARPS * (stages * stage + passes * at_once * octets * 512 + x)
 
 
-def few_kernels(M: int, limits: Limits, end: str = "") -> tuple[str, ...]:
-    """All entries of the FFN for `M` tokens here: products, of inputs of any length, and down."""
-    few_down = (f"few_down{end}",) if M <= 2 else ()
-    return (*_entries(_octets(M), end), *few_down, *few_walk_kernels(M, limits, end))
+def few_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
+    """All entries of the FFN for few tokens on this device; `end` E4M3_END: over such weights."""
+    walks = few_walk_entries(end) if limits.hopper else ()
+    families = ("few_hidden", "few_linear") if walks else ("few_hidden",)  # a walk's gate product
+    products = (few_entries(family, limits.capability, end) for family in families)
+    return (*chain(*products), *few_down_entries(limits.capability, end), *walks)
 
 
-def _entries(octets: int, end: str) -> tuple[str, ...]:
-    """The builds for so many octets of tokens."""
-    products = (*_builds("few_linear", octets, end), *_builds("few_hidden", octets, end))
-    return (*products, f"few_down_wide_{octets}{end}")
-
-
-def _builds(family: str, octets: int, end: str) -> list[str]:
-    of_any_gpu = few_entries(family, (9, 0), end).items()
-    return [name for name, sizes in of_any_gpu if sizes.octets == octets]
-
-
-def _union_kernels(octets: int) -> tuple[str, ...]:
-    return (*_builds("few_hidden", octets, E4M3_END), f"few_down_wide_{octets}{E4M3_END}")
-
-
-# all entries of the FFN for few tokens on any device, over bf16 and over e4m3 weights
-FEW_KERNELS, FEW_E4M3_KERNELS = (
-    (
-        *(entry for octets in FEW_OCTETS for entry in _entries(octets, end)),
-        f"few_down{end}",
-        *few_walk_entries(end),
-    )
-    for end in ("", E4M3_END)
-)
-
-
-def few_gated_kernels(M: int, end: str = "") -> tuple[str, ...]:
-    """The entries of `few_gated`, which the decode engine alone launches: no export has them."""
-    return tuple(_builds("few_gated", _octets(M), end))
-
-
-def few_ffn_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries of the FFN for few tokens on this device."""
-    taken = (M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits))
-    return tuple(dict.fromkeys(name for M in taken for name in few_kernels(M, limits)))
-
-
-def few_e4m3_kernels(limits: Limits) -> tuple[str, ...]:
-    """All entries of the FFN for few tokens over e4m3 weights on this device."""
-    taken = [M for M in (2, 8, 16, 32, 64) if takes_few(M, 8, limits, E4M3_END)]
-    if any(few_walk_kernels(M, limits, E4M3_END) for M in taken):
-        found = [name for M in taken for name in few_kernels(M, limits, E4M3_END)]
-    else:  # `pairs` alone wants the gate product
-        found = [name for M in taken for name in _union_kernels(_octets(M))]
-        found += [f"few_down{E4M3_END}"] if taken else []
-    return tuple(dict.fromkeys(found))
+def few_dense_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
+    """All entries of `few_linear` and `few_gated`; the decode engine alone launches the latter."""
+    families = ("few_linear", "few_gated")
+    return tuple(chain(*(few_entries(family, limits.capability, end) for family in families)))
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:

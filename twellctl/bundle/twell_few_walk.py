@@ -33,7 +33,6 @@ WALK_TOKENS = range(4, 65)
 WALK_BYTES, WALK_GROWS = 250_000, 16
 LINEAR_TOKENS = 32  # up to here the gate product over bf16 is few_linear's
 _MOST_K = 8 * FEW_WALK_BLOCK  # over e4m3 threads would do for twice that: not tried with few tokens
-_HOPPER = (9, 0)
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
 
@@ -60,16 +59,9 @@ def few_walk_entries(end: str = "") -> tuple[str, ...]:
     return tuple(f"few_walk_{size}{form}{end}" for size in WALK_SIZES for form in ("", "_all"))
 
 
-def few_walk_kernels(M: int, limits: Limits, end: str = "") -> tuple[str, ...]:
-    """The entries that `M` tokens may take on this device."""
-    if limits.capability != _HOPPER or M not in WALK_TOKENS:
-        return ()
-    return few_walk_entries(end)
-
-
 def takes_few_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
     """Whether few_walk takes `M` tokens on this device."""
-    if not few_walk_kernels(M, limits, end) or K > _MOST_K:
+    if not limits.hopper or M not in WALK_TOKENS or K > _MOST_K:
         return False
     return _plan(N, K, WALK_SIZES[-1], end).smem_bytes <= limits.smem_bytes
 

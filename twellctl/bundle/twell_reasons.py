@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from .twell_e4m3 import DENSE_E4M3_KERNELS
-from .twell_few import (
-    FEW_E4M3_KERNELS,
-    FEW_KERNELS,
-    few_e4m3_kernels,
-    few_ffn_kernels,
-)
+from .twell_few import few_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_log import say_once
@@ -20,15 +15,18 @@ from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
 from .twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
+from .twell_spec import E4M3_END
 from .twell_training import GRAD_KERNELS
 from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 from .twell_weights import E4M3_STEP, FFN, end_of
 
-# every entry that an exported model may launch, on any device
+# every entry that an exported model may launch, on any device: Hopper has them all
+_HOPPER = Limits(num_sms=132, smem_bytes=227 << 10, capability=(9, 0))
 ALL_KERNELS = frozenset(
     (
-        *(*HOPPER_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *FEW_KERNELS),
-        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *FEW_E4M3_KERNELS, *GRAD_KERNELS),
+        *(*HOPPER_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *few_kernels(_HOPPER)),
+        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *few_kernels(_HOPPER, E4M3_END)),
+        *GRAD_KERNELS,
     )
 )
 
@@ -55,7 +53,7 @@ def why_no_kernels(sources: str, index: int) -> str | None:
 def _entries(limits: Limits) -> tuple[str, ...]:
     """All at once: what comes later, and needs others, may be the capture of a graph."""
     many = (*HOPPER_KERNELS, *WALK_KERNELS) if limits.hopper else ()
-    return (*many, *few_ffn_kernels(limits))
+    return (*many, *few_kernels(limits))
 
 
 def why_no_e4m3_kernels(sources: str, index: int, route: str) -> str | None:
@@ -75,7 +73,7 @@ def _e4m3_entries(limits: Limits, route: str) -> tuple[str, ...]:
     if route == "dense":
         return dense
     many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if limits.hopper else ()
-    return (*many, *dense, *few_e4m3_kernels(limits))
+    return (*many, *dense, *few_kernels(limits, E4M3_END))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:

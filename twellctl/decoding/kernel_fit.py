@@ -8,13 +8,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_few import few_gated_kernels, few_kernels, takes_few, takes_few_dense
+from twellctl.bundle.twell_few import (
+    few_dense_kernels,
+    few_kernels,
+    takes_few,
+    takes_few_dense,
+)
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE
+from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE, few_entries
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.families import (
     FAMILIES,
@@ -171,20 +176,11 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    tokens = range(1, min(most_rows(model), rows_at_once(model)) + 1)
-    end = entry_end(model)
-    few = {
-        name for M in tokens for name in (*few_kernels(M, limits, end), *few_gated_kernels(M, end))
-    }
-    linears = {
-        name for M in tokens for name in few_kernels(M, limits) if name.startswith("few_linear")
-    }
-    if not is_relu(model):
-        few = linears
-    if end:  # of the LM head
-        few |= linears
-        if takes_hopper_kernels(index):
-            few.update(DENSE_E4M3_KERNELS)
+    end, few = entry_end(model), set(few_entries("few_linear", limits.capability))  # the LM head's
+    if is_relu(model):
+        few.update(few_kernels(limits, end), few_dense_kernels(limits, end))
+    if end:
+        few.update(DENSE_E4M3_KERNELS if limits.hopper else ())
     others = ["embed_norm", "rms_norm", "add_norm", "choose", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
