@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def sparse_ffn(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
         numbers = {"slots": most, "tile": tile, "density": density}
-        return _trained(*tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
+        return _trained(tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
     if (dtype := _autocast_dtype(x)) is not None:
         tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
     known = -1.0 if density is None else density
@@ -108,11 +109,15 @@ def sparse_fp8_ffn(
     """
     if not (sources and x.is_cuda):
         return fp8_ffn(x, gate, up, down)
-    weights, biases = zip(*((w.values, w.bias) for w in (gate, up, down)), strict=True)
-    scales = (w.scale.reshape(-1) for w in (gate, up, down))
     known = -1.0 if density is None else density
-    tensors = x, *weights, *biases, *scales, turned
+    tensors = x, *_parts(gate, up, down), turned
     return _fp8_ffn_op(*tensors, tile, slots, known, sources, route)
+
+
+def _parts(*weights: Fp8Weight) -> tuple[Tensor | None, ...]:
+    """Values, biases and scales `[N]`, as the operator takes them."""
+    values, biases = [w.values for w in weights], [w.bias for w in weights]
+    return (*values, *biases, *(w.scale.reshape(-1) for w in weights))
 
 
 def fp8_ffn_beside(
@@ -132,10 +137,8 @@ def fp8_ffn_beside(
 
     For engines with dense FP8 products of their own. It is no operator: call it inside of one.
     """
-    weights, biases = ((w.values for w in (gate, up, down)), (w.bias for w in (gate, up, down)))
-    scales = (w.scale.reshape(-1) for w in (gate, up, down))
     numbers = tile, slots, density, sources, "auto"
-    return _fp8_ffn(x, *weights, *biases, *scales, turned, *numbers, dense)
+    return _fp8_ffn(x, *_parts(gate, up, down), turned, *numbers, dense=dense)
 
 
 def rounded_linear(x: Tensor, weight: Fp8Weight, sources: str = "") -> Tensor:
@@ -181,17 +184,11 @@ def train_ffn(
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = {"slots": slots, "tile": tile, "density": density}
     how = {"sources": sources, "route": route, "counted": True, "plain": plain}
-    return _trained(*tensors, penalty, **numbers, **how)
+    return _trained(tensors, penalty, **numbers, **how)
 
 
 def _trained(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
     penalty: Tensor | float | None,
     *,
     slots: int,
@@ -202,13 +199,13 @@ def _trained(
     counted: bool,
     plain: Callable[..., tuple[Tensor, Tensor | None]] = plain_train_ffn,
 ) -> tuple[Tensor, Tensor | None]:
-    """`train_ffn`; `counted`: whether the count is wanted."""
+    """`train_ffn` of x, weights and biases; `counted`: whether the count is wanted."""
     if not torch.compiler.is_compiling():
         check_numbers(slots, tile)  # the operator asks again
-    weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+    x, weights, biases = tensors[0], tensors[1:4], tensors[4:]
     if isinstance(penalty, Tensor):
         penalty = penalty.to(x.device, torch.float32)
-    N, K = w_gate.shape  # and not of x, whose sizes may be symbols of a compiler
+    N, K = weights[0].shape  # and not of x, whose sizes may be symbols of a compiler
     if not (
         sources
         and x.is_cuda
@@ -221,7 +218,7 @@ def _trained(
     if isinstance(penalty, float):
         penalty = torch.full((), penalty, dtype=torch.float32, device=x.device)
     x = x.to(_autocast_dtype(x) or x.dtype)
-    rest = (*weights, b_down, penalty, slots, sources)
+    rest = (*weights, biases[2], penalty, slots, sources)
     most = most_trained_tokens(x.device.index, N, K, slots)
     if x.numel() // K <= most:
         return _train_ffn_op(x, *rest)[:2]
@@ -264,26 +261,14 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def _gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    tile: int,
-    slots: int,
-    density: float,
-    sources: str,
-    route: str,
-) -> Tensor:
-    """The operator `gated_ffn`."""
+def _gated_ffn(x: Tensor, *given: Any) -> Tensor:
+    """The operator `gated_ffn`, of what _FFN_SCHEMA names."""
+    w_gate, w_up, w_down, *biases, tile, slots, density, sources, route = given
     check_numbers(slots, tile)
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w_down.shape[0])
     if not rows.numel():
         return x.new_empty(shape)
-    ffn = FFN(w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+    ffn = FFN(w_gate, w_up, w_down.t(), *biases)
     route = requested(route) if sources and x.is_cuda else "dense"
     if route == "dense":
         return dense_products(rows, ffn).view(shape)
@@ -294,29 +279,11 @@ def _gated_ffn(
     return run_by_route(aligned(rows), ffn, slots, density, sources, route).view(shape)
 
 
-def _fp8_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    s_gate: Tensor,
-    s_up: Tensor,
-    s_down: Tensor,
-    turned: Tensor | None,
-    tile: int,
-    slots: int,
-    density: float,
-    sources: str,
-    route: str,
-    dense: Way | None = None,
-) -> Tensor:
-    """The operator `fp8_ffn`; `dense`: what stands in for torch's products."""
+def _fp8_ffn(x: Tensor, *given: Any, dense: Way | None = None) -> Tensor:
+    """The operator `fp8_ffn`, of what _FP8_SCHEMA names; `dense` stands in for torch's products."""
+    w_gate, w_up, w_down, *rest, turned, tile, slots, density, sources, route = given
     check_numbers(slots, tile)
-    biases, scales = (b_gate, b_up, b_down), (s_gate, s_up, s_down)
-    ffn = FFN(w_gate, w_up, w_down.t(), *biases, *scales)
+    ffn = FFN(w_gate, w_up, w_down.t(), *rest)
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
     read = ffn if turned is None else replace(ffn, w_down=turned)

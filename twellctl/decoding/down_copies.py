@@ -24,31 +24,15 @@ def is_little(num_bytes: int, total: float) -> bool:
     return num_bytes <= _SHARE * total
 
 
-class BothLayouts:
-    """The FFNs of all layers with `w_down` `[K, N]`, which are there: those of an FP8 model."""
-
-    def __init__(self, ffns: Sequence[FFN], downs: Sequence[Tensor]):
-        self._ffns = [replace(f, w_down=down) for f, down in zip(ffns, downs, strict=True)]
-
-    def fit(self) -> bool:
-        return True
-
-    def __getitem__(self, layer: int) -> FFN:
-        return self._ffns[layer]
-
-    def drop(self) -> None:
-        """Nothing: the model has them."""
-
-
 class DownCopies:
     """The FFNs of all layers with `w_down` `[K, N]`, contiguous; made when one is first asked for.
 
-    `ffns` are those by rows of neurons.
+    `ffns` are those by rows of neurons. `downs`: the copies, if the model has them: they stay.
     """
 
-    def __init__(self, ffns: Sequence[FFN], device: torch.device):
-        self._ffns, self._device = ffns, device
-        self._made: list[FFN] = []
+    def __init__(self, ffns: Sequence[FFN], device: torch.device, downs: Sequence[Tensor] = ()):
+        self._ffns, self._device, self._stay = ffns, device, bool(downs)
+        self._made = [replace(ffn, w_down=down) for ffn, down in zip(ffns, downs, strict=False)]
         self._has_told = False
 
     def fit(self) -> bool:
@@ -66,8 +50,9 @@ class DownCopies:
         return self._made[layer]
 
     def drop(self) -> None:
-        """Free them, until one is asked for again."""
-        self._made = []
+        """Free them, until one is asked for again; not those of the model."""
+        if not self._stay:
+            self._made = []
 
     def _why_not(self) -> str | None:
         size = sum(ffn.w_down.nbytes for ffn in self._ffns)

@@ -60,7 +60,7 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
 )
-from twellctl.decoding.down_copies import BothLayouts, DownCopies
+from twellctl.decoding.down_copies import DownCopies
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
@@ -147,11 +147,8 @@ class KernelDecoder:
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
         ffns = [layer.ffn for layer in self._layers]
-        if self._end:
-            downs = [layer.mlp.down_proj.weight for layer in body.layers]
-            self._copies: DownCopies | BothLayouts = BothLayouts(ffns, downs)
-        else:
-            self._copies = DownCopies(ffns, self.device)
+        downs = [layer.mlp.down_proj.weight for layer in body.layers if self._end]
+        self._copies = DownCopies(ffns, self.device, downs)
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = self._turned_by(reach)
         self._last_norm = norm_weight(body.norm)
