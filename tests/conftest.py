@@ -35,6 +35,11 @@ FAMILIES = {
     "smollm3": {"pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0},
 }
+TINY = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -120,19 +125,7 @@ def make_model(tokenizer, tmp_path_factory):
     from twellctl.models.loading import quiet_transformers
 
     def make(family: str = "llama", *, seed: int = 0, shard_size: str = "5GB", **changes) -> Path:
-        settings = {
-            "vocab_size": 512,
-            "hidden_size": 32,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "initializer_range": 0.3,
-        }
-        config = AutoConfig.for_model(family, **settings | FAMILIES.get(family, {}) | changes)
+        config = AutoConfig.for_model(family, **TINY | FAMILIES.get(family, {}) | changes)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():

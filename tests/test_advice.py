@@ -73,6 +73,8 @@ def test_sentences_come_when_they_are_true(found, sentence):
 def test_of_a_run():
     ended = {"target_density": 0.05, "density": 0.05}
     assert advice.of_run(ended) == []
+    near = [advice.of_run(ended | {"density": 0.05 * by}) for by in (0.89, 0.91, 1.09, 1.11)]
+    assert [len(said) for said in near] == [1, 0, 0, 1]
     assert advice.of_run(ended | {"target_density": None}) == []
     (more,) = advice.of_run(ended | {"density": 0.06})
     assert "was not met" in more

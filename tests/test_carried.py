@@ -15,9 +15,10 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
-from twellctl.profile import profile
 
 STRAY = ("train.jsonl", "notes.txt", "recipe.yaml", "LICENSE.key", "evil.py", "weights.onnx")
+STRAY += ("pytorch_model.bin", "pytorch_model.bin.index.json", "modeling_x.py", ".cache", "a.gguf")
+GOES = {"LICENSE", "NOTICE.txt", "USE_POLICY.md", "special_tokens_map.json"}
 CARD = """---
 license: llama3.2
 license_name: 'the Llama licence'
@@ -36,8 +37,10 @@ def source(silu_llama, tmp_path) -> Path:
     folder = Path(shutil.copytree(silu_llama, tmp_path / "private" / "model"))
     for name in STRAY:
         (folder / name).write_text("mine")
-    for name in ("LICENSE", "NOTICE.txt", "USE_POLICY.md"):
-        (folder / name).write_text("by name")
+    for name in GOES:
+        (folder / name).write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
     (folder / "README.md").write_text(CARD)
     for name, key in (
         ("config.json", "_name_or_path"),
@@ -58,41 +61,14 @@ def test_no_path_and_no_stray_file_goes_out(source, text_file, tmp_path):
     for folder in chain:
         names = {path.name for path in folder.iterdir()}
         assert names.isdisjoint({*STRAY} - {"recipe.yaml"})
-        assert names > {"LICENSE", "NOTICE.txt", "USE_POLICY.md", "README.md", "tokenizer.json"}
+        assert names > GOES | {"README.md", "tokenizer.json", "chat_template.jinja"}
+        assert (folder / "additional_chat_templates/tool.jinja").is_file()
         for path in (path for path in folder.rglob("*") if path.is_file()):
             content = path.read_bytes()
             assert str(tmp_path).encode() not in content, path
             assert str(text_file).encode() not in content, path
     assert "recipe.yaml" not in {path.name for path in chain[2].iterdir()}
     assert AutoTokenizer.from_pretrained(chain[2])("a b").input_ids
-
-
-def test_cards(source, text_file, tmp_path):
-    convert(source, tmp_path / "relu")
-    card = (tmp_path / "relu/README.md").read_text()
-    assert card.startswith(
-        "---\nlicense: llama3.2\nlicense_name: the Llama licence\nlicense_link: LICENSE\n"
-    )
-    assert "scores" not in card
-    assert "converted and not fine-tuned" in card
-    assert "has not been measured" in card
-    assert "trust_remote_code" not in card
-    finetune(tmp_path / "relu", tmp_path / "sparse", small(text_file, max_steps=1))
-    report = json.loads((tmp_path / "sparse/twell_finetune.json").read_text())
-    card = (tmp_path / "sparse/README.md").read_text()
-    assert f"{report['density']:.2%} of the neurons" in card
-    assert "held-out text when fine-tuning ended" in card
-    assert "not fine-tuned" not in card
-    found = profile(tmp_path / "sparse", [str(text_file)], windows=2, seq_len=16)
-    export(tmp_path / "sparse", tmp_path / "exported", profile=found)
-    card = (tmp_path / "exported/README.md").read_text()
-    assert f"{found.density:.2%} of the neurons" in card
-    assert "over 32 tokens" in card
-    assert "license: llama3.2" in card
-    for words in ("`TwellLlamaForCausalLM`", "llama.cpp", "mlx-lm", "vllm serve exported"):
-        assert words in card
-    export(tmp_path / "exported", tmp_path / "again")
-    assert "as a profile measured" in (tmp_path / "again/README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -207,6 +183,7 @@ def test_a_linked_card_is_not_read(source, tmp_path):
 def test_a_linked_folder_of_templates_is_not_followed(source, tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "x.jinja").touch()
+    shutil.rmtree(source / "additional_chat_templates")
     (source / "additional_chat_templates").symlink_to(tmp_path / "secret")
     with pytest.raises(TwellError, match="outside its model folder"):
         convert(source, tmp_path / "out")
@@ -287,5 +264,7 @@ def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
 def test_a_licence_is_taken_as_yaml_has_it(source, tmp_path, front, known):
     (source / "README.md").write_text(f"---\n{front}\n--- \nscores\n")
     convert(source, tmp_path / "relu")
-    read = yaml.safe_load((tmp_path / "relu/README.md").read_text().split("---\n")[1])
+    card = (tmp_path / "relu/README.md").read_text()
+    read = yaml.safe_load(card.split("---\n")[1])
+    assert "scores" not in card
     assert {key: value for key, value in read.items() if key.startswith("license")} == known

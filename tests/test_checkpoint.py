@@ -187,24 +187,6 @@ def test_truncated_shard(model, refused, keep):
     refused(model, str(shard), "truncated", "copy it again")
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"no json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0]}}'],
-)
-def test_bad_header(model, refused, header):
-    shard = shard_of(model)
-    shard.write_bytes(struct.pack("<Q", len(header)) + header)
-    refused(model, str(shard), "no safetensors file", "copy it again")
-
-
-def test_a_shape_that_its_bytes_belie(model, refused):
-    shard = shard_of(model)
-    content = shard.read_bytes()
-    assert b'"shape":[32,' in content
-    shard.write_bytes(content.replace(b'"shape":[32,', b'"shape":[31,'))
-    refused(model, str(shard), "no safetensors file", "copy it again")
-
-
 def test_bytes_behind_the_last_tensor(model, refused):
     shard = shard_of(model)
     shard.write_bytes(shard.read_bytes() + b"0")
@@ -275,13 +257,10 @@ def test_what_looks_odd_but_fits(model, cli, tmp_path):
     ],
     ids=lambda words: " ".join(words[:2]).removesuffix(" MODEL"),
 )
-@pytest.mark.parametrize("thresholds", [[0.0, 0.0], [0.5, 0.25]], ids=["zeros", "others"])
-def test_thresholds_of_an_earlier_version_are_refused(
-    relu_llama, text_file, cli, tmp_path, words, thresholds
-):
+def test_thresholds_of_an_earlier_version_are_refused(relu_llama, text_file, cli, tmp_path, words):
     model = Path(shutil.copytree(relu_llama, tmp_path / "model"))
     twell = json.loads((model / "config.json").read_text())["twell"]
-    edit(model / "config.json", twell=twell | {"thresholds": thresholds})
+    edit(model / "config.json", twell=twell | {"thresholds": [0.0, 0.0]})
     places = {"MODEL": model, "OUT": tmp_path / "out", "TEXT": text_file}
     code, out, err = cli(*(places.get(word, word) for word in words))
     assert (code, out) == (1, "")

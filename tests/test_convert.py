@@ -101,38 +101,6 @@ def test_weights_are_not_shared_with_the_source(silu_llama, tmp_path, monkeypatc
     assert (tmp_path / "out/model.safetensors").read_bytes() == was
 
 
-def test_files_that_go_along_and_files_that_stay(silu_llama, tmp_path):
-    source = Path(shutil.copytree(silu_llama, tmp_path / "model"))
-    stays = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "modeling_x.py",
-        ".cache",
-        "a.gguf",
-    ]
-    goes = ["LICENSE", "chat_template.jinja", "special_tokens_map.json"]
-    for name in stays + goes:
-        (source / name).write_text("{}")
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tool.jinja").write_text("{}")
-    convert(source, tmp_path / "out")
-    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
-    assert names.isdisjoint(stays)
-    assert names > {*goes, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-    assert "additional_chat_templates/tool.jinja" in names
-
-
-def test_remote_code_of_a_known_family_is_left_behind(make_model, tmp_path):
-    source = Path(shutil.copytree(make_model("phi3"), tmp_path / "model"))
-    config = json.loads((source / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "modeling_phi3.py").write_text("raise SystemExit")
-    convert(source, tmp_path / "out")
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-
 def test_a_folder_without_a_tokenizer(silu_llama, tmp_path):
     source = Path(shutil.copytree(silu_llama, tmp_path / "model"))
     for path in source.glob("tokenizer*"):

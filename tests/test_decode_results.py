@@ -179,24 +179,3 @@ def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
     fp8 = [decode_form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
     (words,) = bench(DecodePoint(1, tuple(fp8), {})).wrong
     assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")
-
-
-def test_json_holds_everything():
-    point = DecodePoint(
-        2, (decode_form("dense", 0.001), decode_form("twell", 0.0005)), {"dense FP8": "no"}
-    )
-    saved = bench(point).to_json()
-    assert (saved["schema_version"], saved["bandwidth_gb_s"]) == (1, 4000)
-    (told,) = saved["models"][0]["points"]
-    assert told["skipped"] == {"dense FP8": "no"}
-    assert set(told["forms"]["twell"]) == {
-        "kind", "chosen", "steps_per_second", "tokens_per_second", "ms", "ms_p10", "ms_p90",
-        "steps", "over_dense", "over_fp8", "density", "union", "shortfall", "floor_bytes",
-        "floor_steps_per_second", "of_floor",
-    }  # fmt: skip
-    assert told["forms"]["twell"]["over_dense"] == 2
-    assert told["forms"]["twell"]["over_fp8"] is None
-    beside = replace(point, forms=(*point.forms, decode_form("dense FP8", 0.0004)))
-    assert beside.to_json()["forms"]["twell"]["over_fp8"] == 0.8
-    assert told["forms"]["twell"]["tokens_per_second"] == 4000
-    assert told["forms"]["twell"]["of_floor"] == 1

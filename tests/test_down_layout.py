@@ -16,7 +16,7 @@ from twellctl.convert import convert
 from twellctl.export import export
 
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "phi3": "Phi3ForCausalLM"}
+FAMILIES = {"llama": "LlamaForCausalLM", "phi3": "Phi3ForCausalLM"}  # gate and up apart, in one
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

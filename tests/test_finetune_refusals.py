@@ -13,8 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
-from twellctl.finetune import FineTuned, finetune
-from twellctl.screens.finetune import finetuned
+from twellctl.finetune import finetune
 from twellctl.training import runs
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
@@ -171,34 +170,6 @@ def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, 
     assert "the target of 1.00% density was not met in this budget" in " ".join(stderr)
     reached = json.loads((tmp_path / "out" / "twell_finetune.json").read_text())["density"]
     assert f"density {reached:.2%} after 256 tokens" in stdout
-
-
-@pytest.mark.parametrize(
-    ("density", "said"),
-    [
-        (0.111, "was not met"),
-        (0.109, ""),
-        (0.1, ""),
-        (0.091, ""),
-        (0.089, "sparser than the 10.00%"),
-    ],
-)
-def test_a_miss_is_not_silent(capsys, density, said):
-    names = "teacher_cross_entropy", "first_cross_entropy", "cross_entropy", "teacher_kl"
-    losses = dict.fromkeys(names, 1.0) | {"teacher_kl": 0.05}
-    sizes = {"num_steps": 1, "num_tokens": 9, "l1": 1.0}
-    finetuned(
-        FineTuned(
-            Path("out"),
-            density=density,
-            density_by_layer=[0.1],
-            target_density=0.1,
-            **sizes,
-            **losses,
-        )
-    )
-    stderr = " ".join(capsys.readouterr().err.split())
-    assert (said in stderr) if said else not stderr
 
 
 class SpoilGradient(Progress):

@@ -78,16 +78,6 @@ def test_controller_meets_its_target(pretrained, long_text, tmp_path):
     assert done.density == pytest.approx(0.15, rel=0.1)
 
 
-def test_a_price_makes_gates_sparser(pretrained, long_text, tmp_path):
-    densities = {}
-    for l1 in (0.0, 0.01):
-        settings = {"l1": l1, "l1_schedule": "constant", "penalty": "count", "max_steps": 30}
-        out = tmp_path / str(l1)
-        done = finetune(pretrained, out, small(long_text, **settings))
-        densities[l1] = done.density
-    assert densities[0.01] < 0.8 * densities[0.0]
-
-
 def test_finetuned_model_learns_from_its_source_on_the_hub(
     pretrained, text_file, tmp_path, monkeypatch
 ):

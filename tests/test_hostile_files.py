@@ -13,6 +13,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.firing.profiled import read_profile
+from twellctl.generate import load
 from twellctl.models.shards import INDEX, read_header, read_shards
 from twellctl.training.recipe import resolve_recipe
 
@@ -127,12 +128,13 @@ def test_a_head_that_is_not_there(make_model, tmp_path):
     ],
     ids=str,
 )
-def test_configs_of_which_transformers_makes_nothing(relu_llama, tmp_path, cli, changes):
+def test_configs_of_which_transformers_makes_nothing(relu_llama, tmp_path, changes):
     folder = spoilt(relu_llama, tmp_path / "model", changes)
-    for words in (("export", folder, tmp_path / "out"), ("generate", folder, "x")):
-        code, out, err = cli(*words)
-        assert (code, out, len(err)) == (1, "", 1), err
-        assert "transformers makes no model of its config.json and weights" in err[0]
+    said = "transformers makes no model of its config.json and weights"
+    for make in (lambda: export(folder, tmp_path / "out"), lambda: load(folder)):
+        with pytest.raises(TwellError, match=said) as refused:
+            make()
+        assert str(refused.value).isprintable()
     assert not (tmp_path / "out").exists()
 
 

@@ -72,40 +72,6 @@ def test_one_process_at_a_time(target):
         pass
 
 
-def test_what_a_killed_process_left_goes(target):
-    killed_in_its_workspace(target, lambda workspace: (workspace / "new").mkdir())
-    assert (workspace_of(target) / "new").exists()
-    with workspace_beside(target) as workspace:
-        assert [path.name for path in workspace.iterdir()] == ["lock"]
-    assert list(target.parent.iterdir()) == []
-
-
-def test_an_old_one_laid_aside_comes_back(target):
-    target.mkdir()
-    (target / "precious").touch()
-    killed_in_its_workspace(target, lambda workspace: lay_aside(target))
-    (note,) = target.parent.glob("*.txt")
-    assert not target.exists()
-    assert f"mv '{workspace_of(target) / 'old'}' '{target}'" in note.read_text()
-    with workspace_beside(target):
-        assert (target / "precious").exists()
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_an_old_one_with_a_successor_goes(target):
-    target.mkdir()
-
-    def replaced(workspace):
-        lay_aside(target)
-        target.mkdir()
-        (target / "new one").touch()
-
-    killed_in_its_workspace(target, replaced)
-    with workspace_beside(target):
-        pass
-    assert list(target.parent.rglob("*")) == [target, target / "new one"]
-
-
 def test_an_old_one_that_cannot_be_put_back_stays(target, monkeypatch):
     target.mkdir()
     killed_in_its_workspace(target, lambda workspace: lay_aside(target))

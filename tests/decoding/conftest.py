@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = {
@@ -21,20 +22,7 @@ def tiny():
     """`tiny(family)`: a ReLU model in float32 that no token ends."""
 
     def make(family: str = "llama", **changes):
-        settings = {
-            "vocab_size": 512,
-            "hidden_size": 32,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "bos_token_id": 0,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "initializer_range": 0.3,
-            "hidden_act": "relu",
-        }
+        settings = TINY | {"eos_token_id": None, "pad_token_id": 0, "hidden_act": "relu"}
         torch.set_num_threads(1)
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **settings | FAMILIES.get(family, {}) | changes)

@@ -237,19 +237,3 @@ def test_a_cache_too_small_for_a_page_is_refused(tiny):
 def test_the_context_is_no_longer_than_the_cache(tiny):
     assert open_scheduler(tiny()).context == 256
     assert open_scheduler(tiny(), cache_bytes=4 * PAGE_BYTES).context == 3 * 64
-
-
-def test_a_real_model(real_model, generated):
-    from twellctl.models.checkpoint import open_checkpoint
-    from twellctl.models.loading import load_model, load_tokenizer
-
-    checkpoint = open_checkpoint(real_model)
-    model = load_model(
-        checkpoint, dtype=torch.float32, device=torch.device("cpu"), activation="silu"
-    )
-    tokenizer = load_tokenizer(checkpoint)
-    texts = ["The capital of France is", "Once upon a time", "def fib(n):\n"]
-    prompts = [tokenizer.encode(text) for text in texts]
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    known = [generated(model, prompt, 40) for prompt in prompts]
-    assert greedy(open_scheduler(model), prompts, 40) == known

@@ -7,7 +7,7 @@ import pytest
 import torch
 from history_decoder import HistoryDecoder, expected
 
-from twellctl.decoding.batch import Batch, buckets
+from twellctl.decoding.batch import Batch
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.scheduler import Scheduler
@@ -79,16 +79,6 @@ def test_what_has_ended_takes_no_place():
     while not any(event is None for _, event in scheduler.advance()):
         assert scheduler.num_running == 1
     assert scheduler.num_running == 0
-
-
-def test_many_sequences_some_of_which_wait():
-    scheduler = scheduler_of(max_running=3)
-    sequences = [Sequence([i] * (10 * i + 1), Sampling(5 + 7 * i, 0)) for i in range(8)]
-    for sequence, events in all_of(scheduler, sequences).items():
-        count = sequence.sampling.max_tokens
-        prompt = sequence.tokens[: sequence.num_prompt]
-        assert tokens_of(events) == expected(prompt, count)
-    assert_nothing_is_held(scheduler)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -164,18 +154,19 @@ def test_short_prompts_are_read_together_before_a_step():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rows"),
+    ("lengths", "most", "rows"),
     [
-        ([33, 33, 33, 33], [3, 1]),  # no more than the 100 tokens of a prefill
-        ([10, 19, 20], [3]),
-        ([10, 60, 20], [1, 1, 1]),  # no more than half of it filled up
-        ([250, 10, 10], [1, 1, 1, 2]),  # a long one's chunks are read alone
-        ([3] * 20, [16, 4]),
+        ([33, 33, 33, 33], 20, [3, 1]),  # no more than the 100 tokens of a prefill
+        ([10, 19, 20], 20, [3]),
+        ([10, 60, 20], 20, [1, 1, 1]),  # no more than half of it filled up
+        ([250, 10, 10], 20, [1, 1, 1, 2]),  # a long one's chunks are read alone
+        ([3] * 20, 20, [16, 4]),
+        ([5] * 5, 3, [3, 2]),  # no more than may run
     ],
 )
-def test_what_is_read_together(lengths, rows):
+def test_what_is_read_together(lengths, most, rows):
     decoder = HistoryDecoder()
-    scheduler = scheduler_of(decoder, max_running=20)
+    scheduler = scheduler_of(decoder, max_running=most)
     sequences = [Sequence([i] * length, GREEDY) for i, length in enumerate(lengths)]
     for sequence, events in all_of(scheduler, sequences).items():
         assert tokens_of(events) == expected(sequence.tokens[: sequence.num_prompt], 40)
@@ -184,16 +175,6 @@ def test_what_is_read_together(lengths, rows):
     assert scheduler.prompt_tokens == sum(lengths)
     assert (scheduler.fired / scheduler.generated_tokens).tolist() == [0.25, 0.5]
     assert_nothing_is_held(scheduler)
-
-
-def test_rows_read_together_are_no_more_than_may_run():
-    decoder = HistoryDecoder()
-    scheduler = scheduler_of(decoder, max_running=3)
-    for i in range(5):
-        scheduler.add(Sequence([i] * 5, GREEDY))
-    scheduler.advance()
-    assert decoder.calls == [("prefill", *(0, 5) * 3)]
-    assert (scheduler.num_running, len(scheduler.waiting)) == (3, 2)
 
 
 def test_rows_read_together_leave_a_page_to_each_that_runs():
@@ -394,12 +375,6 @@ def test_fail_all_ends_what_runs_is_read_and_waits():
     assert tokens_of(all_of(scheduler, [again := Sequence([5], GREEDY)])[again]) == expected(
         [5], 40
     )
-
-
-def test_buckets():
-    assert buckets(1) == [1]
-    assert buckets(64) == [1, 2, 4, 8, 16, 32, 64]
-    assert buckets(48) == [1, 2, 4, 8, 16, 32, 48]
 
 
 def test_rows_are_filled_up_to_a_bucket():

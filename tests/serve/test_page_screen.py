@@ -68,8 +68,7 @@ def test_a_phone_shows_a_chart_once_there_is_something_in_it(open_page, tokenize
         page.until(lambda: not page["bars"].is_displayed())
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_it_fits_and_can_be_read(open_page, tokenizer, width, scheme):
     with open_page(speaking(tokenizer)) as page, page.seen_on(width, 640, scheme):
         page["open"].click()

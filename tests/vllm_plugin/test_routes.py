@@ -77,8 +77,14 @@ def test_every_number_of_tokens_is_of_a_kind_that_is_settled(shape):
     assert kinds(range(1, 4200)) == kinds(token_counts([], 4199))
 
 
-def test_without_a_gpu_it_is_dense():
-    assert settled(CPU) == (True, "densely, in plain PyTorch: the kernels need an NVIDIA GPU")
+BY_VLLM = "densely, by vLLM's own FP8 linear layers:"
+OF_BOTH = pytest.mark.parametrize("dense", [None, ENGINES], ids=["bf16", "FP8"])
+
+
+@OF_BOTH
+def test_without_a_gpu_it_is_dense(dense):
+    how = f"{BY_VLLM if dense else 'densely, in plain PyTorch:'} the kernels need an NVIDIA GPU"
+    assert settled(CPU, dense=dense) == (True, how)
 
 
 def test_ways_are_said_by_numbers_of_tokens(chosen):
@@ -103,9 +109,11 @@ def test_ways_are_said_by_numbers_of_tokens(chosen):
     assert settled(graphs=False) == (False, told + eager)
 
 
-def test_dense_where_nothing_is_faster(chosen):
-    chosen({(layer, tokens): ("union", "dense") for layer in LAYERS for tokens in (1, 8)})
-    densely, how = settled()
+@OF_BOTH
+def test_dense_where_nothing_is_faster(chosen, dense):
+    ways, last = (("vllm", "vllm"), "vllm") if dense else (("union", "dense"), "dense")
+    chosen({(layer, tokens): ways for layer in LAYERS for tokens in (1, 8)}, last=last)
+    densely, how = settled(dense=dense)
     assert densely
     assert how.startswith("densely, which was measured to be the fastest")
 
@@ -117,9 +125,11 @@ def test_a_route_that_was_asked_for_is_said(chosen, monkeypatch, route, densely)
     assert settled() == (densely, f"on the route {route}, as TWELL_ROUTE says")
 
 
-def test_the_reason_for_going_without_the_kernels_is_said(monkeypatch):
+@OF_BOTH
+def test_the_reason_for_going_without_the_kernels_is_said(monkeypatch, dense):
     monkeypatch.setattr(routes, "_run", lambda *args: say_once("no CuPy"))
-    assert settled() == (True, "densely: TwELL kernels are not used, plain PyTorch is: no CuPy")
+    how = BY_VLLM if dense else "densely: TwELL kernels are not used, plain PyTorch is:"
+    assert settled(dense=dense) == (True, f"{how} no CuPy")
 
 
 def test_it_measures_what_fires_as_profiled(monkeypatch):
@@ -159,17 +169,6 @@ def test_layers_that_never_or_always_fire_are_measured_too(monkeypatch, density)
 # ---- weights in FP8
 
 
-def test_without_a_gpu_fp8_goes_by_vllms_own_layers():
-    how = "densely, by vLLM's own FP8 linear layers: the kernels need an NVIDIA GPU"
-    assert settled(CPU, dense=ENGINES) == (True, how)
-
-
-def test_the_reason_for_going_without_the_kernels_over_fp8_is_said(monkeypatch):
-    monkeypatch.setattr(routes, "_run", lambda *args: say_once("no CuPy"))
-    how = "densely, by vLLM's own FP8 linear layers: no CuPy"
-    assert settled(dense=ENGINES) == (True, how)
-
-
 def test_ways_over_fp8_are_said_and_those_over_bf16_are_not(chosen):
     _, other = LAYERS
     found = {(layer, tokens): ("union", "union") for layer in LAYERS for tokens in (1, 8)}
@@ -182,13 +181,6 @@ def test_ways_over_fp8_are_said_and_those_over_bf16_are_not(chosen):
     more = f"{told}; 9-64 tokens vllm"  # where there is no other way, and nothing is measured
     assert settled(dense=ENGINES, counts=(1, 8, 64)) == (False, more)
     assert settled()[0]
-
-
-def test_dense_where_vllms_own_layers_are_the_fastest(chosen):
-    chosen({(layer, 8): ("vllm", "vllm") for layer in LAYERS}, last="vllm")
-    densely, how = settled(dense=ENGINES)
-    assert densely
-    assert how.startswith("densely, which was measured to be the fastest")
 
 
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
