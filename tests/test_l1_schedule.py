@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from twellctl.training.l1_schedule import ConstantL1, TargetL1
+from twellctl.training.l1_schedule import L1Schedule
 
 
 def simulate(schedule, num_steps, *, lag, elasticity, stop_at=None):
@@ -28,7 +28,7 @@ def simulate(schedule, num_steps, *, lag, elasticity, stop_at=None):
 @pytest.mark.parametrize("num_steps", [200, 800, 5000])
 @pytest.mark.parametrize(("lag", "elasticity"), [(0.02, 0.3), (0.02, 0.5), (0.05, 0.4), (0.1, 0.4)])
 def test_target_is_met_from_any_start(start, num_steps, lag, elasticity):
-    schedule = TargetL1(start, 0.07, num_steps)
+    schedule = L1Schedule(start, 0.07, num_steps)
     seen = simulate(schedule, num_steps, lag=lag, elasticity=elasticity)
     assert seen[-1][0] == pytest.approx(0.07, rel=0.1)
     if start < 1e-2:  # else it begins far beyond what the target needs
@@ -36,23 +36,23 @@ def test_target_is_met_from_any_start(start, num_steps, lag, elasticity):
 
 
 def test_coefficient_moves_smoothly():
-    seen = simulate(TargetL1(2e-6, 0.01, 500), 500, lag=0.05, elasticity=0.4)
+    seen = simulate(L1Schedule(2e-6, 0.01, 500), 500, lag=0.05, elasticity=0.4)
     steps = [math.log(b / a) for (_, a), (_, b) in itertools.pairwise(seen)]
     assert max(map(abs, steps)) <= 0.1 + 1e-12
 
 
 def test_coefficient_stays_below_its_ceiling():
-    schedule = TargetL1(1e-3, 1e-5, 200, ceiling=0.5)
+    schedule = L1Schedule(1e-3, 1e-5, 200, ceiling=0.5)
     simulate(schedule, 200, lag=0.02, elasticity=0.1)
     assert schedule.l1 == pytest.approx(0.5)
 
 
 def test_state_through_json_goes_on_exactly():
-    whole = TargetL1(2e-5, 0.07, 300)
+    whole = L1Schedule(2e-5, 0.07, 300)
     seen = simulate(whole, 300, lag=0.05, elasticity=0.4)
-    first = TargetL1(2e-5, 0.07, 300)
+    first = L1Schedule(2e-5, 0.07, 300)
     simulate(first, 300, lag=0.05, elasticity=0.4, stop_at=100)
-    second = TargetL1(2e-5, 0.07, 300)
+    second = L1Schedule(2e-5, 0.07, 300)
     second.load(json.loads(json.dumps(first.state())))
     assert second == first
     for step, (density, l1) in enumerate(seen[100:], 100):
@@ -62,6 +62,6 @@ def test_state_through_json_goes_on_exactly():
 
 
 def test_constant_stays():
-    schedule = ConstantL1(2e-5)
+    schedule = L1Schedule(2e-5, None, 100)
     schedule.update(0.5, 0.5, 1.0)
     assert schedule.l1 == 2e-5

@@ -20,7 +20,7 @@ from twellctl.models.loading import (
 )
 from twellctl.text.blocks import Blocks
 from twellctl.training.arguments import trainer_arguments
-from twellctl.training.l1_schedule import ConstantL1, TargetL1
+from twellctl.training.l1_schedule import L1Schedule
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.lora import with_lora
 from twellctl.training.memory import is_to_be_sharded
@@ -88,9 +88,10 @@ def build_trainer(
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     _note_what_is_slow(model, recipe, arguments, progress)
     taught_by = _taught_by(teacher, recipe, sharded)
+    target = None if recipe.l1_schedule == "constant" else recipe.density
     trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
-        schedule=_schedule(recipe, arguments.max_steps),
+        schedule=L1Schedule(recipe.l1, target, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
         states=_states(model, taught_by, recipe),
@@ -170,9 +171,3 @@ def _penalty(
             gates.find_directions(model.train(), batches)
         return gates
     return FfnPenalty(model, compiled=bool(recipe.compile))
-
-
-def _schedule(recipe: Recipe, num_steps: int) -> ConstantL1 | TargetL1:
-    if recipe.l1_schedule == "constant":
-        return ConstantL1(recipe.l1)
-    return TargetL1(recipe.l1, recipe.density, num_steps)

@@ -16,24 +16,8 @@ MAX_L1 = 10.0  # where the penalty sums over neurons
 
 
 @dataclass
-class ConstantL1:
-    """The coefficient as given."""
-
-    l1: float
-
-    def update(self, density: float, progress: float, learning_rate_share: float) -> None:
-        """Nothing moves."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-
-@dataclass
-class TargetL1:
-    """A PI controller on log l1 against log density.
+class L1Schedule:
+    """A PI controller on log l1 against log density; without a `target` nothing moves.
 
     The goal falls geometrically from the density first seen to `target` over the first `ramp` of
     the run and stays there. The integral moves in proportion to the learning rate: a model that
@@ -42,7 +26,7 @@ class TargetL1:
     """
 
     l1: float
-    target: float  # density
+    target: float | None  # density
     num_steps: int
     ceiling: float = MAX_L1
     log_integral: float | None = None
@@ -51,6 +35,8 @@ class TargetL1:
 
     def update(self, density: float, progress: float, learning_rate_share: float) -> None:
         """After a step: its density, the share of the run done, learning rate over its peak."""
+        if self.target is None:
+            return
         seen = math.log(max(density, 1e-6))
         if self.log_integral is None:
             self.log_integral, self.log_density, self.log_first = math.log(self.l1), seen, seen

@@ -42,15 +42,14 @@ def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
 
 
 def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
-    """Whether several processes of this machine's memory would shard, as `--shard` says."""
+    """Whether several processes of this machine's memory would shard, as `--shard` says.
+
+    By default they do where a replica for each would leave too little of it for activations.
+    """
     if recipe.lora_rank or recipe.shard == "never":
         return False
-    return recipe.shard == "always" or not replica_fits(checkpoint, recipe)
-
-
-def replica_fits(checkpoint: Checkpoint, recipe: Recipe) -> bool:
-    """Whether a replica for each process leaves enough of its memory for activations."""
-    return least_bytes(checkpoint, recipe) <= REPLICA_SHARE * total_bytes()
+    room = REPLICA_SHARE * total_bytes()
+    return recipe.shard == "always" or least_bytes(checkpoint, recipe) > room
 
 
 def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from twellctl.errors import TwellError
@@ -18,17 +17,7 @@ def in_the_first(world: PartialState, prepare: Callable[[], Any]) -> Any:
 
     What it returns only the first process gets.
     """
-    failure: list[BaseException | None] = [None]
-    made = None
-    if world.is_main_process:
-        try:
-            made = prepare()
-        except (TwellError, KeyboardInterrupt, SystemExit) as error:
-            failure = [error]
-    broadcast_object_list(failure)
-    if failure[0] is not None:
-        raise failure[0]
-    return made
+    return in_all(lambda: prepare() if world.is_main_process else None)
 
 
 def in_all(run: Callable[[], Any]) -> Any:
@@ -41,7 +30,7 @@ def in_all(run: Callable[[], Any]) -> Any:
     made, failure = None, None
     try:
         made = run()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         failure = error
     failures = [error for error in from_all(failure) if error is not None]
     if failures:

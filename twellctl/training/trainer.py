@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from twellctl.errors import TwellError
 from twellctl.models.head_loss import HeadLoss, Losses
 from twellctl.training.captured_part import CapturedPart
-from twellctl.training.l1_schedule import ConstantL1, TargetL1
+from twellctl.training.l1_schedule import L1Schedule
 from twellctl.training.layer_states import LayerStates
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.replicas import Replicas
@@ -68,7 +68,7 @@ class SparseTrainer(Trainer):
         self,
         *,
         penalty: PricedGates | FfnPenalty,
-        schedule: ConstantL1 | TargetL1,
+        schedule: L1Schedule,
         teacher: nn.Module | None,
         teacher_weight: float,
         states: LayerStates | None,
