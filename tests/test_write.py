@@ -191,11 +191,11 @@ def test_texts_fit_into_a_short_context_if_not_told(silu_llama, tmp_path, small)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"tokens": 0}, "tokens must be 1 or more"),
-        ({"max_tokens": 0}, "max-tokens must be 1 or more"),
-        ({"batch_size": 0}, "batch-size must be 1 or more"),
-        ({"temperature": 2.5}, "temperature must be 0 to 2"),
-        ({"seed": -1}, "seed must be 0 to"),
+        ({"tokens": 0}, "tokens must be >= 1"),
+        ({"max_tokens": 0}, "max-tokens must be >= 1"),
+        ({"batch_size": 0}, "batch-size must be >= 1"),
+        ({"temperature": 2.5}, "temperature must be >= 0 and <= 2"),
+        ({"seed": -1}, "seed must be >= 0"),
         ({"max_tokens": 256}, "max-tokens must be at most"),
     ],
 )

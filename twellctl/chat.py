@@ -1,10 +1,19 @@
 """twellctl chat: a conversation with a model, by the engine that generate and serve-local run."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from twellctl.errors import TwellError
-from twellctl.generate import Figures, Loaded, Message
+from twellctl.generate import Drawing, Figures, Loaded, Message
+from twellctl.settings import setting
+
+
+@dataclass(frozen=True)
+class Answering(Drawing):
+    """As of `generate`, for answers that may be longer."""
+
+    max_tokens: int | None = setting(1024, "Tokens of an answer at most.", at_least=1)
 
 
 class Chat:

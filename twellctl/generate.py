@@ -10,6 +10,7 @@ from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
+from twellctl.settings import refuse_wrong, setting
 from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
 
 if TYPE_CHECKING:
@@ -19,6 +20,33 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256
 Message = dict[str, str]  # role and content
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How an answer is drawn, and how long it may be."""
+
+    max_tokens: int | None = setting(
+        None,
+        f"Tokens to write at most. [default: {MAX_TOKENS}, or what the context leaves]",
+        at_least=1,
+    )
+    temperature: float = setting(
+        0.0,
+        "How freely tokens are drawn; 0 takes the likeliest each time.",
+        at_least=0,
+        at_most=2,
+    )
+    top_p: float = setting(
+        1.0, "Draw from the likeliest tokens that hold this probability.", at_least=0, at_most=1
+    )
+    top_k: int = setting(0, "Draw from so many likeliest tokens; 0: all.", at_least=0)
+    seed: int | None = setting(
+        None,
+        "Seed of the draw. [default: another each time]",
+        at_least=-(2**63),
+        at_most=2**63 - 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -116,37 +144,25 @@ def generate(
     model: str | Path,
     prompt: str,
     *,
-    max_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = None,
     chat: bool | None = None,
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
+    **drawing: Any,
 ) -> Generation:
     """Load `model` (a folder, an export or a hub id); the text after `prompt`, to iterate.
 
     `chat` sends the prompt through the chat template as a user's message; None does where there is
     a template. `chat_template`, a file, replaces the model's, and knows `chat_template_kwargs`,
-    too. `max_tokens` None: up to `MAX_TOKENS`, as the context allows. Temperature 0 takes
-    the likeliest token each time. `gates` as of `load`. Raises `TwellError`.
+    too. `drawing` are the fields of `Drawing`: without `max_tokens` it is up to `MAX_TOKENS`, as
+    the context allows; temperature 0, the default, takes the likeliest token each time. `gates` as
+    of `load`. Raises `TwellError`.
     """
-    _check_numbers(max_tokens, temperature, top_p, top_k, seed)
+    refuse_wrong(Drawing(**drawing))
     _check_text(prompt)
     loaded = load(model, chat_template=chat_template, gates=gates, note=note)
-    return loaded.generate(
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        chat=chat,
-        chat_template_kwargs=chat_template_kwargs,
-    )
+    return loaded.generate(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs, **drawing)
 
 
 @dataclass(frozen=True)
@@ -161,28 +177,25 @@ class Loaded:
         self,
         prompt: str | list[Message],
         *,
-        max_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
         chat: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **drawing: Any,
     ) -> Generation:
         """The text after `prompt`, to iterate, or at once by `text()`; all else as in `generate`.
 
         `prompt` may be a conversation, too, whose next turn is the model's; it is cut where the
         context ends. One at a time: the one before must have been read to its end, or closed.
         """
-        _check_numbers(max_tokens, temperature, top_p, top_k, seed)
+        how = Drawing(**drawing)
+        refuse_wrong(how)
         _check_text(prompt)
         chat = _is_chat(self.checkpoint, self.tokenizer, isinstance(prompt, list) or chat)
         template = chat_template_kwargs or {}
         tokens = _encoded(self.checkpoint, self.tokenizer, prompt, chat, template)
-        budget = max_tokens or MAX_TOKENS
-        if max_tokens is None or isinstance(prompt, list):
+        budget = how.max_tokens or MAX_TOKENS
+        if how.max_tokens is None or isinstance(prompt, list):
             budget = min(budget, _room(self.scheduler, tokens))
-        sampling = Sampling(budget, temperature, top_p, top_k, seed)
+        sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
 
 
@@ -211,21 +224,6 @@ def load(
     checkpoint.beware_of_noise(note)
     checkpoint.say_if_dense(note)
     return Loaded(checkpoint, tokenizer, scheduler)
-
-
-def _check_numbers(
-    max_tokens: int | None, temperature: float, top_p: float, top_k: int, seed: int | None
-) -> None:
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max-tokens must be 1 or more, got {max_tokens}")
-    if not 0 <= temperature <= 2:
-        raise UsageError(f"temperature must be 0 to 2, got {temperature:g}")
-    if not 0 <= top_p <= 1:
-        raise UsageError(f"top-p must be 0 to 1, got {top_p:g}")
-    if top_k < 0:
-        raise UsageError(f"top-k must be 0 (all) or more, got {top_k}")
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise UsageError(f"seed must be -2^63 to 2^63 - 1, got {seed}")
 
 
 def _check_text(prompt: str | list[Message]) -> None:

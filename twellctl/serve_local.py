@@ -24,7 +24,9 @@ from twellctl.serving.openai_requests import DEFAULTS
 from twellctl.serving.openai_server import Limits, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.preparing import in_daemon_thread
+from twellctl.serving.settings import Serving
 from twellctl.serving.traffic import Traffic
+from twellctl.settings import refuse_wrong
 from twellctl.text.tokens import encode_text
 
 OnReady = Callable[[ServedModel, str], None]
@@ -39,60 +41,53 @@ _HURRY_SECONDS = 5  # from the second signal to the end, whatever still runs
 def serve_local(
     model: str | Path,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
     api_key: str | None = None,
     allow_hosts: Sequence[str] = (),
-    max_running: int = 64,
-    max_waiting: int = 256,
-    timeout: float = 600,
-    drain: float = 30,
     names: Sequence[str] = (),
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    own_sampling: bool = True,
     gates: str = WHOLE,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> None:
     """Serve `model` (a folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
-    With `api_key` clients must send it; only then `host` may be one that others can reach.
-    `allow_hosts` are names that Host and Origin headers may bear (see serving/access.py). Up to
-    `max_running` choices are written side by side, `max_waiting` more wait, others are refused. An
-    answer may take `timeout` seconds. A signal lets what runs go on for `drain` seconds, a second
-    one ends it at once. `names` are what clients may call it, in the place of the folder's name.
+    `settings` are the fields of `Serving`. With `api_key` clients must send it; only then `host`
+    may be one that others can reach. `allow_hosts` are names that Host and Origin headers may bear
+    (see serving/access.py). A signal lets what runs go on for `drain` seconds, a second one ends it
+    at once. `names` are what clients may call it, in the place of the folder's name.
     `chat_template`, a file, replaces the model's, and all requests pass it `chat_template_kwargs`.
     With `own_sampling` generation_config.json decides of temperature and the like where a request
     does not. `gates` as of `twellctl.generate.load`. `on_ready` is called with what is served and
     the server's URL, which ends in its port, once requests are taken; `log` with a line for each
     request that was answered. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
-    access = access_of(host, api_key, allow_hosts)
+    how = Serving(**settings)
+    refuse_wrong(how)
+    access = access_of(how.host, api_key, allow_hosts)
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"a name to serve under must be printable text, got {name!r}")
-    _check_numbers(port, max_running, max_waiting, timeout, drain)
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
-    with _short_turns(), _listener(host, port) as listener:
+    with _short_turns(), _listener(how.host, how.port) as listener:
         served = load_served_model(
             checkpoint,
             names=names,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
-            own_sampling=own_sampling,
-            max_running=max_running,
-            max_waiting=max_waiting,
+            own_sampling=how.own_sampling,
+            max_running=how.max_running,
+            max_waiting=how.max_waiting,
             gates=gates,
         )
         checkpoint.beware_of_noise(note)
         checkpoint.say_if_dense(note)
-        limits = Limits(answer_seconds=timeout)
-        how = {"access": access, "limits": limits, "drain": drain, "log": log}
-        asyncio.run(serve(served, listener, on_ready, **how))
+        given = {"access": access, "limits": Limits(answer_seconds=how.timeout)}
+        asyncio.run(serve(served, listener, on_ready, **given, drain=how.drain, log=log))
 
 
 def load_served_model(
@@ -224,20 +219,6 @@ def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
             )
     own = {host, *names} if beyond else names
     return Access(key, frozenset(name.lower() for name in own), beyond)
-
-
-def _check_numbers(
-    port: int, max_running: int, max_waiting: int, timeout: float, drain: float
-) -> None:
-    for sound, said in (
-        (0 <= port <= 65535, f"port must be 0 to 65535, got {port}"),
-        (max_running >= 1, f"max-running must be 1 or more, got {max_running}"),
-        (max_waiting >= 1, f"max-waiting must be 1 or more, got {max_waiting}"),
-        (timeout > 0, f"timeout must be above 0 seconds, got {timeout:g}"),
-        (drain >= 0, f"drain must be 0 seconds or more, got {drain:g}"),
-    ):
-        if not sound:
-            raise UsageError(said)
 
 
 def _listener(host: str, port: int) -> socket.socket:

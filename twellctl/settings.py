@@ -123,6 +123,7 @@ def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) 
     if kind is int and number != int(number):
         raise ValueError("must be a whole number")
     bounds = metadata["bounds"]
-    if not all(_SIGNS[sign](number, bound) for sign, bound in bounds):
+    exact = value if isinstance(value, int) else number
+    if not all(_SIGNS[sign](exact, bound) for sign, bound in bounds):
         raise ValueError(f"must be {' and '.join(f'{sign} {bound}' for sign, bound in bounds)}")
     return value if isinstance(value, kind) else kind(number)

@@ -20,6 +20,7 @@ from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
+from twellctl.settings import refuse_wrong, setting
 from twellctl.text.reading import read_prompts
 from twellctl.text.tokens import chat_text, check_ids
 from twellctl.text.written import WrittenFile, is_written_file
@@ -34,6 +35,25 @@ MAX_TOKENS = 512  # of an answer, if not told
 Messages: TypeAlias = list[dict[str, str]]
 _PATIENCE = 100  # texts in a row without a word
 _SHOWN_EVERY = 1.0  # seconds
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How much is written, and how it is drawn."""
+
+    tokens: int | None = setting(
+        None, "Tokens to write. [default: each prompt is answered once]", at_least=1
+    )
+    max_tokens: int | None = setting(
+        None,
+        f"Tokens of an answer at most. [default: {MAX_TOKENS}, or what the context leaves]",
+        at_least=1,
+    )
+    temperature: float = setting(
+        0.8, "How freely tokens are drawn. 0: the likeliest.", at_least=0, at_most=2
+    )
+    batch_size: int = setting(1024, "Texts to write at once, at most.", at_least=1)
+    seed: int = setting(0, "Seed of the draw.", at_least=0, at_most=2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -66,24 +86,21 @@ def write(
     out: str | Path,
     *,
     prompts: str | Path,
-    tokens: int | None = None,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    batch_size: int = 1024,
-    seed: int = 0,
     revision: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     overwrite: bool = False,
     doing: Callable[[str], None] = lambda text: None,
     progress: Callable[[Going], None] = lambda going: None,
     note: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> Written:
     """Let `model`, SiLU or ReLU, answer `prompts` into the jsonl file `out`.
 
-    They are rows of `prompt` or `messages` (`read_prompts`). A line is `messages`, a prompt and the
-    model's answer, in an order that `seed` draws. All are answered once (`tokens` None), or until
-    there are `tokens`, several times by other draws; `temperature` 0 is greedy, and answers once.
-    The chat template knows `chat_template_kwargs`, too.
+    `settings` are the fields of `Writing`. Prompts are rows of `prompt` or `messages`
+    (`read_prompts`). A line is `messages`, a prompt and the model's answer, in an order that `seed`
+    draws. All are answered once (`tokens` None), or until there are `tokens`, several times by
+    other draws; `temperature` 0 is greedy, and answers once. The chat template knows
+    `chat_template_kwargs`, too.
 
     An answer has `max_tokens` at most, and is cut there; None is `MAX_TOKENS`, or what the model's
     context leaves. `by` says that this command wrote a line. `batch_size` texts at most are written
@@ -91,8 +108,8 @@ def write(
     to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
     replaces what this command wrote, once there is a first line. Raises `TwellError`.
     """
-    out = from_home(out)
-    _check(tokens, max_tokens, temperature, batch_size, seed)
+    out, how = from_home(out), Writing(**settings)
+    refuse_wrong(how)
     _check_out(out, overwrite)
     was_there = out.exists()
     checkpoint = open_checkpoint(model, revision=revision)
@@ -107,16 +124,14 @@ def write(
         from twellctl.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(checkpoint, given=chat_template_kwargs)
-        again = tokens is not None and temperature > 0
-        how = checkpoint.config.get("vocab_size"), again, max_tokens, temperature, seed
-        answers = _Answers(tokenizer, asked, *how)
+        answers = _Answers(tokenizer, asked, checkpoint.config.get("vocab_size"), how)
         doing(f"loading {checkpoint.name}")
-        with contextlib.closing(_opened(checkpoint, answers, batch_size)) as bulk:
+        with contextlib.closing(_opened(checkpoint, answers, how.batch_size)) as bulk:
             if answers.num_long:
                 note(f"{answers.num_long} prompts are left out: they fill the model's context")
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
-            done = _write_lines(out, was_there, _Texts(bulk, answers, tokens), progress, note)
-    if temperature == 0 and done.tokens < (tokens or 0):
+            done = _write_lines(out, was_there, _Texts(bulk, answers, how.tokens), progress, note)
+    if how.temperature == 0 and done.tokens < (how.tokens or 0):
         note("each prompt was answered once: greedily a second answer would be the same")
     return done
 
@@ -144,18 +159,13 @@ class _Answers:
         tokenizer: "PreTrainedTokenizerBase",
         prompts: list[Messages],
         vocabulary: int | None,
-        again: bool,
-        max_tokens: int | None,
-        temperature: float,
-        seed: int,
+        how: Writing,
     ):
-        """`again`: when all are answered they are again, by other draws. `max_tokens` None:
-        `MAX_TOKENS`, or what the context leaves.
-
-        `TwellError` where there is no chat template, or one that does not take a prompt.
-        """
-        self.tokenizer, self._vocabulary, self._again = tokenizer, vocabulary, again
-        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
+        """`TwellError` where there is no chat template, or one that does not take a prompt."""
+        self.tokenizer, self._vocabulary, self._how = tokenizer, vocabulary, how
+        self._max_tokens = how.max_tokens
+        # when all are answered they are again, by other draws
+        self._again = how.tokens is not None and how.temperature > 0
         if tokenizer.chat_template is None:
             raise TwellError("the model has no chat template, so it answers no prompts")
         added = tokenizer.added_tokens_decoder.items()
@@ -193,12 +203,13 @@ class _Answers:
         if not self._left:
             if self._num_begun and not self._again:
                 return None
-            draw = random.Random((self._seed << 32) + self._num_begun)
+            draw = random.Random((self._how.seed << 32) + self._num_begun)
             self._left = draw.sample(self._prompts, len(self._prompts))
         messages, prompt = self._left.pop()
         self._num_begun += 1
-        most, seed = min(self._max_tokens, self._context - len(prompt)), self._seed << 32
-        how = Sampling(most, self._temperature, seed=seed + self._num_begun)
+        most = min(self._max_tokens, self._context - len(prompt))
+        seed = (self._how.seed << 32) + self._num_begun
+        how = Sampling(most, self._how.temperature, seed=seed)
         return Sequence(prompt, how, messages)
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
@@ -302,22 +313,6 @@ def _write_lines(
     seconds = time.monotonic() - began
     drawn = texts.going(seconds).drawn
     return Written(out, num_texts, texts.cut, texts.tokens, drawn, seconds)
-
-
-def _check(
-    tokens: int | None,
-    max_tokens: int | None,
-    temperature: float,
-    batch_size: int,
-    seed: int,
-) -> None:
-    for name, value in (("tokens", tokens), ("max-tokens", max_tokens), ("batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be 1 or more, got {value}")
-    if not 0 <= temperature <= 2:
-        raise UsageError(f"temperature must be 0 to 2, got {temperature:g}")
-    if not 0 <= seed < 2**31:
-        raise UsageError(f"seed must be 0 to {2**31 - 1}, got {seed}")
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

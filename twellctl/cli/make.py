@@ -18,6 +18,7 @@ from twellctl.screens.export import exported
 from twellctl.screens.finetune import finetuned, tried_out
 from twellctl.screens.quickstart import quickstarted
 from twellctl.training.recipe import Recipe
+from twellctl.write import Writing
 
 
 @takes(Fit)
@@ -55,7 +56,9 @@ def convert(
     converted(run(model, out, **how, doing=ui.doing, told=fitting, **settings), model)
 
 
+@takes(Writing)
 def write(
+    *,
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
     prompts: Annotated[
@@ -66,20 +69,7 @@ def write(
             "question, or messages that end with a user's.",
         ),
     ],
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens to write. [default: each prompt is answered once]")
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of an answer at most. [default: 512, or what the context leaves]"
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="How freely tokens are drawn. 0: the likeliest.")
-    ] = 0.8,
-    batch_size: Annotated[int, typer.Option(help="Texts to write at once, at most.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    flags: dict[str, Any],
     chat_template_kwargs: TemplateArguments = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -98,17 +88,13 @@ def write(
         model,
         out,
         prompts=prompts,
-        tokens=tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        batch_size=batch_size,
-        seed=seed,
         revision=revision,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         overwrite=overwrite,
         doing=doing,
         progress=progress,
         note=ui.note,
+        **vars(made(Writing, flags)),
     )
     ui.say(
         f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "

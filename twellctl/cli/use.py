@@ -5,13 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
+from twellctl.chat import Answering, Chat
 from twellctl.cli import interrupts
 from twellctl.cli.command import Model
+from twellctl.cli.flags import made, takes
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.strict_json import parse_json
+from twellctl.generate import Drawing
 from twellctl.screens import serving, ui
 from twellctl.screens.doctor import diagnosed
 from twellctl.screens.generate import generated
+from twellctl.serving.settings import Serving
 
 ChatTemplate = Annotated[
     Path | None,
@@ -23,20 +27,6 @@ TemplateArguments = Annotated[
         metavar="JSON", help="What the chat template is to know: '{\"enable_thinking\": false}'."
     ),
 ]
-
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(help="Tokens to write at most. [default: 256, or what the context leaves]"),
-]
-Temperature = Annotated[
-    float, typer.Option(help="How freely tokens are drawn; 0 takes the likeliest each time.")
-]
-TopP = Annotated[
-    float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")
-]
-TopK = Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the draw. [default: another each time]")]
-
 
 Gates = Annotated[
     str,
@@ -60,16 +50,14 @@ def template_arguments(given: str | None) -> dict[str, Any]:
     return found
 
 
+@takes(Drawing)
 def generate(
+    *,
     model: Model,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
     ],
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
+    flags: dict[str, Any],
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -91,34 +79,28 @@ def generate(
     from twellctl.generate import generate as run
 
     text = ui.read_stdin() if prompt == "-" else prompt
-    made = run(
+    answer = run(
         model,
         text,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
         chat=chat,
         chat_template=chat_template,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         gates=gates,
         note=ui.note,
+        **vars(made(Drawing, flags)),
     )
     try:
-        ui.stream(made)
+        ui.stream(answer)
     finally:
-        generated(made.figures)
+        generated(answer.figures)
 
 
+@takes(Answering)
 def chat(
+    *,
     model: Model,
     system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to answer.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = None,
+    flags: dict[str, Any],
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
@@ -130,21 +112,19 @@ def chat(
     """
     arguments = template_arguments(chat_template_kwargs)
     ui.doing(f"loading {model}")
-    from twellctl.chat import Chat
     from twellctl.cli.conversation import converse
     from twellctl.generate import load
 
     loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note)
-    how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    converse(Chat(loaded, system, **how, seed=seed, chat_template_kwargs=arguments))
+    how = vars(made(Answering, flags))
+    converse(Chat(loaded, system, **how, chat_template_kwargs=arguments))
 
 
+@takes(Serving)
 def serve_local(
+    *,
     model: Model,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; beyond this machine only with a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 8000,
+    flags: dict[str, Any],
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -161,15 +141,6 @@ def serve_local(
             "Requests for, or from pages of, other names get 403.",
         ),
     ] = None,
-    max_running: Annotated[
-        int, typer.Option(help="How many choices are written side by side at most.")
-    ] = 64,
-    max_waiting: Annotated[int, typer.Option(help="How many more may wait; others get 429.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600,
-    drain: Annotated[
-        float,
-        typer.Option(help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."),
-    ] = 30,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -180,13 +151,6 @@ def serve_local(
     ] = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    own_sampling: Annotated[
-        bool,
-        typer.Option(
-            help="Where a request names no temperature, top_p, top_k, min_p or repetition_penalty, "
-            "take those of generation_config.json, else 1, 1, all, 0 and 1."
-        ),
-    ] = True,
     gates: Gates = "whole",
     access_log: Annotated[
         bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
@@ -203,22 +167,16 @@ def serve_local(
 
     run(
         model,
-        host=host,
-        port=port,
         api_key=api_key,
         allow_hosts=allow_host or (),
-        max_running=max_running,
-        max_waiting=max_waiting,
-        timeout=timeout,
-        drain=drain,
         names=served_model_name or (),
         chat_template=chat_template,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
-        own_sampling=own_sampling,
         gates=gates,
         on_ready=serving.serving,
         log=serving.log if access_log else None,
         note=ui.note,
+        **vars(made(Serving, flags)),
     )
     interrupts.ignore()  # one that came late, before the process has ended
     serving.end()
