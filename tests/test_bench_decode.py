@@ -218,7 +218,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"prompt_tokens": 0}, "prompt-tokens must be >= 1, got 0"),
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
-        ({"new_tokens": 2500}, "must be 2048 at most together, the context, got 16 and 2500"),
+        ({"new_tokens": 2500}, "must be at most 2048, the context, got 16 and 2500"),
         (
             {"model": str(relu_llama), "data": (str(text_file),)},
             "config is of a random model: leave out MODEL and --data, or --config",
@@ -235,7 +235,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     with pytest.raises(TwellError, match="is a SiLU model"):
         bench_decode(DecodeSettings(**real | {"model": str(silu_llama)}))
     long = real | {"model": str(relu_llama), "new_tokens": 250}
-    with pytest.raises(UsageError, match="must be 256 at most together, the context, got 16 and"):
+    with pytest.raises(UsageError, match="must be at most 256, the context, got 16 and"):
         bench_decode(DecodeSettings(**long))
     little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
     with pytest.raises(

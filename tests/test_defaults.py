@@ -182,7 +182,7 @@ def test_a_text_that_is_read_begins_as_one_that_is_served(with_bos, text_file):
 def test_what_reads_a_tokenizer_is_named(relu_llama, changed, monkeypatch):
     folder = changed(relu_llama)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    monkeypatch.setattr(loading, "_is_installed", lambda module: False)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(TwellError, match="pip install sentencepiece protobuf"):
         load_tokenizer(open_checkpoint(folder))
 

@@ -64,7 +64,7 @@ def as_row(question: Question) -> dict:
 def test_answers_are_those_of_one_choice_at_a_time(
     relu_llama, stock, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(choices, "BATCH_TOKENS", 150)
+    monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 150)
     questions = some_questions(25)
     file = written(tmp_path / "pieces.jsonl", map(as_row, questions))
     steps = []
@@ -168,14 +168,15 @@ def test_the_screen_says_what_was_cut_and_what_is_guessed(cli, relu_llama, tmp_p
 
 
 def test_means_and_their_errors():
-    model = Marks("t", (2, 2, 4, 4), tuple("abbb"), acc=(1, 1, 0, 1), acc_norm=(1, 0, 0, 0))
-    other = Marks("t", (2, 2, 4, 4), tuple("abbb"), acc=(1, 0, 0, 1), acc_norm=(1, 1, 0, 0))
+    how = {"options": (2, 2, 4, 4)}
+    model = Marks("t", (1, 1, 0, 1), tuple("abbb"), (1, 0, 0, 0), **how)
+    other = Marks("t", (1, 0, 0, 1), tuple("abbb"), (1, 1, 0, 0), **how)
     found = TaskResult.of(model, other)
     assert (found.chance, found.commonest) == (pytest.approx(0.375), 0.75)
     assert found.accuracy.acc == Mean(0.75, pytest.approx(0.25))
     assert found.difference.acc == Mean(0.25, pytest.approx(0.25))
     assert found.difference.acc_norm == Mean(-0.25, pytest.approx(0.25))
-    without = TaskResult.of(Marks("u", (4,), ("c",), acc=(1,), acc_norm=None))
+    without = TaskResult.of(Marks("u", (1,), ("c",), options=(4,)))
     assert without.accuracy.acc == Mean(1, None)
     mean = TaskResult.over([found, without])
     assert mean.accuracy.acc == Mean(0.875, None)

@@ -38,11 +38,7 @@ from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.arguments import micro_batch, steps_of
 from twellctl.training.build import build_trainer, for_model
 from twellctl.training.launcher import as_launched
-from twellctl.training.memory import (
-    least_bytes,
-    shards_on_several,
-    total_bytes,
-)
+from twellctl.training.memory import least_bytes, shards_on_several, total_bytes
 from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.processes import check_same, from_all, in_all
 from twellctl.training.progress import Progress

@@ -98,9 +98,9 @@ def evaluate(
         limit=limit,
         text=result,
         answers=agreement,
-        tasks=(
-            *(TaskResult.of(*of_a_task) for of_a_task in zip(*marks, strict=True)),
-            *(TaskResult.of_written(*of_a_task) for of_a_task in zip(*marked, strict=True)),
+        tasks=tuple(
+            TaskResult.of(*of_a_task)
+            for of_a_task in (*zip(*marks, strict=True), *zip(*marked, strict=True))
         ),
     )
 

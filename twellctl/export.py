@@ -130,23 +130,19 @@ def export(
 
 
 def _write_weights_and_bundle(
-    checkpoint: Checkpoint,
-    folder: Path,
-    form: dict,
-    quantize: str | None,
-    shard_bytes: int | None,
+    checkpoint: Checkpoint, folder: Path, form: dict, quantize: str | None, shard_bytes: int | None
 ) -> dict:
     """Write both, for weights that are sound; what config.json says of classes and weights."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.models.exportable import exportable_skeleton
-    from twellctl.models.loading import check_stored_weights
+    from twellctl.models.loading import read_tensors, refuse_not_finite
 
     model = exportable_skeleton(checkpoint)
     entries = config_entries(type(model).__name__, checkpoint.config["model_type"])
     for shard in checkpoint.shards:
         own_file(checkpoint.path / shard)
-    check_stored_weights(checkpoint)
+    refuse_not_finite(checkpoint, read_tensors(checkpoint))
     tensors = _in_silu_form(checkpoint, form)
     if quantize is not None:
         from twellctl.models.quantised import in_fp8, kept_layers, rounded_layers

@@ -26,18 +26,9 @@ from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, check_inputs, claimed
 from twellctl.files.strict_json import to_json
 from twellctl.models.card import write_card
-from twellctl.models.carried import (
-    METRICS_FILE,
-    copy_side_files,
-    write_config,
-)
+from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
-from twellctl.models.loading import (
-    as_stored,
-    load_tokenizer,
-    quiet_compiler,
-    quiet_transformers,
-)
+from twellctl.models.loading import as_stored, load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.report.notebook import Shown
 from twellctl.training.answers import answers_of_run
 from twellctl.training.arguments import micro_batch

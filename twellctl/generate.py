@@ -32,20 +32,14 @@ class Drawing:
         at_least=1,
     )
     temperature: float = setting(
-        0.0,
-        "How freely tokens are drawn; 0 takes the likeliest each time.",
-        at_least=0,
-        at_most=2,
+        0.0, "How freely tokens are drawn; 0 takes the likeliest each time.", at_least=0, at_most=2
     )
     top_p: float = setting(
         1.0, "Draw from the likeliest tokens that hold this probability.", at_least=0, at_most=1
     )
     top_k: int = setting(0, "Draw from so many likeliest tokens; 0: all.", at_least=0)
     seed: int | None = setting(
-        None,
-        "Seed of the draw. [default: another each time]",
-        at_least=-(2**63),
-        at_most=2**63 - 1,
+        None, "Seed of the draw. [default: another each time]", at_least=-(2**63), at_most=2**63 - 1
     )
 
 

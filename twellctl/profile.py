@@ -13,12 +13,7 @@ from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import Profile
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import (
-    default_device,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-)
+from twellctl.models.loading import default_device, fingerprint, load_model, load_tokenizer
 
 
 def profile(

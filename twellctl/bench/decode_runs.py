@@ -136,9 +136,7 @@ def _in_fp8(models: Precisions) -> PreTrainedModel:
 
 
 def _engine(
-    model_of: Callable[[], PreTrainedModel],
-    opened: Callable[[PreTrainedModel], Decoder],
-    rows: int,
+    model_of: Callable[[], PreTrainedModel], opened: Callable[[PreTrainedModel], Decoder], rows: int
 ) -> OpenForm:
     model = model_of()
     _free(model.device)

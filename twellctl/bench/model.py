@@ -73,8 +73,7 @@ def bench_model(
             twell["slots"] = [layer.slots for layer in measured]
             twell["densities"] = [layer.density for layer in measured]
         without_kernels = why_no_kernels(
-            lambda: last_hidden(twell_twin(benched, twell, "twell"), counted[:1, :8]),
-            course.device,
+            lambda: last_hidden(twell_twin(benched, twell, "twell"), counted[:1, :8]), course.device
         )
         without_fp8 = _why_no_dense_fp8(body, course.device, settings.dense_fp8)
         rivals = [] if without_fp8 else [(s.name, rounded_copy(body, s)) for s in SCHEMES]

@@ -1,17 +1,17 @@
 """The options of each `twellctl bench` command, their defaults and checks. No torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from twellctl.bundle.twell_fp8_config import QUANTIZE
 from twellctl.decoding.engine import GATES, WHOLE
 from twellctl.errors import UsageError
-from twellctl.settings import refuse_wrong, setting
+from twellctl.settings import flag_name, refuse_wrong, setting
 
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
-CONTEXT = 2048  # of the random model of `bench decode`, at least
+CONTEXT = 2048  # of that of `bench decode`, at least
 
 
 def _config(layers: int = LLAMA_LAYERS) -> Any:
@@ -31,6 +31,8 @@ class AnyModel:
     `quantize` "fp8": either is benched in FP8, as an FP8 export always is.
     """
 
+    _LENGTHS: ClassVar[tuple[str, ...]] = ()  # settings that make up the length of a text
+
     model: str | None = setting(
         None, "A ReLU model folder, like an export; with --data.", flag="MODEL"
     )
@@ -40,9 +42,7 @@ class AnyModel:
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = _config()
     layers: int | None = setting(
-        None,
-        "Layers of the random model, where its whole does not fit. [default: all]",
-        at_least=1,
+        None, "Layers of the random model, where its whole does not fit. [default: all]", at_least=1
     )
     quantize: str | None = setting(
         None,
@@ -61,9 +61,14 @@ class AnyModel:
         return self.layers
 
     @property
+    def length(self) -> int:
+        """Tokens of a text that is read."""
+        return sum(getattr(self, name) for name in self._LENGTHS)
+
+    @property
     def context_drawn(self) -> int:
         """Of a random model, at most."""
-        raise NotImplementedError
+        return self.length
 
     @property
     def windows(self) -> dict[tuple[int, int], str]:
@@ -72,7 +77,10 @@ class AnyModel:
 
     def check_context(self, context: int) -> None:
         """`UsageError` unless a text is no longer than the model's `context`."""
-        raise NotImplementedError
+        if self.length > context:
+            names = " and ".join(map(flag_name, self._LENGTHS))
+            given = " and ".join(str(getattr(self, name)) for name in self._LENGTHS)
+            raise UsageError(f"{names} must be at most {context}, the context, got {given}")
 
     def check(self) -> None:
         """`UsageError` for what makes no sense, before any work."""
@@ -89,6 +97,8 @@ class AnyModel:
 @dataclass(frozen=True)
 class ModelSettings(AnyModel):
     """`bench model`: `tokens` of one prefill, in sequences of `seq_len`, or in one shorter one."""
+
+    _LENGTHS = ("seq_len",)
 
     config: str | None = _config(PREFILLED_LLAMA_LAYERS)
     tokens: tuple[int, ...] = setting(
@@ -113,17 +123,9 @@ class ModelSettings(AnyModel):
         return {self.shape(tokens): "--tokens" for tokens in self.tokens}
 
     @property
-    def context_drawn(self) -> int:
-        return self.seq_len
-
-    @property
     def layers_drawn(self) -> int | None:
         is_built_in = self.config is None and self.layers is None
         return PREFILLED_LLAMA_LAYERS if is_built_in else self.layers
-
-    def check_context(self, context: int) -> None:
-        if self.seq_len > context:
-            raise UsageError(f"seq-len must be 1 to {context}, the context, got {self.seq_len}")
 
     def shape(self, tokens: int) -> tuple[int, int]:
         """(sequences, tokens of each)."""
@@ -137,6 +139,8 @@ class DecodeSettings(AnyModel):
     `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
     count.
     """
+
+    _LENGTHS = ("prompt_tokens", "new_tokens")
 
     batches: tuple[int, ...] = setting(
         (1, 16),
@@ -164,24 +168,13 @@ class DecodeSettings(AnyModel):
     )
 
     @property
+    def context_drawn(self) -> int:
+        return max(CONTEXT, self.length)
+
+    @property
     def timed_steps(self) -> int:
         return self.new_tokens * 4 // 5
 
     @property
-    def length(self) -> int:
-        return self.prompt_tokens + self.new_tokens
-
-    @property
     def windows(self) -> dict[tuple[int, int], str]:
         return {(max(self.batches), self.prompt_tokens): "--batch"}
-
-    @property
-    def context_drawn(self) -> int:
-        return max(CONTEXT, self.length)
-
-    def check_context(self, context: int) -> None:
-        if self.length > context:
-            raise UsageError(
-                f"prompt-tokens and new-tokens must be {context} at most together, the context, "
-                f"got {self.prompt_tokens} and {self.new_tokens}"
-            )

@@ -11,12 +11,7 @@ from torch import nn
 
 from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
-from twellctl.bundle.twell_model import (
-    gated_ffns,
-    lay_weights,
-    put_over_twell,
-    use_kernels,
-)
+from twellctl.bundle.twell_model import gated_ffns, lay_weights, put_over_twell, use_kernels
 from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.own_kernels import own_kernels
 

@@ -30,8 +30,7 @@ def _version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     show_help(context)
@@ -45,12 +44,9 @@ command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=
     make.finetune
 )
 command(app, "profile sparse --data heldout.jsonl --json profile.json", group=MAKE)(measure.profile)
-command(
-    app,
-    "eval exported --reference owner/model --data heldout.jsonl",
-    group=MAKE,
-    name="eval",
-)(measure.evaluate)
+command(app, "eval exported --reference owner/model --data heldout.jsonl", group=MAKE, name="eval")(
+    measure.evaluate
+)
 command(app, "compare owner/model exported", group=MAKE)(measure.compare)
 command(app, "export sparse exported --profile profile.json", group=MAKE)(make.export)
 command(app, "run coder.yaml", group=MAKE)(pipeline.run)

@@ -27,11 +27,7 @@ app = typer.Typer(
 
 @command(app, "bench model exported --data heldout.jsonl", name="model")
 @takes(ModelSettings)
-def model(
-    *,
-    flags: dict[str, Any],
-    json: JsonFile = None,
-) -> None:
+def model(*, flags: dict[str, Any], json: JsonFile = None) -> None:
     """A whole model over TwELL against the dense one.
 
     The prefill of its body, without the LM head: eager and under torch.compile, the dense one in
@@ -47,11 +43,7 @@ def model(
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
 @takes(DecodeSettings)
-def decode(
-    *,
-    flags: dict[str, Any],
-    json: JsonFile = None,
-) -> None:
+def decode(*, flags: dict[str, Any], json: JsonFile = None) -> None:
     """Token by token: a whole model dense and over TwELL.
 
     Both in the engine of serve-local, the dense form over kernels of its own for few tokens, in

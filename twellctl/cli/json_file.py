@@ -10,8 +10,7 @@ from twellctl.files.outputs import check_json_path, write_file
 
 STDOUT = Path("-")
 JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write all figures here; - is stdout."),
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here; - is stdout.")
 ]
 
 

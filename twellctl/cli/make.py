@@ -123,11 +123,7 @@ def finetune(
     ] = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Only say what it would take: time, memory and disk.",
-        ),
+        bool, typer.Option("--dry-run", help="Only say what it would take: time, memory and disk.")
     ] = False,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: dict[str, Any],

@@ -16,8 +16,7 @@ from twellctl.screens.profile import profiled
 TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
 Windows = Annotated[int, typer.Option(help="Windows, at even strides through the text.")]
 SeqLen = Annotated[
-    int | None,
-    typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]"),
+    int | None, typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]")
 ]
 _KINDS = (
     "Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of text, by the "

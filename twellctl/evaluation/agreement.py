@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.errors import TwellError
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.results import AnswerScore, Mean
-from twellctl.evaluation.windows import BATCH_TOKENS
+from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
 
 CONFIDENT = 0.9
@@ -91,10 +91,7 @@ def _columns(
     """Of the last `sizes[i]` tokens of each sequence float64 `[size, 4]`, on the CPU:
     KL(reference || model), same token, reference sure, reference sure and another one chosen."""
     found: list[Tensor] = [torch.empty(0)] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
-    while order:
-        count = max(1, BATCH_TOKENS // len(sequences[order[0]]))
-        batch, order = order[:count], order[count:]
+    for batch in batches([len(sequence) for sequence in sequences]):
         longest = len(sequences[batch[0]])
         # what lies behind a text is not seen by its tokens
         ids = torch.tensor([sequences[i] + [0] * (longest - len(sequences[i])) for i in batch])

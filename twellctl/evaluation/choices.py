@@ -5,7 +5,7 @@ the sum of their log-probabilities, or by that sum divided by the characters of 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.errors import TwellError
 from twellctl.evaluation.questions import Question, Task
 from twellctl.evaluation.results import Marks
-from twellctl.evaluation.windows import BATCH_TOKENS
+from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
 from twellctl.text.tokens import check_ids, end_of_text, opening_of
 
@@ -67,7 +67,7 @@ def answer(
         num_cut += any([next(cut) for _ in question.choices])
     options = tuple(len(question.choices) for question in task.questions)
     answers = tuple(question.choices[question.gold] for question in task.questions)
-    return Marks(task.name, options, answers, tuple(acc), tuple(acc_norm), num_cut)
+    return Marks(task.name, tuple(acc), answers, tuple(acc_norm), num_cut, options=options)
 
 
 def log_likelihoods(
@@ -75,13 +75,10 @@ def log_likelihoods(
     continuations: list[Continuation],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[float]:
-    """Of each one the sum of its scored tokens' log-probabilities, given those in front of them.
-
-    The longest go first, so that memory runs out at once or never.
-    """
+    """Of each one the sum of its scored tokens' log-probabilities, given those in front of them."""
     head, sums, done = HeadLoss(model), [0.0] * len(continuations), 0
     try:
-        for batch in _batches(continuations):
+        for batch in batches([len(one.tokens) for one in continuations]):
             found = _sums(head, [continuations[number] for number in batch], model.device)
             for number, value in zip(batch, found, strict=True):
                 sums[number] = value
@@ -97,10 +94,7 @@ def _is_right(likelihoods: list[float], question: Question) -> float:
 
 
 def continuation(
-    tokenizer: PreTrainedTokenizerBase,
-    question: Question,
-    choice: str,
-    context: int | None,
+    tokenizer: PreTrainedTokenizerBase, question: Question, choice: str, context: int | None
 ) -> Continuation:
     """Question and choice, with a space between them if there is none; it is the choice's.
 
@@ -121,15 +115,6 @@ def continuation(
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-
-def _batches(continuations: list[Continuation]) -> Iterator[list[int]]:
-    """Numbers of continuations that are read at once, of about the same length."""
-    order = sorted(range(len(continuations)), key=lambda i: -len(continuations[i].tokens))
-    while order:
-        size = max(1, BATCH_TOKENS // len(continuations[order[0]].tokens))
-        yield order[:size]
-        order = order[size:]
 
 
 @torch.no_grad()

@@ -113,19 +113,32 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Right (1) or wrong (0), a question each, in order; `options`: how many choices each had.
+class Lost:
+    """A question that the reference answers rightly and the model does not, and both answers."""
 
-    `answers`: the choices that are right. `cut` questions were longer than the context, and lost
-    their beginning.
+    question: str
+    reference: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Right (1) or wrong (0), a question each, in order; `kind` as of a `Task`.
+
+    `answers` are those that are right, of "tests" none. Of choices `options`: how many each had,
+    and `cut`: questions that were longer than the context, and lost their beginning. In its own
+    words `asked` and `texts`, the model's answers, `cut` of which were not at their end.
     """
 
     task: str
-    options: tuple[int, ...]
-    answers: tuple[str, ...]
     acc: tuple[float, ...]
-    acc_norm: tuple[float, ...] | None
+    answers: tuple[str, ...] = ()
+    acc_norm: tuple[float, ...] | None = None
     cut: int = 0
+    kind: str = "choices"
+    options: tuple[int, ...] = ()
+    asked: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
     @property
     def accuracy(self) -> Accuracy:
@@ -140,6 +153,13 @@ class Marks:
             pairs = zip(self.acc_norm, other.acc_norm, strict=True)
             acc_norm = Mean.of([a - b for a, b in pairs])
         return Accuracy(Mean.of(acc), acc_norm)
+
+    def lost(self, reference: "Marks") -> list[Lost]:
+        """Answers in its own words that the `reference` has, the shortest first."""
+        rows = zip(self.asked, reference.texts, self.texts, strict=True)
+        marks = zip(rows, reference.acc, self.acc, strict=True)
+        lost = [Lost(*row) for row, theirs, ours in marks if theirs > ours]
+        return sorted(lost, key=lambda one: len(one.question) + len(one.reference))
 
 
 @dataclass(frozen=True)
@@ -170,40 +190,6 @@ class AnswerScore:
     @property
     def verdict(self) -> Verdict:
         return judged((), (self.kl.mean, self.answers))
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A question that the reference answers rightly and the model does not, and both answers."""
-
-    question: str
-    reference: str
-    answer: str
-
-
-@dataclass(frozen=True)
-class WrittenMarks:
-    """Right (1) or wrong (0) answers in a model's own words, in order; `kind` as of a `Task`.
-
-    `texts` are the answers, `cut` of which were not at their end. `wanted`: what is right, of
-    "tests" nothing.
-    """
-
-    task: str
-    kind: str
-    asked: tuple[str, ...]
-    wanted: tuple[str, ...]
-    texts: tuple[str, ...]
-    right: tuple[float, ...]
-    cut: int
-
-    def lost(self, reference: "WrittenMarks") -> list[Lost]:
-        """Those that the `reference` has, the shortest first."""
-        rows = zip(
-            self.asked, reference.texts, self.texts, reference.right, self.right, strict=True
-        )
-        lost = [Lost(*row[:3]) for row in rows if row[3] > row[4]]
-        return sorted(lost, key=lambda one: len(one.question) + len(one.reference))
 
 
 @dataclass(frozen=True)
@@ -242,38 +228,26 @@ class TaskResult:
         return list(zip(self.right, self.reference_right or self.right, strict=True))
 
     @classmethod
-    def of_written(cls, marks: WrittenMarks, reference: WrittenMarks | None = None) -> Self:
-        """Nothing is got by guessing, and by one and the same answer what wants that one."""
-        count = len(marks.right)
-        same = marks.wanted.count(statistics.mode(marks.wanted)) if marks.wanted else 0
-        theirs = reference and reference.right
-        difference = theirs and [a - b for a, b in zip(marks.right, theirs, strict=True)]
+    def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
+        """In its own words nothing is got by guessing."""
+        count, is_written = len(marks.acc), marks.kind != "choices"
+        same = marks.answers.count(statistics.mode(marks.answers)) if marks.answers else 0
+        beside: dict[str, Any] = {}
+        if reference is not None:
+            beside = {"reference": reference.accuracy, "difference": marks.less(reference)}
+        if is_written and reference is not None:
+            beside["reference_right"] = reference.acc
+            beside["lost_ones"] = tuple(marks.lost(reference)[:SHOWN])
         return cls(
             task=marks.task,
             questions=count,
-            chance=0.0,
+            chance=sum(1 / num for num in marks.options) / count,
             commonest=same / count,
             cut=marks.cut,
-            accuracy=Accuracy(Mean.of(marks.right), None),
-            reference=theirs and Accuracy(Mean.of(theirs), None),
-            difference=difference and Accuracy(Mean.of(difference), None),
-            kind=marks.kind,
-            right=marks.right,
-            reference_right=theirs,
-            lost_ones=tuple(marks.lost(reference)[:SHOWN]) if reference else (),
-        )
-
-    @classmethod
-    def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
-        return cls(
-            task=marks.task,
-            questions=len(marks.acc),
-            chance=statistics.fmean(1 / count for count in marks.options),
-            commonest=marks.answers.count(statistics.mode(marks.answers)) / len(marks.answers),
-            cut=marks.cut,
             accuracy=marks.accuracy,
-            reference=None if reference is None else reference.accuracy,
-            difference=None if reference is None else marks.less(reference),
+            kind=marks.kind,
+            right=marks.acc if is_written else (),
+            **beside,
         )
 
     @classmethod

@@ -12,7 +12,7 @@ from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.evaluation import choices, written
 from twellctl.evaluation.answers import Answer, answers, encoded
 from twellctl.evaluation.questions import Task
-from twellctl.evaluation.results import Marks, WrittenMarks
+from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import dtype_for
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -30,7 +30,7 @@ class Wrote:
     prompts: list[list[int]]
     answers: list[Answer]
 
-    def marks(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[WrittenMarks]:
+    def marks(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[Marks]:
         found, rest = [], iter(self.answers)
         for task in tasks:
             ours = [next(rest) for _ in task.questions]
@@ -38,14 +38,14 @@ class Wrote:
                 doing(f"running what {self.name} wrote for {task.name}")
             texts = tuple(answer.text for answer in ours)
             found.append(
-                WrittenMarks(
+                Marks(
                     task.name,
-                    task.kind,
-                    asked=tuple(question.prompt for question in task.questions),
-                    wanted=() if task.kind == "tests" else tuple(q.answer for q in task.questions),
-                    texts=texts,
-                    right=written.right(task.questions, texts, progress),
+                    written.right(task.questions, texts, progress),
+                    () if task.kind == "tests" else tuple(q.answer for q in task.questions),
                     cut=sum(not answer.ended for answer in ours),
+                    kind=task.kind,
+                    asked=tuple(question.prompt for question in task.questions),
+                    texts=texts,
                 )
             )
         return found

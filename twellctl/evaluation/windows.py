@@ -1,6 +1,6 @@
 """One pass over windows of text, which `profile` and `eval` share: what fires is counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,18 @@ def count_windows(
         progress(done, len(text.ids))
     _refuse_not_finite(checkpoint, counts)
     return counts
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of texts that are read at once, of about the same length.
+
+    The longest go first, so that memory runs out at once or never.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    while order:
+        size = max(1, BATCH_TOKENS // lengths[order[0]])
+        yield order[:size]
+        order = order[size:]
 
 
 def window_length(checkpoint: Checkpoint, windows: int, seq_len: int | None, least: int = 1) -> int:

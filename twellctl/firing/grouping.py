@@ -107,12 +107,7 @@ def grouped_windows(
     spread = spread_windows(ids, windows, seq_len)
     if opening := opening_of(tokenizer):  # no text without it is ever served
         spread[:, 0] = opening[0]
-    return GroupedWindows(
-        spread,
-        first_groups + buckets,
-        tuple(kinds),
-        sum(map(len, ids)),
-    )
+    return GroupedWindows(spread, first_groups + buckets, tuple(kinds), sum(map(len, ids)))
 
 
 def _bucket(position: int) -> int:

@@ -230,10 +230,7 @@ def _written(figures: Figures) -> str:
 
 def _losses(figures: Figures) -> str | None:
     """Cross-entropies of this model and of what it came from, on the same text where it is."""
-    names = {
-        "teacher_cross_entropy": "the model it learnt from",
-        "cross_entropy": "this model",
-    }
+    names = {"teacher_cross_entropy": "the model it learnt from", "cross_entropy": "this model"}
     held_out = {
         name: figures.report[key] for key, name in names.items() if _is_number(figures.report, key)
     }

@@ -9,13 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from twellctl.bundle.twell_config import (
-    SILU_FORM,
-    check_twell,
-    is_silu_form,
-    new_twell,
-    stays_silu,
-)
+from twellctl.bundle.twell_config import SILU_FORM, check_twell, is_silu_form, new_twell, stays_silu
 from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
@@ -34,11 +28,7 @@ from twellctl.models.checks import (
     refuse_unsupported,
 )
 from twellctl.models.defaults import completed, context_of, refuse_wrapped, with_own_head
-from twellctl.models.shards import (
-    TensorInfo,
-    other_weights,
-    read_shards,
-)
+from twellctl.models.shards import TensorInfo, other_weights, read_shards
 
 SILU = ("silu", "swish")
 GATED = (*SILU, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish")

@@ -137,11 +137,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def check_stored_weights(checkpoint: Checkpoint) -> None:
-    """`TwellError` if a stored weight is NaN or infinite. Reads them all, one at a time."""
-    refuse_not_finite(checkpoint, read_tensors(checkpoint))
-
-
 @contextlib.contextmanager
 def as_refusal(what: str, remedy: str) -> Iterator[None]:
     """Whatever transformers raises inside, about files that others wrote, as `TwellError`.
@@ -314,15 +309,12 @@ def _require_reader(checkpoint: Checkpoint) -> None:
         ({"tokenizer.model", "spiece.model"}, "sentencepiece", "sentencepiece protobuf"),
         ({"tekken.json"}, "mistral_common", "mistral-common"),
     ):
-        if (file := next(iter(sorted(names & kinds)), None)) and not _is_installed(module):
+        found = sorted(names & kinds)
+        if found and importlib.util.find_spec(module) is None:
             raise TwellError(
-                f"{checkpoint.name}: its tokenizer, {file}, is read by {package.split()[0]}: "
+                f"{checkpoint.name}: its tokenizer, {found[0]}, is read by {package.split()[0]}: "
                 f"pip install {package}"
             )
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 @contextlib.contextmanager

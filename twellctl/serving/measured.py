@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from twellctl.serving.completion import Piece
 from twellctl.serving.http_errors import as_api_error
 
 CLIENT_LEFT = 499  # nginx's number for it; no client ever sees it
@@ -65,13 +63,3 @@ def note_failure(http: web.Request, error: Exception) -> dict[str, Any]:
     failure = as_api_error(error, http)
     current().failed_with = failure.status
     return failure.body()
-
-
-async def counted(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-    """The same pieces of one choice; their tokens are counted for the request."""
-    measured, num_tokens = current(), 0
-    async with aclosing(pieces):
-        async for piece in pieces:
-            measured.new_tokens += piece.num_tokens - num_tokens
-            num_tokens = piece.num_tokens
-            yield piece

@@ -67,14 +67,16 @@ class Metrics:
         self._request_seconds.labels(endpoint).observe(measured.seconds)
 
     async def timed(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-        """The same pieces; when their tokens came is noted."""
-        before, num_tokens = current().began, 0
+        """The same pieces of one choice; its tokens, and when they came, are noted."""
+        measured = current()
+        before, num_tokens = measured.began, 0
         async with aclosing(pieces):
             async for piece in pieces:
                 if piece.num_tokens > num_tokens:
                     now = time.perf_counter()
                     seconds = self._token_seconds if num_tokens else self._first_token_seconds
                     seconds.observe(now - before)
+                    measured.new_tokens += piece.num_tokens - num_tokens
                     before, num_tokens = now, piece.num_tokens
                 yield piece
 

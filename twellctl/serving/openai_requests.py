@@ -79,10 +79,7 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "verbosity": (),
     "web_search_options": (),
 }
-_LACKING_IN_COMPLETIONS: dict[str, tuple] = {
-    "best_of": (1,),
-    "suffix": ("",),
-}
+_LACKING_IN_COMPLETIONS: dict[str, tuple] = {"best_of": (1,), "suffix": ("",)}
 # of a message, beside role and content; what is not passed on to the template changes no text
 _PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
 _LABELS_OF_MESSAGES = {"annotations", "cache_control", "id"}

@@ -13,7 +13,7 @@ from twellctl.serving.access import Access, guard, reading
 from twellctl.serving.access_log import access_log
 from twellctl.serving.completion import Piece, complete, joined
 from twellctl.serving.http_errors import answer_errors, json_response
-from twellctl.serving.measured import counted, current, measuring, note_failure
+from twellctl.serving.measured import current, measuring, note_failure
 from twellctl.serving.metrics import Metrics
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import (
@@ -219,7 +219,7 @@ class Endpoints:
         stops = StopStrings(plan.options.stops)
         how = task.sampling, task.echoed
         pieces = complete(self._model.engine, detokenizer, stops, task.prompt, *how)
-        pieces = self._metrics.timed(counted(pieces))
+        pieces = self._metrics.timed(pieces)
         return with_calls(pieces) if plan.calls else pieces
 
     @asynccontextmanager

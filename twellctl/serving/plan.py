@@ -13,13 +13,7 @@ from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Opt
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
 from twellctl.serving.token_spelling import TokenSpelling
 from twellctl.serving.tools import knows_tools
-from twellctl.text.tokens import (
-    chat_text,
-    encode_text,
-    encode_written,
-    longest_token,
-    surely_more,
-)
+from twellctl.text.tokens import chat_text, encode_text, encode_written, longest_token, surely_more
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
 

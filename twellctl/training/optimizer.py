@@ -158,10 +158,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def make_optimizer(
-    model: nn.Module,
-    gates: Sequence[nn.Module],
-    arguments: TrainingArguments,
-    kind: str = "muon",
+    model: nn.Module, gates: Sequence[nn.Module], arguments: TrainingArguments, kind: str = "muon"
 ) -> Muon:
     """Of all that is trained in `model`; with kind "adamw" matrices are like the rest.
 

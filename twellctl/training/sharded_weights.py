@@ -17,12 +17,7 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.loading import (
-    form_factors,
-    refuse_not_finite,
-    stored_dtypes,
-    without_values,
-)
+from twellctl.models.loading import form_factors, refuse_not_finite, stored_dtypes, without_values
 from twellctl.models.shard_writer import write_shards
 from twellctl.models.silu_form import scaled
 from twellctl.training.processes import in_all
@@ -32,10 +27,7 @@ FILE_BYTES = 4 << 30
 
 
 def load_sharded(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    activation: str | None = None,
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, activation: str | None = None
 ) -> PreTrainedModel:
     """As `load_model`, sharded over all processes, each of which reads its own rows only."""
     model = in_all(lambda: without_values(checkpoint, dtype, activation))
