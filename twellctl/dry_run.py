@@ -49,6 +49,7 @@ from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
+How = tuple[np.ndarray, Path, Callable[[str], None]]  # blocks, a folder, what hears what lasts
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _peak_bytes() -> int:
 
 
 def _measure_what_fits(
-    checkpoint: Checkpoint, recipe: Recipe, how: tuple[Any, ...], note: Callable[[str], None]
+    checkpoint: Checkpoint, recipe: Recipe, how: How, note: Callable[[str], None]
 ) -> tuple[dict[str, object], dict[str, object]]:
     """(the changes without which it does not fit, what `_measure` found with them)."""
     num_processes, changes, least = PartialState().num_processes, {}, 0

@@ -155,10 +155,15 @@ class Point(Rivals):
 
 @dataclass(frozen=True)
 class Run:
-    """What both benches report: where and how; `sentences` are what a user wants to know."""
+    """What both benches report: where and how."""
 
     facts: dict[str, Any]
     settings: dict[str, Any]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a user wants to know."""
+        raise NotImplementedError
 
     @property
     def place(self) -> str:

@@ -230,23 +230,19 @@ def _written(figures: Figures) -> str:
 
 def _losses(figures: Figures) -> str | None:
     """Cross-entropies of this model and of what it came from, on the same text where it is."""
-    names = {"teacher_cross_entropy": "the model it learnt from", "cross_entropy": "this model"}
-    held_out = {
-        name: figures.report[key] for key, name in names.items() if _is_number(figures.report, key)
-    }
+    report = figures.report
     rows = [
-        (name, "held-out text of fine-tuning", f"{loss:.4f}") for name, loss in held_out.items()
+        ("the model it learnt from", "held-out text of fine-tuning", "teacher_cross_entropy"),
+        ("this model", "held-out text of fine-tuning", "cross_entropy"),
+        ("KL to the model it learnt from", "the same", "teacher_kl"),
     ]
-    if _is_number(figures.report, "teacher_kl"):
-        kl = f"{figures.report['teacher_kl']:.4f}"
-        rows.append(("KL to the model it learnt from", "the same", kl))
+    rows = [(*row, report.get(key)) for *row, key in rows]
     if judged := _judged_text(figures):
         score = judged["score"]
-        rows.append(("this model", "text of its evaluation", f"{score['cross_entropy']:.4f}"))
-        if score.get("reference_cross_entropy") is not None:
-            loss = f"{score['reference_cross_entropy']:.4f}"
-            rows.append(("the reference", "the same", loss))
-    return table(("", "text", "nats a token"), rows)
+        rows.append(("this model", "text of its evaluation", float(score["cross_entropy"])))
+        rows.append(("the reference", "the same", score.get("reference_cross_entropy")))
+    shown = [(*row, f"{loss:.4f}") for *row, loss in rows if _is_number(loss)]
+    return table(("", "text", "nats a token"), shown)
 
 
 def _tasks(evaluation: dict[str, Any] | None) -> str | None:
@@ -301,11 +297,7 @@ def _metrics(figures: Figures) -> list[Metric]:
     for task in (figures.evaluation or {}).get("tasks") or []:
         by = _judged_by(task)
         found.append((cell(task["task"]), by, by, task["accuracy"][by]["mean"]))
-    return [
-        Metric(text, by, about, value)
-        for text, by, about, value in found
-        if isinstance(value, float) and abs(value) < LARGEST
-    ]
+    return [Metric(text, by, about, value) for text, by, about, value in found if _is_number(value)]
 
 
 def _judged_text(figures: Figures) -> dict[str, Any]:
@@ -318,9 +310,8 @@ def _text_of(report: dict[str, Any]) -> str:
     return "the last step" if report.get("cross_entropy") is None else "held-out text"
 
 
-def _is_number(report: dict[str, Any], key: str) -> bool:
+def _is_number(value: Any) -> bool:
     """Whether a figure is one that a card can show."""
-    value = report.get(key)
     return isinstance(value, float) and abs(value) < LARGEST  # NaN is not
 
 
@@ -330,4 +321,4 @@ def _report(folder: Path) -> dict[str, Any]:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return report if isinstance(report, dict) and _is_number(report, "density") else {}
+    return report if isinstance(report, dict) and _is_number(report.get("density")) else {}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from twellctl.decoding.engine import MAX_TOP_LOGPROBS
+from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling
 from twellctl.serving.guides import FIELD, parse_format
 from twellctl.serving.request_fields import (
     check_text,
@@ -95,21 +95,11 @@ class Options:
 
     model: str | None  # None: the one that is served
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    seed: int | None
+    sampling: Sampling  # of all choices; the prompt decides of its `max_tokens`
     stops: tuple[str, ...]
     n: int
     stream: bool
     include_usage: bool
-    top_logprobs: int | None  # None: no log-probabilities
-    densities: bool
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ def parse_completion(
     echo = flag(body, "echo")
     options = _options(body, top_logprobs, defaults, least=0 if echo else 1)
     for name in ("frequency_penalty", "presence_penalty") if echo else ():
-        if getattr(options, name):
+        if getattr(options.sampling, name):
             raise unsupported("echo", f"it does not go together with {name}")
     if len(prompts) * options.n > MAX_CHOICES:
         must = f"times n must be at most {MAX_CHOICES} choices"
@@ -223,9 +213,8 @@ def _options(
 ) -> Options:
     """`least`: tokens that may be asked for."""
     defaults = DEFAULTS | defaults
-    return Options(
-        model=check_text("model", body["model"]) if body.get("model") else None,
-        max_tokens=_max_tokens(body, least),
+    sampling = Sampling(
+        max_tokens=0,
         temperature=number(body, "temperature", defaults["temperature"], at_most=2),
         top_p=number(body, "top_p", defaults["top_p"], at_most=1),
         top_k=max(whole(body, "top_k", int(defaults["top_k"]), at_least=-1), 0),
@@ -237,12 +226,17 @@ def _options(
         presence_penalty=number(body, "presence_penalty", 0.0, at_least=-2, at_most=2),
         logit_bias=_logit_bias(body.get("logit_bias", {})),
         seed=whole(body, "seed", None, at_least=-(2**63), at_most=2**63 - 1),
-        stops=_stops(body.get("stop", [])),
-        n=whole(body, "n", 1, at_least=1, at_most=MAX_CHOICES),
-        stream=flag(body, "stream"),
-        include_usage=_include_usage(body),
         top_logprobs=top_logprobs,
         densities=_only_streamed(body, "twell_densities"),
+    )
+    return Options(
+        check_text("model", body["model"]) if body.get("model") else None,
+        _max_tokens(body, least),
+        sampling,
+        _stops(body.get("stop", [])),
+        whole(body, "n", 1, at_least=1, at_most=MAX_CHOICES),
+        flag(body, "stream"),
+        _include_usage(body),
     )
 
 

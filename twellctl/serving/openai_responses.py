@@ -98,7 +98,7 @@ class Answer(ABC):
     ) -> dict[str, Any]:
         choice = self._choice(index, text, finish_reason, tokens or None)
         chunk = self._body(self.chunk_object, [choice])
-        if self.options.densities and tokens:
+        if self.options.sampling.densities and tokens:
             chunk["twell"] = {"densities": densities(tokens)}
         return chunk
 
@@ -109,7 +109,7 @@ class Answer(ABC):
         finish_reason: str | None,
         tokens: Sequence[PlacedToken] | None,
     ) -> dict[str, Any]:
-        wanted = self.options.top_logprobs is not None and tokens is not None
+        wanted = self.options.sampling.top_logprobs is not None and tokens is not None
         logprobs = self._logprobs(tokens) if wanted else None
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 

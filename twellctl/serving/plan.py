@@ -150,7 +150,7 @@ def _echoed(task: Task, vocab_size: int) -> Task:
 
 
 def _check_biases(engine: Engine, options: Options) -> None:
-    for token, _ in options.logit_bias:
+    for token, _ in options.sampling.logit_bias:
         if token >= engine.vocab_size:
             raise invalid("logit_bias", f"may only name tokens 0 to {engine.vocab_size - 1}", token)
 
@@ -187,24 +187,10 @@ def _tasks(
 ) -> list[Task]:
     made = []
     for i in range(options.n):
-        seed = options.seed
+        seed = options.sampling.seed
         if seed is not None and i:  # the first choice is the one that n = 1 gives
             seed = (seed + i) % 2**63
-        sampling = Sampling(
-            max_tokens=budget,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            frequency_penalty=options.frequency_penalty,
-            presence_penalty=options.presence_penalty,
-            logit_bias=options.logit_bias,
-            seed=seed,
-            top_logprobs=options.top_logprobs,
-            densities=options.densities,
-            guide=guide,
-        )
+        sampling = replace(options.sampling, max_tokens=budget, seed=seed, guide=guide)
         made.append(Task(first + i, prompt, continued, sampling))
     return made
 
