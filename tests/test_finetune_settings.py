@@ -110,7 +110,7 @@ def test_warm_up_before_a_constant_rate(relu_llama, text_file, tmp_path):
         def callback(self, trainer, recipe, num_neurons):
             class Hook(TrainerCallback):
                 def on_step_begin(self, args, state, control, **kwargs):
-                    rates.append(trainer.get_learning_rate() / recipe.learning_rate)
+                    rates.append(trainer.optimizer.param_groups[0]["lr"] / recipe.learning_rate)
 
             return Hook()
 

@@ -16,7 +16,7 @@ from twellctl.settings import refuse_wrong, setting
 
 @dataclass(frozen=True)
 class One:
-    seed: int = setting(0, "Seed.", last=True)
+    seed: int = setting(0, "Seed.")
     name: str | None = setting(None, "A name.", flag="NAME")
     sizes: tuple[int, ...] = setting((8, 16), "Sizes.", flag="size", at_least=8)
     share: float = setting(0.5, "A share.", above=0, below=1)

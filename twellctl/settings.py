@@ -26,19 +26,17 @@ def setting(
     flag: str = "",
     metavar: str = "",
     group: str = "",
-    last: bool = False,
 ) -> Any:
     """A field of a dataclass of settings: its default, its help text and what it may be.
 
     The checks hold for each value of a tuple. `flag` is its name on the command line where that is
     not the field's; a name in capitals is a positional argument. `group` begins a group of options,
-    which the fields below belong to as well; `last` ones come after all others.
+    which the fields below belong to as well.
     """
     signed = ((">=", at_least), (">", above), ("<=", at_most), ("<", below))
     bounds = tuple((sign, bound) for sign, bound in signed if bound is not None)
     metadata: dict[str, Any] = {"help": help, "choices": choices, "bounds": bounds}
-    metadata |= {"flag": flag, "metavar": metavar or "|".join(choices)}
-    metadata |= {"group": group, "last": last}
+    metadata |= {"flag": flag, "metavar": metavar or "|".join(choices), "group": group}
     if isinstance(default, list):
         return dataclasses.field(default_factory=list, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -63,7 +63,8 @@ def device_facts(device: torch.device) -> dict[str, Any]:
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,
         }
-        versions["nvrtc"] = _nvrtc_version()
+        nvrtc = find_nvrtc()  # which compiles the kernels
+        versions["nvrtc"] = ".".join(map(str, nvrtc.version)) if nvrtc else None
     return facts
 
 
@@ -79,9 +80,3 @@ def free_memory(device: torch.device) -> float:
 def device_name(device: torch.device) -> str:
     """What to call the device in a sentence."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _nvrtc_version() -> str | None:
-    """Of the library that compiles the kernels; None if there is none."""
-    nvrtc = find_nvrtc()
-    return ".".join(map(str, nvrtc.version)) if nvrtc else None

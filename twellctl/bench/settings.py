@@ -50,9 +50,9 @@ class AnyModel:
         choices=QUANTIZE,
     )
     dense_fp8: bool = setting(True, "Dense FP8 as a rival, where the GPU has it.")
-    seed: int = setting(0, "Seed of everything drawn.", last=True)
+    seed: int = setting(0, "Seed of everything drawn.")
     device: str | None = setting(
-        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]", last=True
+        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]"
     )
 
     @property

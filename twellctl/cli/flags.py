@@ -36,11 +36,7 @@ def made(kind: type[S], flags: dict[str, Any]) -> S:
 
 
 def _by_flag(kind: type) -> dict[str, Field]:
-    return {flag_of(field): field for field in sorted(dataclasses.fields(kind), key=_is_last)}
-
-
-def _is_last(field: Field) -> bool:
-    return field.metadata["last"]
+    return {flag_of(field): field for field in dataclasses.fields(kind)}
 
 
 def _help(field: Field, default: str) -> str:

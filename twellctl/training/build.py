@@ -87,7 +87,8 @@ def build_trainer(
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     _note_what_is_slow(model, recipe, arguments, progress)
-    taught_by = _taught_by(teacher, recipe, sharded)
+    if (taught_by := teacher and teacher.load(sharded)) is not None:
+        without_mask(taught_by, recipe.seq_len)
     target = None if recipe.l1_schedule == "constant" else recipe.density
     trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
@@ -143,13 +144,6 @@ def _note_what_is_slow(
         )
     if said := slow_on_cpu(model, recipe.optimizer, recipe.step_tokens):
         progress.note(said)
-
-
-def _taught_by(teacher: Teacher | None, recipe: Recipe, sharded: bool) -> PreTrainedModel | None:
-    taught_by = teacher and teacher.load(sharded)
-    if taught_by is not None:
-        without_mask(taught_by, recipe.seq_len)
-    return taught_by
 
 
 def _states(

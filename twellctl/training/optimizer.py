@@ -213,11 +213,7 @@ def default_rate(checkpoint: Checkpoint) -> float:
             "is a share of their size"
         )
     share = 1.0 if checkpoint.is_only_converted else OF_WHAT_WORKS
-    return _two_digits(share * RATE_BY_SIZE * math.sqrt(squares / count))
-
-
-def _two_digits(x: float) -> float:
-    return float(f"{x:.1e}")
+    return float(f"{share * RATE_BY_SIZE * math.sqrt(squares / count):.1e}")
 
 
 def slow_on_cpu(model: PreTrainedModel, kind: str, step_tokens: int) -> str | None:

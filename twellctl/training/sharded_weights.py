@@ -50,7 +50,9 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         }
         for name, weight in [*model.named_parameters(), *_stored_buffers(model)]:
             stored = checkpoint.tensors[_stored_name(model, name, checkpoint)]
-            own = _own_rows(weight)
+            own = slice(None)
+            if isinstance(weight, DTensor):
+                own = rows(len(weight), dist.get_rank(), dist.get_world_size())
             part = opened[stored.shard].get_slice(stored.name)[own]
             if (factor := form.get(stored.name)) is not None:
                 part = scaled(part, 1 / (factor[own] if len(factor) > 1 else factor))
@@ -75,12 +77,6 @@ def _stored_name(model: PreTrainedModel, name: str, checkpoint: Checkpoint) -> s
         f"{checkpoint.name} has no {name} under that name, by which its rows would be read: save "
         "it again with transformers (from_pretrained, save_pretrained), or give --shard never"
     )
-
-
-def _own_rows(tensor: Tensor) -> slice:
-    if not isinstance(tensor, DTensor):
-        return slice(None)
-    return rows(len(tensor), dist.get_rank(), dist.get_world_size())
 
 
 def write_sharded(

@@ -41,12 +41,9 @@ def _units(model: PreTrainedModel) -> list[nn.Module | list[nn.Module]]:
     if embeddings.weight is head.weight:
         return layers
     inside = {id(m) for part in (*layers, embeddings, head) for m in part.modules()}
-    others = [m for m in model.modules() if id(m) not in inside and _has_own_weights(m)]
+    outside = [m for m in model.modules() if id(m) not in inside]
+    others = [m for m in outside if any(True for _ in m.parameters(recurse=False))]
     return [embeddings, *layers, [*others, head]]
-
-
-def _has_own_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def local(tensor: Tensor) -> Tensor:

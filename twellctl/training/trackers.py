@@ -4,22 +4,12 @@ import importlib.util
 
 from twellctl.errors import UsageError
 
-# its name for the Trainer: what pip installs, and the modules of which one must be there
-TRACKERS = {
-    "azure_ml": ("azureml-mlflow", "azureml"),
-    "clearml": ("clearml", "clearml"),
-    "codecarbon": ("codecarbon", "codecarbon"),
-    "comet_ml": ("comet-ml", "comet_ml"),
-    "dagshub": ("dagshub", "dagshub"),
-    "dvclive": ("dvclive", "dvclive"),
-    "flyte": ("flytekit", "flytekit"),
-    "mlflow": ("mlflow", "mlflow"),
-    "neptune": ("neptune", "neptune"),
-    "swanlab": ("swanlab", "swanlab"),
-    "tensorboard": ("tensorboard", "tensorboard", "tensorboardX"),
-    "trackio": ("trackio", "trackio"),
-    "wandb": ("wandb", "wandb"),
-}
+# the Trainer's names; the module to find is called so, and the package, but for those of _OTHERS
+TRACKERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow",
+    "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+_OTHERS = {"azure_ml": ("azureml", "azureml-mlflow"), "flyte": ("flytekit", "flytekit")}
 
 
 def check_report_to(name: str) -> None:
@@ -30,6 +20,6 @@ def check_report_to(name: str) -> None:
         raise UsageError(
             f"report-to {name!r} is unknown: take one of {', '.join(TRACKERS)}, all or none"
         )
-    package, *modules = TRACKERS[name]
-    if not any(importlib.util.find_spec(module) for module in modules):
+    module, package = _OTHERS.get(name, (name, name.replace("_", "-")))
+    if importlib.util.find_spec(module) is None:
         raise UsageError(f"report-to {name}: {package} is not installed: pip install {package}")

@@ -236,7 +236,8 @@ class SparseTrainer(Trainer):
                 "--overwrite"
             )
         self.penalty.follow(self.report.density_by_layer)
-        share = self.get_learning_rate() / self.optimizer.param_groups[0]["initial_lr"]
+        group = self.optimizer.param_groups[0]
+        share = group["lr"] / group["initial_lr"]
         progress = self.state.global_step / self.state.max_steps
         self.schedule.update(self.report.density, progress, share)
         return stop > 0
@@ -363,10 +364,6 @@ class SparseTrainer(Trainer):
         told = torch.cat([total, torch.tensor([float(len(found))], device=device)])
         *sums, count = self.accelerator.reduce(told, reduction="sum").tolist()
         return [value / count for value in sums]
-
-    def get_learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return self.optimizer.param_groups[0]["lr"]
 
 
 def _check_held_out(loss: float, remedy: str) -> None:
