@@ -74,6 +74,7 @@ from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 WORSE = 0.1  # nats that a run which ends worse than guessing may have lost
+_LOST = "another process of this run has ended; "
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 
 
@@ -203,7 +204,7 @@ def _finetune(
                 raise
             if not is_first_to_tell():
                 raise SystemExit(1) from error
-            raise LostProcess(_lost(run)) from error
+            raise LostProcess(_LOST + _kept(run)) from error
         finally:
             if world.is_main_process:
                 discard_unstarted(run, out, progress.note)
@@ -281,14 +282,10 @@ def _refuse_diverged(first: float | None, last: float | None, vocabulary: int, r
         )
 
 
-def _lost(run: Path) -> str:
-    return f"another process of this run has ended; {_kept(run)}"
-
-
 def _tell_of_the_lost(run: Path, progress: Progress) -> None:
     """Of a process that waits for one that is gone, and will be killed."""
     if is_first_to_tell():
-        progress.fail(_lost(run))
+        progress.fail(_LOST + _kept(run))
 
 
 def _kept(run: Path) -> str:

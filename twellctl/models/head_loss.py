@@ -83,8 +83,8 @@ class HeadLoss:
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) of the head in `dtype`, whole: a sharded one is gathered."""
-        weight, bias = _whole(self.head.weight), self.head.bias
-        return weight.to(dtype), None if bias is None else _whole(bias).to(dtype)
+        weight, bias = whole(self.head.weight), self.head.bias
+        return weight.to(dtype), None if bias is None else whole(bias).to(dtype)
 
     def _forward(self, hidden: Tensor) -> Tensor:
         states = hidden[:, :-1].flatten(0, 1)
@@ -94,7 +94,8 @@ class HeadLoss:
         return _LossOfStates.apply(states, weight, bias, self._call, torch.is_grad_enabled())
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor, gathered: all processes must call this; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.head_loss import whole
 from twellctl.models.loading import form_factors, refuse_not_finite, stored_dtypes, without_values
 from twellctl.models.shard_writer import write_shards
 from twellctl.models.silu_form import scaled
 from twellctl.training.processes import in_all
-from twellctl.training.sharding import local, rows, shard, whole
+from twellctl.training.sharding import local, rows, shard
 
 FILE_BYTES = 4 << 30
 

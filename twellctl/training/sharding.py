@@ -51,11 +51,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor, gathered: all processes must call this; any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def rows(length: int, rank: int, world_size: int) -> slice:
     """Which of `length` rows the process `rank` of `world_size` holds."""
     most = -(-length // world_size)
