@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from shapes import FAMILIES, write_config
+from shapes import write_config
 
 from twellctl.bundle.twell_nvrtc import what_is_missing
 
@@ -69,24 +69,6 @@ def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
         assert max(form["shortfall"] for form in (fp8, twell)) < 0.3
         assert twell["over_fp8"] > 0
     assert "this model in FP8 (random, 2 layers, " in found["sentences"][0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_measured_over_twell(cli, family, tmp_path):
-    sizes = SIZES | FAMILIES[family] | {"num_key_value_heads": 4, "head_dim": 64}
-    sizes |= {"layer_types": None} if family == "qwen3" else {}
-    words = ("--config", write_config(tmp_path, family, **sizes), "--json", "-")
-    words += ("--batch", "1", "--batch", "16", "--density", "0.05")
-    code, out, err = cli("bench", "decode", *SHORT, *words)
-    assert code == 0, err[-1]
-    for model, density in zip(json.loads(out)["models"], (0.02, 0.05), strict=True):
-        assert model["without_twell"] is None
-        for point in model["points"]:
-            names = ["dense", "dense FP8", "twell"]
-            assert list(point["forms"]) == [n for n in names if n not in point["skipped"]]
-            for name, form in point["forms"].items():
-                assert form["shortfall"] < (0.3 if "FP8" in name else 0.1), name
-                assert form["density"] == pytest.approx(density, rel=0.2), name
 
 
 def test_a_model_that_does_not_fit_is_told(cli):
