@@ -22,8 +22,15 @@ from unittest import mock
 import pytest
 
 from twellctl.bundle import twell_nvrtc, twell_spec
-from twellctl.bundle.twell_cubin import sections, static_shared
-from twellctl.bundle.twell_nvrtc import Cubin, KernelError, Nvrtc, compiled_files, nvrtc_paths
+from twellctl.bundle.twell_nvrtc import (
+    Cubin,
+    KernelError,
+    Nvrtc,
+    compiled_files,
+    nvrtc_paths,
+    sections,
+    static_shared,
+)
 from twellctl.bundle.twell_spec import E4M3_END, HEAD_DIMS, MOST_OF_BLOCK
 from twellctl.here.resources import kernel_files
 

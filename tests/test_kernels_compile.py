@@ -21,9 +21,8 @@ from compiled import (
 )
 
 from twellctl.bundle import twell_few, twell_spec
-from twellctl.bundle.twell_cubin import static_shared
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_nvrtc import KernelError, compiled_files
+from twellctl.bundle.twell_nvrtc import KernelError, compiled_files, static_shared
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
 from twellctl.bundle.twell_spec import (

@@ -200,8 +200,6 @@ __device__ __forceinline__ Matrix rows_of(const Job& job, const unsigned short* 
     return {at, num, job.K, job.heavy_rows + start, nullptr};
 }
 
-__device__ __forceinline__ float rounded(float value) { return bf16_value(bf16_bits(value)); }
-
 // Gradients of a pair of neighbouring neurons, and their h; bf16 pairs.
 struct PairGrads {
     unsigned gate, up, hidden;

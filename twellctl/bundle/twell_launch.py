@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_cubin import static_shared
 from .twell_driver import clusters_at_once, start
-from .twell_nvrtc import Cubin, KernelError, load_cubin, what_is_missing
+from .twell_nvrtc import Cubin, KernelError, load_cubin, static_shared, what_is_missing
 from .twell_plan import Limits
 from .twell_spec import ENTRY_FILES
 
