@@ -12,7 +12,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
-from twellctl.bundle.twell_launch import kernels_for
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
@@ -28,12 +27,8 @@ from twellctl.decoding.attention import (
 )
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.pages import pages_for
-from twellctl.here.own_kernels import own_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 NAN = float("nan")
 EPS = 1e-5
@@ -44,11 +39,6 @@ HEADS += [(4, 2, 112), (3, 1, 160), (4, 2, 100), (3, 1, 88), (7, 1, 38)]
 # positions of rows: first token, ends of batches and pages, several pages, several splits
 SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
 LONG = [700, 127, 0, 1023, 128]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(own_kernels(), 0)
 
 
 def random_bf16(*shape: int, seed: int, scale: float = 1.0) -> Tensor:

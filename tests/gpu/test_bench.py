@@ -13,10 +13,7 @@ from twellctl.bench import model as bench_model_module
 from twellctl.bench.timing import GRAPHS, PLAIN, Timer
 from twellctl.bundle.twell_nvrtc import what_is_missing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {
     "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 16384,

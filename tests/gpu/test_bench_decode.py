@@ -8,10 +8,7 @@ from shapes import write_config
 
 from twellctl.bundle.twell_nvrtc import what_is_missing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 needs_e4m3 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="FP8 products need compute capability 8.9",

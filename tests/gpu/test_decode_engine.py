@@ -13,10 +13,7 @@ from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import open_engine, open_scheduler
 from twellctl.decoding.sampler import Field, _gumbel, choose, cut
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PAGE_BYTES = 2 * 64 * 2 * (16 + 16) * 4  # of two layers, two heads of 16, float32
 
 

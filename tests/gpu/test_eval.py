@@ -13,10 +13,7 @@ from twellctl.evaluation import choices
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("route", ["auto", "twell"])

@@ -30,10 +30,7 @@ from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 FILES = kernel_files()
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64]

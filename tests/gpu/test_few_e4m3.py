@@ -21,10 +21,7 @@ from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.own_kernels import own_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 TOKENS = [1, 2, 3, 8, 9, 16, 17, 33, 64]
 # K, N; K of the last is longer than stays beside 16 tokens

@@ -15,7 +15,7 @@ from twellctl.training.recipe import resolve_recipe
 from twellctl.training.teacher import Teacher
 from twellctl.training.trainer import PARTS_BEFORE_CAPTURE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("bf16", "near"), [(False, 1e-3), (True, 5e-3)])

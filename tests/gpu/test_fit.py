@@ -10,7 +10,7 @@ from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, fit_layer
 from twellctl.fitting.steps import LayerText, Steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
 HOW = {"tokens": 8192, "seq_len": 64, "eval_windows": 16, "density": 1.0}
 

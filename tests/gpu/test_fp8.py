@@ -16,10 +16,7 @@ from twellctl.here.resources import kernel_files
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 

@@ -6,13 +6,7 @@ import torch
 from list_builder import Lists, build_lists, from_bf16, to_bf16
 from list_reference import Shape
 
-from twellctl.bundle.twell_launch import kernels_for, register_sources
-from twellctl.here.resources import kernel_files
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
 # kind of gate, shape, K, tiles of tokens in a panel: ragged, one token, several panels, empty, full
 CASES = [
@@ -29,11 +23,6 @@ CASES = [
     ("all", Shape(300, 264, 256, 264, 104, 264), 64, 2),
     ("all", Shape(19, 1032, 256, 1032, 16, 344), 64, 2),
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch import Tensor
 
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources, tensor_map
+from twellctl.bundle.twell_launch import device_limits, tensor_map
 from twellctl.bundle.twell_plan import HEAVY_SMEM, product_grid
 from twellctl.bundle.twell_spec import INPUT_BOX_ROWS, PRODUCT_BLOCK, PRODUCT_INNER
-from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = HOPPER
 # M, N, K: one box and less, ragged in each, whole tiles, more tiles than a wave
 SIZES = [
     (1, 8, 64),
@@ -23,13 +20,6 @@ SIZES = [
     (513, 1000, 2048),
     (5000, 264, 1088),
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def run_down(

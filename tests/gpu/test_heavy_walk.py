@@ -2,28 +2,19 @@
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_heavy import FEW_HEAVY, plan_heavy_walk
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_plan import hopper_cap
 from twellctl.bundle.twell_sequence import hopper_ffn
 from twellctl.bundle.twell_walk import walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import kernel_files
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_HOPPER, reason="these kernels are for Hopper"),
-]
+pytestmark = HOPPER
 M = 200
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def by_gate(kernels, limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:

@@ -15,10 +15,7 @@ from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.timed import timed_run
 from twellctl.models.quantised import round_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
     "head_dim": 256,

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -15,13 +16,7 @@ from twellctl.firing.synthetic import make_rows, make_weights
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.sparsity import FfnPenalty
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU",
-    ),
-]
+pytestmark = HOPPER
 K, N, M, DENSITY = 256, 1024, 4096, 0.01
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
+from on_gpu import HOPPER
 from torch import Tensor
 
 from twellctl.bundle.twell_e4m3 import (
@@ -18,15 +19,10 @@ from twellctl.bundle.twell_e4m3 import (
 )
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import kernel_files
 
-HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_E4M3, reason="these kernels are for Hopper"),
-]
+pytestmark = HOPPER
 DEVICE = "cuda"  # the emulator has another (test_emulated_e4m3.py)
 DOWN_STAGES = 32768
 NAN, INF = 0x7E00, 0x7C00  # of f16
@@ -46,11 +42,6 @@ CASES = [
     ("all", Shape(19, 1032, 256, 1032, 16, 344), 256),
 ]
 ROWS = [(1, 128), (70, 384), (1000, 2048), (33, 4096)]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def limits():

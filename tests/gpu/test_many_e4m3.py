@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, joined, round_rows, round_weight
 from twellctl.bundle.twell_heavy import FEW_HEAVY
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_launch import device_limits, register_sources
 from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
@@ -30,17 +31,8 @@ from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.here.resources import kernel_files
 
-HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_E4M3, reason="these kernels are for Hopper"),
-]
+pytestmark = HOPPER
 DEVICE = "cuda"  # the emulator has another (test_emulated_e4m3.py)
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def limits():

@@ -4,24 +4,13 @@ import numpy as np
 import pytest
 import torch
 from list_reference import Shape, cases, check_lists, heavy_rows, make_case
+from on_gpu import HOPPER
 
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_spec import PLAN_CLUSTER, PLAN_CLUSTER_BLOCK
-from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU",
-    ),
-]
+pytestmark = HOPPER
 FEW_SEEDS = range(3)
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

@@ -22,10 +22,7 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.here.own_kernels import own_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 VOCABULARY = 4096
 DENSITIES = (0.005, 0.02, 0.08)

@@ -11,10 +11,7 @@ from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LAYER = Layer(256, 1024, biases=(False, False), tile=256, slots=16, density=0.02)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from on_gpu import HOPPER
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from twellctl.bundle import twell_ffn
@@ -10,13 +11,7 @@ from twellctl.bundle.twell_model import gated_ffns, twell_class
 from twellctl.convert import convert
 from twellctl.export import export
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU",
-    ),
-]
+pytestmark = HOPPER
 
 
 @pytest.fixture

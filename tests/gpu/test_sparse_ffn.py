@@ -24,10 +24,7 @@ from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
 FILES = kernel_files()

@@ -10,10 +10,7 @@ from twellctl.decoding.sampler import Field, Variant, fields_of
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.here.own_kernels import own_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SAMPLINGS = [Sampling(1, 0), Sampling(1, 0.7), Sampling(1, 1.3, seed=1), Sampling(1, 0.9, 0.8, 50)]
 NEURONS = (64, 96, 100)

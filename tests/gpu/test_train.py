@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from uneven_rows import make_uneven
@@ -15,13 +16,7 @@ from twellctl.export import export
 from twellctl.firing.synthetic import make_rows, make_weights
 from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU",
-    ),
-]
+pytestmark = HOPPER
 FILES = kernel_files()
 NAMES = ("y", "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PENALTY = 1e-2

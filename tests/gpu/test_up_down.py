@@ -6,13 +6,9 @@ import torch
 from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
 from list_reference import Shape
 
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.here.resources import kernel_files
+from twellctl.bundle.twell_launch import device_limits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"  # the emulator has another (test_emulated_grad.py)
 DOWN_STAGES = 32768
 NAN, INF = 0x7FC0, 0x7F80
@@ -31,11 +27,6 @@ CASES = [
     ("all", Shape(100, 264, 256, 264, 104, 264), 128),
     ("all", Shape(19, 1032, 256, 1032, 16, 344), 192),
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:

@@ -3,31 +3,16 @@ the operator for the rest."""
 
 import pytest
 import torch
+from on_gpu import HOPPER
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_launch import device_limits, kernels_for, register_sources
-from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_walk import plan_walk, walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.resources import kernel_files
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU",
-    ),
-]
+pytestmark = HOPPER
 SIZES = [(1, 64, 8), (65, 192, 264), (133, 320, 1000), (300, 2048, 520), (257, 4096, 2056)]
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """The kernels, where they can be compiled and launched."""
-    if said := what_is_missing():
-        pytest.skip(said)
-    return kernels_for(register_sources(kernel_files()), 0)
 
 
 def whole(*shape: int, most: int = 1) -> Tensor:

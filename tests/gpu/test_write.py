@@ -10,10 +10,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.write import write
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 WIDE |= {"dtype": "bfloat16", "initializer_range": 0.06}
 
