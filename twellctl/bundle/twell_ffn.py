@@ -31,7 +31,6 @@ from .twell_reasons import (
     takes_hopper_kernels,
     why_no_e4m3_kernels,
     why_no_kernels,
-    why_not_e4m3_ffn,
     why_not_e4m3_linear,
     why_not_ffn,
     why_not_trained,
@@ -287,7 +286,7 @@ def _fp8_ffn(x: Tensor, *given: Any, dense: Way | None = None) -> Tensor:
     rows, index = x.reshape(-1, x.shape[-1]), x.device.index
     route = requested(route)
     read = ffn if turned is None else replace(ffn, w_down=turned)
-    said = why_not_e4m3_ffn(rows, read, tile)
+    said = why_not_ffn(rows, read, tile)
     said = said or why_no_e4m3_kernels(sources, index, route)
     if said and (route != "dense" or takes_hopper_kernels(index)):
         say_once(said)

@@ -101,53 +101,39 @@ def _why_never_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str
 
 
 def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
-    """None if the kernels take this, else what they do not take."""
-    N, K = ffn.N, ffn.K
-    shapes = [tuple(tensor.shape) for tensor in ffn.tensors]
-    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
-    if shapes != [(N, K), (N, K), (N, K), *((n,) for n in biases)]:
-        return "the kernels take weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
+    """None if the kernels take this, bf16 or e4m3 with scales, else what they do not take."""
+    N, K, in_fp8 = ffn.N, ffn.K, ffn.s_gate is not None
+    weights, biases = (ffn.w_gate, ffn.w_up, ffn.w_down), (ffn.b_gate, ffn.b_up, ffn.b_down)
+    scales = (ffn.s_gate, ffn.s_up, ffn.s_down) if in_fp8 else ()
+    if in_fp8 and not (all(map(end_of, weights)) and all(s.dtype == torch.float32 for s in scales)):
+        return "the kernels take FP8 weights in e4m3, with scales in float32"
+    there = [n for n, bias in zip((N, N, K), biases, strict=True) if bias is not None]
+    shapes = [*3 * [(N, K)], *((n,) for n in (*there, *((N, N, K) if in_fp8 else ())))]
+    if [tuple(tensor.shape) for tensor in ffn.tensors] != shapes:
+        scaled = ", a scale for each row" if in_fp8 else ""
+        said = "weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
+        return f"the kernels take {said}{scaled}"
     if rows.dim() != 2 or rows.shape[1] != K:
         return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
+    if in_fp8 and (K % E4M3_STEP or N % E4M3_STEP):
+        return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
+    if said := why_unfit(ffn.shorts, N, tile, device_limits(rows.device.index).smem_bytes):
         return f"the kernels take {said}"
-    if any((t.dtype, t.device) != (rows.dtype, rows.device) for t in ffn.tensors):
+    if any(bias is not None and bias.dtype != torch.bfloat16 for bias in biases):
+        return "the kernels take biases in bf16"
+    of_other_dtype = not in_fp8 and any(weight.dtype != rows.dtype for weight in weights)
+    if of_other_dtype or any(tensor.device != rows.device for tensor in ffn.tensors):
         return "the kernels take weights of the dtype and device of their input"
     as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
     return why_they_do_not_lie_well(as_they_are)
 
 
-def why_not_e4m3_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
-    """The same of e4m3 weights with scales; `ffn.w_down` may lie as it wants."""
-    N, K, where = ffn.N, ffn.K, rows.device
-    weights, scales = (ffn.w_gate, ffn.w_up, ffn.w_down), (ffn.s_gate, ffn.s_up, ffn.s_down)
-    in_e4m3 = all(end_of(weight) for weight in weights)
-    if not in_e4m3 or any(scale.dtype != torch.float32 for scale in scales):
-        return "the kernels take FP8 weights in e4m3, with scales in float32"
-    biases = [n for n, b in ((N, ffn.b_gate), (N, ffn.b_up), (K, ffn.b_down)) if b is not None]
-    shapes = [*3 * [(N, K)], *((n,) for n in (*biases, N, N, K))]
-    if rows.shape[1] != K or [tuple(t.shape) for t in ffn.tensors] != shapes:
-        return "the kernels take x [M, K], weights [N, K], [N, K] and [K, N], a scale for each row"
-    if rows.dtype != torch.bfloat16:
-        return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if K % E4M3_STEP or N % E4M3_STEP:
-        return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
-    if said := why_unfit(K // 2, N, tile, device_limits(where.index).smem_bytes):
-        return f"the kernels take {said}"
-    there = (b for b in (ffn.b_gate, ffn.b_up, ffn.b_down) if b is not None)
-    if any(bias.dtype != torch.bfloat16 for bias in there):
-        return "the kernels take biases in bf16"
-    if any(tensor.device != where for tensor in ffn.tensors):
-        return "the kernels take weights of the dtype and device of their input"
-    return why_they_do_not_lie_well(t for t in ffn.tensors if t is not ffn.w_down)
-
-
 def why_not_e4m3_linear(
     weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> str | None:
-    """The same of one layer `[N, K]`, whose scales are `[N, 1]`; `dtype` of its inputs."""
+    """The same of one e4m3 layer `[N, K]`, its scales `[N, 1]`; `dtype` of its inputs."""
     if not end_of(weight) or (scale.dtype, scale.shape) != (torch.float32, (len(weight), 1)):
         return "the kernels take FP8 weights in e4m3, with scales in float32"
     if bias is not None and (bias.dtype, bias.shape) != (dtype, (len(weight),)):
