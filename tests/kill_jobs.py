@@ -19,13 +19,9 @@ from twellctl.quickstart import quickstart
 from twellctl.training.recipe import run_folder
 
 QUICK = {
-    "seq_len": 32,
-    "max_steps": 3,
-    "eval_blocks": 2,
-    "eval_steps": 2,
-    "save_steps": 1,
+    "seq_len": 32, "max_steps": 3, "eval_blocks": 2, "eval_steps": 2, "save_steps": 1,
     "batch_size": 4,
-}
+}  # fmt: skip
 PIPELINE = """
 model: {model}
 out: {out}

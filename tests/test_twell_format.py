@@ -10,15 +10,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # (M, N, tile, slots): one row, ragged last tiles, a tile wider than N, no row, all 65536 columns
 SHAPES = [
-    (1, 1, 1, 1),
-    (1, 256, 256, 64),
-    (5, 300, 256, 8),
-    (7, 1000, 64, 64),
-    (3, 17, 32, 5),
-    (0, 40, 16, 4),
-    (2, 65536, 256, 8),
-    (2, 65536, 65536, 65536),
-]
+    (1, 1, 1, 1), (1, 256, 256, 64), (5, 300, 256, 8), (7, 1000, 64, 64), (3, 17, 32, 5),
+    (0, 40, 16, 4), (2, 65536, 256, 8), (2, 65536, 65536, 65536),
+]  # fmt: skip
 # NaN with a payload (both signs), +-Inf, +-0, the smallest and largest denormal, one, minus one
 ODD_16 = {
     torch.bfloat16: [0x7FC1, 0xFFA5, 0x7F80, 0xFF80, 0, 0x8000, 1, 0x007F, 0x8001, 0x3F80, 0xBF80],

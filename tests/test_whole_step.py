@@ -149,23 +149,12 @@ def test_the_table_of_layers(end):
     )
     (row,) = kernels.call[3][0].tolist()
     of_layer = {
-        "input_norm": layer.norms.attention,
-        "qkv": layer.qkv.weight,
-        "qkv_bias": layer.qkv.bias,
-        "out": layer.out.weight,
-        "out_bias": None,
-        "ffn_norm": layer.norms.ffn,
-        "gate": layer.ffn.w_gate,
-        "up": layer.ffn.w_up,
-        "down": layer.ffn.w_down,
-        "gate_bias": None,
-        "up_bias": layer.ffn.b_up,
-        "down_bias": None,
-        "keys": layer.attend.keys,
-        "values": layer.attend.values,
-        "q_norm": None,
-        "k_norm": None,
-    }
+        "input_norm": layer.norms.attention, "qkv": layer.qkv.weight, "qkv_bias": layer.qkv.bias,
+        "out": layer.out.weight, "out_bias": None, "ffn_norm": layer.norms.ffn,
+        "gate": layer.ffn.w_gate, "up": layer.ffn.w_up, "down": layer.ffn.w_down, "gate_bias": None,
+        "up_bias": layer.ffn.b_up, "down_bias": None, "keys": layer.attend.keys,
+        "values": layer.attend.values, "q_norm": None, "k_norm": None,
+    }  # fmt: skip
     ffn = layer.ffn
     scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down] if end else []
     names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]

@@ -12,14 +12,9 @@ from twellctl.bundle.twell_spec import INPUT_BOX_ROWS, PRODUCT_BLOCK, PRODUCT_IN
 pytestmark = HOPPER
 # M, N, K: one box and less, ragged in each, whole tiles, more tiles than a wave
 SIZES = [
-    (1, 8, 64),
-    (64, 64, 64),
-    (100, 72, 320),
-    (256, 64, 256),
-    (300, 520, 192),
-    (513, 1000, 2048),
+    (1, 8, 64), (64, 64, 64), (100, 72, 320), (256, 64, 256), (300, 520, 192), (513, 1000, 2048),
     (5000, 264, 1088),
-]
+]  # fmt: skip
 
 
 def run_down(

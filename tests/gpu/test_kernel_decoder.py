@@ -18,37 +18,23 @@ from twellctl.models.quantised import round_model
 pytestmark = pytest.mark.gpu
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
-    "head_dim": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "layer_types": MIXED,
-    "sliding_window": 40,
-    "vocab_size": 1001,
-}
+    "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": MIXED,
+    "sliding_window": 40, "vocab_size": 1001,
+}  # fmt: skip
 GRANITE = {
-    "vocab_size": 1003,
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.02,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
+    "vocab_size": 1003, "embedding_multiplier": 12.0, "attention_multiplier": 0.02,
+    "residual_multiplier": 0.22, "logits_scaling": 8.0,
+}  # fmt: skip
+HEADS_OF_96 = {"hidden_size": 576, "num_attention_heads": 6, "num_key_value_heads": 6}
+ODD_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+IN_PART = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
 FAMILIES = {
     "llama": {},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
-    "phi3": {  # heads of 96
-        "hidden_size": 576,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 6,
-        "sliding_window": 40,
-    },
-    "odd heads": {
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
+    "phi3": HEADS_OF_96 | {"sliding_window": 40},
+    "odd heads": ODD_HEADS | {"head_dim": 64},
     "granite": GRANITE,
     "falcon3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256},
     "gemma": {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 1001},
@@ -57,28 +43,26 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 0, 1], "num_key_value_heads": 2},
     "olmo2": {"num_key_value_heads": 4},
     "exaone4": {"layer_types": MIXED, "sliding_window": 40, "head_dim": 80},
-    "part of a head": {
-        "kind": "phi3",
-        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
-    },
+    "part of a head": {"kind": "phi3", "rope_parameters": IN_PART},
 }
+
+
+def heads(H: int, Hkv: int, **changes) -> dict:
+    return {"num_attention_heads": H, "num_key_value_heads": Hkv} | changes
+
+
 ONE_KERNEL = {  # models of which a step of one row is one kernel
-    "llama": {"num_attention_heads": 32, "num_key_value_heads": 32},
-    "few heads of k": {"num_attention_heads": 32, "num_key_value_heads": 8},
-    "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2},
-    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-    "mistral": {"num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 40},
-    "granite": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        **GRANITE,
-    },
-    "heads of 256": {"hidden_size": 3072, "num_attention_heads": 12, "num_key_value_heads": 4},
-    "1536": {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2},
-    "3072": {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8},
-    "3584": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
-    "4096": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "llama": heads(32, 32),
+    "few heads of k": heads(32, 8),
+    "qwen2": heads(16, 2),
+    "qwen3": heads(16, 8, head_dim=128),
+    "mistral": heads(16, 4, sliding_window=40),
+    "granite": heads(16, 4, tie_word_embeddings=True, **GRANITE),
+    "heads of 256": heads(12, 4, hidden_size=3072),
+    "1536": heads(12, 2, hidden_size=1536),
+    "3072": heads(24, 8, hidden_size=3072),
+    "3584": heads(28, 4, hidden_size=3584),
+    "4096": heads(32, 8, hidden_size=4096),
 }
 LENGTHS = (5, 70, 130, 33, 1, 64)
 NUM_TOKENS = 40
@@ -87,18 +71,10 @@ NUM_TOKENS = 40
 def make(family: str, changes: dict | None = None):
     """A random ReLU model in bf16 whose logits spread over some units."""
     settings = {
-        "vocab_size": 1000,
-        "hidden_size": 512,
-        "intermediate_size": 1416,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "initializer_range": 0.06,
-        "hidden_act": "relu",
-    }
+        "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1416, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+        "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.06, "hidden_act": "relu",
+    }  # fmt: skip
     torch.manual_seed(0)
     settings |= FAMILIES[family] if changes is None else changes
     settings["hidden_activation"] = settings["hidden_act"]  # as Gemma calls it
@@ -291,6 +267,14 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
                 assert form(*inputs)[0].isnan().all(), (name, value)
 
 
+def check_written(judge, model, prompt: list[int], written: list[int]) -> None:
+    """That these tokens are about as likely by the judge as those of the model itself."""
+    wanted = logits_of(judge, prompt, written)
+    usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
+    found = shortfall(wanted, torch.tensor(written, device="cuda"))
+    assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "granite"])
 def test_texts_together(family):
     """Through the engine: graphs, rows that come and go, pages that are taken anew."""
@@ -308,10 +292,7 @@ def test_texts_together(family):
     tokens = run()
     assert run() == tokens
     for prompt, written in zip(prompts, tokens, strict=True):
-        wanted = logits_of(judge, prompt, written)
-        usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
-        found = shortfall(wanted, torch.tensor(written, device="cuda"))
-        assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+        check_written(judge, model, prompt, written)
 
 
 @pytest.mark.parametrize("family", ONE_KERNEL)
@@ -325,10 +306,7 @@ def test_a_text_alone(family):
     for prompt in prompts:
         (written,) = timed_run(scheduler, [prompt], NUM_TOKENS).tokens
         assert timed_run(scheduler, [prompt], NUM_TOKENS).tokens == [written]
-        wanted = logits_of(judge, prompt, written)
-        usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
-        found = shortfall(wanted, torch.tensor(written, device="cuda"))
-        assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
+        check_written(judge, model, prompt, written)
 
 
 @pytest.mark.parametrize("M", [1, 8, 40])
