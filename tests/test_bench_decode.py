@@ -28,11 +28,6 @@ NO_GPU = "the decode kernels need an NVIDIA GPU"
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def _less(monkeypatch):
     count_less(monkeypatch)

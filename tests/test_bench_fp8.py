@@ -151,7 +151,6 @@ TINY_STEPS = {
 
 @pytest.fixture
 def both_forms(monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.setattr(decode_runs, "KernelDecoder", BothForms)
 
 

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-import torch
 from other_processes import SLOW_STEPS
 
 from twellctl.chat import Chat
@@ -19,7 +18,6 @@ from twellctl.generate import load
 
 @pytest.fixture(scope="module")
 def loaded(relu_llama):
-    torch.set_num_threads(1)
     return load(relu_llama)
 
 

@@ -4,17 +4,11 @@ import shutil
 import sys
 
 import pytest
-import torch
 
 from twellctl.compare import PROMPTS, compare
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.answers import Answer
 from twellctl.models import verdict
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def test_a_model_agrees_with_itself(cli, silu_llama):

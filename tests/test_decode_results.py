@@ -20,11 +20,6 @@ from twellctl.firing.counts import FiredMeter
 from twellctl.models.quantised import round_model
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A random Llama of which a third of the neurons fire, float32."""

@@ -20,11 +20,6 @@ from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def text_alone(monkeypatch):
     """No answers are compared."""

@@ -19,11 +19,6 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def lines(path, rows) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

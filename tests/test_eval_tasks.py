@@ -20,11 +20,6 @@ SUM = {"prompt": "2 + 2?", "answer": "4", "match": "number"}
 CODE = {"prompt": "Write f.", "entry_point": "f", "tests": "assert f() == 1"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def stock(relu_llama):
     return AutoModelForCausalLM.from_pretrained(relu_llama, dtype=torch.float32).eval()

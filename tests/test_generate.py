@@ -30,11 +30,6 @@ STATS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def stock(relu_llama):
     """`stock(prompt ids, count)`: greedy tokens of transformers, up to and with the end token."""

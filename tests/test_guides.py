@@ -140,7 +140,6 @@ def stand_ins(monkeypatch):
     def end(*args, **kwargs) -> None:
         raise typer.Exit
 
-    torch.set_num_threads(1)
     count_less(monkeypatch)
     done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)

@@ -15,7 +15,6 @@ from twellctl.firing.counts import FiredMeter, count_layers
 
 @pytest.fixture(autouse=True)
 def _less(monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.setattr(module, "SET_TOKENS", 2048)
 
 

@@ -23,7 +23,6 @@ def tiny():
 
     def make(family: str = "llama", **changes):
         settings = TINY | {"eos_token_id": None, "pad_token_id": 0, "hidden_act": "relu"}
-        torch.set_num_threads(1)
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **settings | FAMILIES.get(family, {}) | changes)
         return AutoModelForCausalLM.from_config(config).eval()

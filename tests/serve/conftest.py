@@ -15,7 +15,6 @@ from twellctl.serving.plan import ServedModel
 
 @pytest.fixture(scope="session")
 def served(relu_llama):
-    torch.set_num_threads(1)
     return load_served_model(open_checkpoint(relu_llama))
 
 
