@@ -117,6 +117,30 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
+def sentencepiece():
+    """A tokenizer as SentencePiece models have it: "▁" for a space, a token for any byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["▁", "a", "b", "c", "▁a", "▁b"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {word: 256 + i for i, word in enumerate(words)} | {"<s>": 300}
+    model = models.BPE(vocab, [("▁", "a"), ("▁", "b")], byte_fallback=True)
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["<s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+@pytest.fixture(scope="session")
 def make_model(tokenizer, tmp_path_factory):
     """`make_model(family, **config)` writes a random SiLU model and returns its folder."""
     import torch
@@ -192,6 +216,16 @@ def export_llama(relu_llama, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exports") / "exported"
     export(relu_llama, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(relu_llama, text_file, tmp_path_factory):
+    """What `finetune` returned of the tiny Llama, by `finetune_runs.SMALL`; read only."""
+    from finetune_runs import small
+
+    from twellctl.finetune import finetune
+
+    return finetune(relu_llama, tmp_path_factory.mktemp("whole") / "out", small(text_file))
 
 
 @pytest.fixture

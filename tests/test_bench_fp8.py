@@ -199,21 +199,6 @@ def test_bench_decode_over_fp8_weights(cli, has_fp8, both_forms, count_less, mon
     assert model.what.startswith("this model in FP8 (random, 2 layers, ")
 
 
-def test_bench_decode_takes_an_fp8_export(
-    cli, has_fp8, both_forms, count_less, fp8_export, text_file
-):
-    words = ("--data", text_file, "--prompt-tokens", "32", "--new-tokens", "20", "--batch", "2")
-    words += ("--device", "cpu")
-    code, out, err = cli("bench", "decode", fp8_export, *words, "--json", "-")
-    assert code == 0, err
-    (model,) = json.loads(out)["models"]
-    assert list(model["points"][0]["forms"]) == ["dense", "dense FP8", "twell FP8"]
-    code, out, _ = cli("bench", "decode", fp8_export, *words)
-    assert code == 0
-    assert "over FP8" in out
-    assert out.splitlines()[-1].startswith("on this CPU this model in FP8 (")
-
-
 def test_a_rival_that_fails_is_left_out(has_fp8, both_forms, count_less, monkeypatch):
     class NoFp8(BothForms):
         @staticmethod

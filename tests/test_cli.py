@@ -1,6 +1,5 @@
 """The command line itself: help, --quiet, completion, pipes."""
 
-import json
 import os
 import re
 import subprocess
@@ -107,17 +106,6 @@ def test_quiet_leaves_results_and_errors(cli, relu_llama, tmp_path, monkeypatch)
     assert quiet_out == out.replace("out:", "out2:").replace("out PROMPT", "out2 PROMPT")
     code, _, err = cli("export", relu_llama, tmp_path / "out", "-q")
     assert (code, len(err)) == (1, 1)
-
-
-def test_a_profile_to_stdout(cli, relu_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["profile", relu_llama, "--data", text_file, "--windows=1", "--seq-len=16"]
-    code, out, _ = cli(*words, "--json", "-")
-    assert code == 0
-    assert json.loads(out)["windows"] == 1
-    assert list(tmp_path.iterdir()) == []
-    assert cli(*words, "--json", "file.json")[0] == 0
-    assert (tmp_path / "file.json").read_text() == out
 
 
 def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from greedy import greedy
 from transformers import AutoModelForCausalLM
 
 import twellctl.evaluation.agreement as agreement
@@ -29,21 +30,13 @@ def prompts(tmp_path):
     return lines(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(5)])
 
 
-@torch.no_grad()
-def greedy(folder, tokens: list[int], count: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([tokens])
-    made = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return made[0, len(tokens) :].tolist()
-
-
 def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
     model = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
     asked = ["import os", "What?", "def f(x):\n    return x" * 4]
     prompts = [encoded(tokenizer, text, 512) for text in asked]
     found = answers(model, tokenizer, prompts, 20)
     for prompt, answer in zip(prompts, found, strict=True):
-        assert list(answer.tokens) == greedy(silu_llama, prompt, 20)
+        assert list(answer.tokens) == greedy(model, prompt, 20)
     with pytest.raises(
         TwellError, match=r"a prompt of 300 tokens leaves no room .* context is 256"
     ):
@@ -75,7 +68,7 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     for text in ("What is 0?", "What is 1?", "What is 3?"):
         prompt = encoded(tokenizer, text, 512)
         room = 96 - 40
-        answer, own = (greedy(f, prompt, room) for f in (silu_llama, relu_llama))
+        answer, own = (greedy(model, prompt, room) for model in (theirs, ours))
         answer, own = answer[: 96 - len(prompt)], own[: 96 - len(prompt)]
         log_q, log_p = (
             m(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -26,12 +26,6 @@ from twellctl.training.recipe import resolve_recipe, run_folder
 pytestmark = pytest.mark.usefixtures("no_answers")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(relu_llama, text_file, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "out"
-    return finetune(relu_llama, out, small(text_file))
-
-
 def test_result_is_a_stock_relu_model(uninterrupted, relu_llama):
     out = uninterrupted.out
     config = json.loads((out / "config.json").read_text())

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import TextIO
 
 import pytest
 import torch
-from compiled import EVERY_CASE
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 from transformers import TrainerCallback
 
@@ -32,12 +30,6 @@ from twellctl.training.runs import last_checkpoint, mark_complete
 from twellctl.training.sparsity_callback import SparsityCallback
 
 pytestmark = pytest.mark.usefixtures("no_answers")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(relu_llama, text_file, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "out"
-    return finetune(relu_llama, out, small(text_file))
 
 
 def test_interrupted_and_resumed_is_bit_for_bit_the_same(
@@ -173,19 +165,6 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def by_torchrun(words: list[str]) -> tuple[Callable, Callable, TextIO]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.Popen(
-        [*launch, "-m", "twellctl", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    # as a terminal does: launcher and workers
-    return partial(os.killpg, process.pid, signal.SIGINT), process.wait, process.stderr
-
-
 @pytest.fixture
 def as_by_torchrun(started):
     """Two processes with its environment, and its answer to Ctrl-C: SIGTERM behind it."""
@@ -207,14 +186,12 @@ def as_by_torchrun(started):
     return start
 
 
-@pytest.mark.parametrize("by", ["as_by_torchrun", *(["torchrun"] if EVERY_CASE else [])])
-def test_ctrl_c_under_torchrun_saves_a_checkpoint(by, relu_llama, text_file, tmp_path, request):
+def test_ctrl_c_under_torchrun_saves_a_checkpoint(as_by_torchrun, relu_llama, text_file, tmp_path):
     out = tmp_path / "out"
     settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     words = ["finetune", str(relu_llama), str(out), "--teacher=none", f"--data={text_file}", *flags]
-    start = by_torchrun if by == "torchrun" else request.getfixturevalue(by)
-    stop, wait, stderr = start(words)
+    stop, wait, stderr = as_by_torchrun(words)
     for line in stderr:
         assert "Warning" not in line
         if re.match(r"step 5/", line):

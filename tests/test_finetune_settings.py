@@ -216,17 +216,29 @@ def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file,
     assert default_rate(works) == pytest.approx(0.1 * rate, rel=0.1)
 
 
+@pytest.fixture
+def mixed(text_file, tokenizer, tmp_path):
+    """`mixed(limit, files)`: the run's tokens of files by name; what "x" and "q" are in them."""
+
+    def mix(limit: int, files: dict[str, str]) -> tuple[np.ndarray, list[int]]:
+        for name, content in files.items():
+            (tmp_path / name).write_text(content)
+        changes = {"data": [str(tmp_path / name) for name in files], "max_steps": None}
+        changes |= {"max_tokens": limit, "seq_len": 8, "batch_size": 1, "eval_fraction": 0.0}
+        runs._write_run_tokens(tmp_path, small(text_file, **changes), tokenizer, None)
+        ids = tokenizer.encode("xq", add_special_tokens=False)
+        return np.fromfile(tmp_path / "tokens.bin", np.int32), ids
+
+    return mix
+
+
+X, Q = '{"text": "x"}\n', '{"text": "q"}\n'  # rows of one token, and the end of a text
+
+
 @pytest.mark.parametrize(("limit", "share"), [(2000, 0.5), (6000, 0.3)])
-def test_of_each_data_equally_many_tokens_are_taken(text_file, tokenizer, tmp_path, limit, share):
+def test_of_each_data_equally_many_tokens_are_taken(mixed, limit, share):
     """As long as it lasts: the first file has 1800 tokens, the second many more."""
-    data, ids = [], tokenizer.encode("xq", add_special_tokens=False)
-    for number, rows in zip(ids, (900, 9000), strict=True):
-        data.append(tmp_path / f"{number}.jsonl")  # a row is that token, and the end of a text
-        data[-1].write_text((json.dumps({"text": tokenizer.decode(number)}) + "\n") * rows)
-    changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": limit}
-    recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
-    runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
-    tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
+    tokens, ids = mixed(limit, {"x.jsonl": X * 900, "q.jsonl": Q * 9000})
     assert limit <= len(tokens) < limit + 600
     first, second = ((tokens == number).sum() for number in ids)
     assert first / (first + second) == pytest.approx(share, abs=0.03)
@@ -245,38 +257,22 @@ def test_how_often_the_text_is_read_is_said(cli, relu_llama, text_file, tmp_path
 
 
 @pytest.mark.parametrize(("limit", "words"), [(800, (9000, 9000)), (40_000, (200_000, 9000))])
-def test_a_long_text_leaves_room_for_others(text_file, tokenizer, tmp_path, limit, words):
+def test_a_long_text_leaves_room_for_others(mixed, limit, words):
     """Two texts; each word is a token."""
-    data, ids = [], tokenizer.encode("xq", add_special_tokens=False)
-    for number, count in zip(ids, words, strict=True):
-        data.append(tmp_path / f"{number}.txt")
-        data[-1].write_text(tokenizer.decode(number) * count)
-    changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": limit}
-    recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
-    runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
-    tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
-    second = (tokens == ids[1]).sum()
-    assert second >= min(words[1], 0.35 * limit)
+    tokens, (_, q) = mixed(limit, {"x.txt": "x" * words[0], "q.txt": "q" * words[1]})
+    assert (tokens == q).sum() >= min(words[1], 0.35 * limit)
 
 
-def test_of_more_files_than_may_be_open_equally_much_is_taken(text_file, tokenizer, tmp_path):
-    """A row is one token, and the end of a text."""
+def test_of_more_files_than_may_be_open_equally_much_is_taken(mixed):
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    rows = json.dumps({"text": "x"}) + "\n", json.dumps({"text": "q"}) + "\n"
-    data = [tmp_path / f"{number}.jsonl" for number in range(300)]
-    for path in data:
-        path.write_text(rows[path == data[-1]] * 60)
-    changes = {"data": [str(path) for path in data], "max_steps": None, "max_tokens": 12_000}
-    recipe = small(text_file, **changes, seq_len=8, batch_size=1, eval_fraction=0.0)
+    files = {f"{number}.jsonl": X * 60 for number in range(299)} | {"last.jsonl": Q * 60}
     there = len(os.listdir("/proc/self/fd"))  # of the tests before this one
     resource.setrlimit(resource.RLIMIT_NOFILE, (there + 200, most))
     try:
-        runs._write_run_tokens(tmp_path, recipe, tokenizer, None)
+        tokens, (_, q) = mixed(12_000, files)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
-    (last,) = tokenizer.encode("q", add_special_tokens=False)
-    tokens = np.fromfile(tmp_path / "tokens.bin", np.int32)
-    assert (tokens == last).mean() == pytest.approx(0.5 / len(data), rel=0.05)
+    assert (tokens == q).mean() == pytest.approx(0.5 / len(files), rel=0.05)
 
 
 def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):

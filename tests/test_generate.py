@@ -1,5 +1,6 @@
 """generate on the CPU: what plain transformers writes, its figures, and what it refuses."""
 
+import functools
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from greedy import greedy
 from other_processes import SLOW_STEPS
 
 from twellctl.decoding.engine import Sampling, Token
@@ -34,14 +36,7 @@ STATS = (
 def stock(relu_llama):
     """`stock(prompt ids, count)`: greedy tokens of transformers, up to and with the end token."""
     stock = loading.load_model(open_checkpoint(relu_llama))
-
-    def tokens(prompt: list[int], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        done = stock.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count)
-        return done[0, len(prompt) :].tolist()
-
-    return SimpleNamespace(model=stock, tokens=tokens)
+    return SimpleNamespace(model=stock, tokens=functools.partial(greedy, stock))
 
 
 def test_greedy_text_is_that_of_transformers(relu_llama, stock, tokenizer):

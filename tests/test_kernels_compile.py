@@ -120,12 +120,6 @@ def test_a_changed_number_compiles_anew_what_uses_it(monkeypatch):
     ]
 
 
-def test_no_source_includes_what_does_not_travel_with_it():
-    for name, text in SOURCES.items():
-        included = re.findall(rb"^\s*#\s*include\s*(\S+)", text, re.MULTILINE)
-        assert {header.strip(b'"').decode() for header in included} <= {*SOURCES, SPEC}, name
-
-
 def test_the_first_error_is_told():
     sources = {"broken.cu": b"\nvoid f() { g(); }"}
     found = [nvrtc(major) for major in (12, 13)]

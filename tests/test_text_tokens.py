@@ -1,34 +1,11 @@
 """Tokens to text, piece by piece: never half a character, never a stop string."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from twellctl.text.tokens import Detokenizer, StopStrings
 
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 TEXT = "import sys  # 日本語, ελληνικά, 🏳️‍🌈 and 👩🏽‍💻!\n\n\tdone  "
-
-
-@pytest.fixture(scope="module")
-def sentencepiece():
-    """A tokenizer as SentencePiece models have it: "▁" for a space, a token for any byte."""
-    words = ["▁", "a", "b", "c", "▁a", "▁b"]
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    vocab |= {word: 256 + i for i, word in enumerate(words)} | {"<s>": 300}
-    model = models.BPE(vocab, [("▁", "a"), ("▁", "b")], byte_fallback=True)
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    made.add_special_tokens(["<s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
 
 
 def pieces(tokenizer, tokens, prompt=()):

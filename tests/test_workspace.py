@@ -32,17 +32,6 @@ def killed_in_its_workspace(target, do):
     os.waitpid(child, 0)
 
 
-def test_two_folders_change_places(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
-    other.mkdir()
-    (one / "a").touch()
-    assert exchange(one, other)
-    assert (list(one.iterdir()), list(other.iterdir())) == ([], [other / "a"])
-    with pytest.raises(FileNotFoundError):
-        exchange(one, tmp_path / "none")
-
-
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, None])
 def test_a_system_that_cannot_exchange_changes_nothing(tmp_path, monkeypatch, code):
     class Library:

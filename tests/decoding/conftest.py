@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import TINY
+from greedy import greedy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = {
@@ -33,15 +34,7 @@ def tiny():
 @pytest.fixture(scope="session")
 def generated():
     """`generated(model, prompt, count)`: the greedy tokens of transformers' generate."""
-
-    def generate(model, prompt: list[int], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        done = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
-        )
-        return done[0, len(prompt) :].tolist()
-
-    return generate
+    return greedy
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from greedy import greedy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding import batch
@@ -42,14 +43,6 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
 
 
-def generated(model, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    done = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
-    )
-    return done[0, len(prompt) :].tolist()
-
-
 def tokens_of(scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list]:
     found = [[] for _ in prompts]
     for events in scheduler.run(prompts, sampling):
@@ -76,7 +69,7 @@ def no_fallback(monkeypatch):
 
 def test_greedy_tokens_are_those_of_generate(tiny, prompts):
     model = tiny()
-    known = [generated(model, prompt, 100) for prompt in prompts]
+    known = [greedy(model, prompt, 100) for prompt in prompts]
     scheduler = open_scheduler(model, max_running=5)
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
@@ -87,7 +80,7 @@ def test_greedy_tokens_are_those_of_generate(tiny, prompts):
 
 def test_little_room_changes_no_token(tiny, prompts):
     model = tiny()
-    known = [generated(model, prompt, 100) for prompt in prompts]
+    known = [greedy(model, prompt, 100) for prompt in prompts]
     scheduler = open_scheduler(model, cache_bytes=8 * PAGE_BYTES, max_running=8)
     assert scheduler.pool.capacity == 7
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
@@ -139,9 +132,7 @@ def test_a_cut_draw_is_repeated_over_a_large_vocabulary():
 def test_a_graph_is_captured_where_a_row_stands_at_the_end_of_its_page(tiny):
     model = tiny()
     prompt = list(range(1, 64))  # its second token is the last of the page
-    assert ids_of(open_scheduler(model), [prompt], Sampling(70, 0)) == [
-        generated(model, prompt, 70)
-    ]
+    assert ids_of(open_scheduler(model), [prompt], Sampling(70, 0)) == [greedy(model, prompt, 70)]
 
 
 @pytest.fixture
@@ -168,14 +159,14 @@ def test_what_cannot_be_captured_is_run_as_it_is(
     scheduler = open_scheduler(model, decoder=Reading(model))
     with caplog.at_level(logging.WARNING):
         tokens = ids_of(scheduler, prompts, Sampling(70, 0))
-    assert tokens == [generated(model, prompt, 70) for prompt in prompts]
+    assert tokens == [greedy(model, prompt, 70) for prompt in prompts]
     (record,) = [record for record in caplog.records if record.name == batch.logger.name]
     assert "no CUDA graph could be captured" in record.getMessage()
 
 
 def test_many_clients_some_of_which_leave(tiny, prompts):
     model = tiny()
-    known = [generated(model, prompt, 150) for prompt in prompts]
+    known = [greedy(model, prompt, 150) for prompt in prompts]
     engine = open_engine(model, max_running=16)
 
     async def ask(i: int) -> None:
@@ -226,4 +217,4 @@ def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
     finally:
         engine.close()
     assert failed == "OutOfMemory"
-    assert [first, last] == [generated(model, prompts[i], 40) for i in (0, 2)]
+    assert [first, last] == [greedy(model, prompts[i], 40) for i in (0, 2)]

@@ -1,9 +1,10 @@
 """One server for all tests of serving."""
 
+import functools
 from contextlib import contextmanager
 
 import pytest
-import torch
+from greedy import greedy
 from page_driver import Page
 from serving_client import running
 
@@ -27,16 +28,7 @@ def client(served):
 @pytest.fixture(scope="session")
 def reference(relu_llama):
     """`reference(prompt ids, count)`: the greedy tokens of a second copy of the model."""
-    model = load_model(open_checkpoint(relu_llama))
-
-    def generate(prompt: list[int], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        done = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
-        )
-        return done[0, len(prompt) :].tolist()
-
-    return generate
+    return functools.partial(greedy, load_model(open_checkpoint(relu_llama)))
 
 
 @pytest.fixture
