@@ -4,12 +4,12 @@ import errno
 import os
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from twellctl.cli.json_file import tell
+from twellctl.cli.json_file import telling
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.files import outputs, workspace
@@ -265,13 +265,16 @@ def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
     assert not made.exists()
 
 
+FOUND = SimpleNamespace(to_json=lambda: {})
+
+
 def test_the_file_is_written_though_nobody_reads_the_screen(tmp_path):
-    def left() -> None:
+    def left(found) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        tell(tmp_path / "made.json", lambda: "{}", left)
-    assert (tmp_path / "made.json").read_text() == "{}"
+        telling(tmp_path / "made.json", "ours", "evaluation")(FOUND, left)
+    assert (tmp_path / "made.json").read_text() == "{}\n"
 
 
 def test_a_link_to_itself_is_refused_before_any_work(cli, relu_llama, text_file, tmp_path):
@@ -283,11 +286,10 @@ def test_a_link_to_itself_is_refused_before_any_work(cli, relu_llama, text_file,
 
 def test_what_appears_at_a_file_meanwhile_is_not_lost(tmp_path):
     path = tmp_path / "found.json"
-    check = partial(outputs.check_json_path, path, "ours", "evaluation")
-    check()
+    tell = telling(path, "ours", "evaluation")
     path.write_text("precious")
     with pytest.raises(TwellError, match="is no evaluation"):
-        tell(path, lambda: "new", lambda: None, check)
+        tell(FOUND, lambda found: None)
     path.write_text('{"ours": 1}')
-    tell(path, lambda: "new", lambda: None, check)
-    assert path.read_text() == "new"
+    tell(FOUND, lambda found: None)
+    assert path.read_text() == "{}\n"

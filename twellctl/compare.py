@@ -9,7 +9,6 @@ from twellctl.evaluation.agreement import MAX_TOKENS, score_answers, spread
 from twellctl.evaluation.answers import answers
 from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.subject import Doing, Progress, Subject
-from twellctl.evaluation.text import refuse_other_tokenizer
 from twellctl.models.loading import default_device
 from twellctl.report.notebook import Shown
 from twellctl.text.reading import read_prompts
@@ -77,9 +76,7 @@ def compare(
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in asked]
     models = [Subject.opened(name, chat_template_kwargs) for name in (base, sparse)]
     one, other = models
-    refuse_other_tokenizer(
-        other.checkpoint, other.tokenizer, one.checkpoint, one.tokenizer, texts, "the second model"
-    )
+    one.refuse_other_tokenizer(other, texts, "the second model")
     found = []
     for model in models:
         doing(f"loading {model.checkpoint.name}")

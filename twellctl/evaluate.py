@@ -13,7 +13,7 @@ from twellctl.evaluation.agreement import compare_answers, prompts_in, score_ans
 from twellctl.evaluation.questions import Task, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
-from twellctl.evaluation.text import refuse_other_tokenizer, score_text
+from twellctl.evaluation.text import score_text
 from twellctl.evaluation.windows import facts, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint
@@ -186,6 +186,4 @@ def _check_tokenizers(subjects: Sequence[Subject], data: list[str], text_column:
     for other in others:
         paths = [path for _, path in map(kind_and_path, data)]
         texts = islice(read_texts(paths, text_column, own.tokenizer), COMPARED_TEXTS)
-        refuse_other_tokenizer(
-            other.checkpoint, other.tokenizer, own.checkpoint, own.tokenizer, texts
-        )
+        own.refuse_other_tokenizer(other, texts)

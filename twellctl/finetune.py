@@ -24,7 +24,7 @@ from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.evaluation.results import AnswerScore
 from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, check_inputs, claimed
-from twellctl.files.strict_json import to_json
+from twellctl.files.strict_json import json_text
 from twellctl.models.card import write_card
 from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
@@ -339,7 +339,7 @@ def _save(
             save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
             told = settings_of(public_recipe(recipe))
             report = dataclasses.asdict(result) | {"out": result.out.name, "recipe": told}
-            (stage / REPORT_FILE).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
+            (stage / REPORT_FILE).write_text(json_text(report), encoding="utf-8")
             write_card(stage, result.out.name, checkpoint.path)
     except SafetensorError as error:
         raise TwellError(f"{result.out} could not be written: {error}; nothing was left") from error

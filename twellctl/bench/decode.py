@@ -76,9 +76,7 @@ def _measured(
 ) -> DecodeModel:
     models, most = subject.models, max(settings.batches)
     prompts = subject.windows(most, settings.prompt_tokens).tolist()
-    forms, without_twell = forms_of(
-        models, most, dense_fp8=settings.dense_fp8, gates=settings.gates
-    )
+    forms, without_twell = forms_of(models, dense_fp8=settings.dense_fp8, gates=settings.gates)
     run = _Run(settings, subject, prompts, bandwidth, note)
     # a fitted model's dense forms leave out its map, and so write noise
     run.judges_dense = without_twell is not None or not mapped_neurons(models.bf16.config)
@@ -118,7 +116,7 @@ class _Run:
         left = list(self.found)
         try:
             self.note(f"{form.name}: preparing")
-            opened = form.open()
+            opened = form.open(max(self.found))
             if opened.screens:
                 self.note(f"{form.name}: gates are {opened.screens}")
             while left:

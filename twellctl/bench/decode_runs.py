@@ -52,43 +52,55 @@ class OpenForm:
 
 @dataclass(frozen=True)
 class ModelForm:
-    """A form that `open` makes ready; `may_fail`: it is left out then, with its reason."""
+    """A form of the model that `model` gives, decoded by what `decoder` makes of it."""
 
     name: str
     kind: str
-    may_fail: bool
-    open: Callable[[], OpenForm]
+    model: Callable[[], PreTrainedModel]
+    decoder: Callable[[PreTrainedModel], Decoder]
+
+    @property
+    def may_fail(self) -> bool:
+        """It is left out then, with its reason."""
+        return self.kind == DENSE_FP8
+
+    def open(self, rows: int) -> OpenForm:
+        """Ready for up to `rows` rows a step, with what forms before held given back."""
+        model = self.model()
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        scheduler = open_scheduler(model, max_running=rows, decoder=self.decoder(model))
+        return OpenForm(
+            model,
+            partial(timed_run, scheduler),
+            scheduler.max_running,
+            warm_up_tokens=None if model.device.type == "cuda" else SHORT_RUN,
+            cache_bytes=scheduler.decoder.page_bytes // PAGE,
+            # a decoder with one form of its steps has nothing to choose
+            chosen=getattr(scheduler.decoder, "chosen", lambda rows: None),
+            screens=getattr(scheduler.decoder, "screens", None),
+        )
 
 
 def forms_of(
-    models: Precisions, rows: int, *, dense_fp8: bool, gates: str
+    models: Precisions, *, dense_fp8: bool, gates: str
 ) -> tuple[list[ModelForm], str | None]:
-    """The forms to run in this order, up to `rows` rows.
+    """The forms to run in this order.
 
     And why neither TwELL nor the dense form in FP8 is among them, if so; the latter is with
     `dense_fp8`. The last one may lay the weights of its model otherwise, with the same values.
     """
     benched = models.benched
-
-    def dense(model: PreTrainedModel) -> Decoder:
-        return KernelDecoder(model, sparse=False)
-
-    def engine(
-        name: str,
-        kind: str,
-        model_of: Callable[[], PreTrainedModel],
-        opened: Callable[[PreTrainedModel], Decoder],
-    ) -> ModelForm:
-        return ModelForm(name, kind, kind == DENSE_FP8, lambda: _engine(model_of, opened, rows))
-
     if (said := KernelDecoder.why_not(benched)) is not None:
-        return [engine(ENGINE_DENSE, DENSE, lambda: models.bf16, open_decoder)], said
-    forms = [engine(ENGINE_DENSE, DENSE, lambda: without_map(models.bf16), dense)]
+        return [ModelForm(ENGINE_DENSE, DENSE, lambda: models.bf16, open_decoder)], said
+    dense = partial(KernelDecoder, sparse=False)
+    forms = [ModelForm(ENGINE_DENSE, DENSE, lambda: without_map(models.bf16), dense)]
     if dense_fp8:
-        forms.append(engine(ENGINE_DENSE_FP8, DENSE_FP8, lambda: _in_fp8(models), dense))
+        forms.append(ModelForm(ENGINE_DENSE_FP8, DENSE_FP8, lambda: _in_fp8(models), dense))
     name = ENGINE_TWELL if models.fp8 is None else ENGINE_TWELL_FP8
-    forms.append(engine(name, TWELL, lambda: benched, partial(KernelDecoder, gates=gates)))
-    return forms, None
+    over_twell = partial(KernelDecoder, gates=gates)
+    return [*forms, ModelForm(name, TWELL, lambda: benched, over_twell)], None
 
 
 def without_map(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,28 +145,3 @@ def _in_fp8(models: Precisions) -> PreTrainedModel:
     if said := KernelDecoder.why_not(rounded):
         raise ValueError(said)
     return rounded
-
-
-def _engine(
-    model_of: Callable[[], PreTrainedModel], opened: Callable[[PreTrainedModel], Decoder], rows: int
-) -> OpenForm:
-    model = model_of()
-    _free(model.device)
-    scheduler = open_scheduler(model, max_running=rows, decoder=opened(model))
-    return OpenForm(
-        model,
-        partial(timed_run, scheduler),
-        scheduler.max_running,
-        warm_up_tokens=None if model.device.type == "cuda" else SHORT_RUN,
-        cache_bytes=scheduler.decoder.page_bytes // PAGE,
-        # a decoder with one form of its steps has nothing to choose
-        chosen=getattr(scheduler.decoder, "chosen", lambda rows: None),
-        screens=getattr(scheduler.decoder, "screens", None),
-    )
-
-
-def _free(device: torch.device) -> None:
-    """Give back what forms before held."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

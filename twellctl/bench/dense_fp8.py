@@ -42,24 +42,13 @@ SCHEMES = (BY_ROW, Scheme(TENSOR_WISE, _round_tensor, _round_tensor))
 
 
 def why_no_dense_fp8(
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: Iterable[tuple[int, int]],
-    *,
-    wanted: bool = True,
+    device: torch.device, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]
 ) -> str | None:
     """None if `device` has FP8 products, with results of `dtype`, for weights of these `sizes`
-    (N, K), and they are `wanted`; else why not."""
-    if not wanted:
-        return "by --no-dense-fp8"
+    (N, K); else why not."""
     index = device.index if device.type == "cuda" else None
     reasons = (why_no_products(index, N, K, str(dtype)) for N, K in sorted(set(sizes)))
     return next((said for said in reasons if said), None)
-
-
-def fp8_modes(modes: list[str]) -> list[str]:
-    """Those of the `modes` of a contest in which FP8 is at its best: compiled, if any are."""
-    return [mode for mode in modes if mode != "eager"] or modes
 
 
 def fast_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:

@@ -26,20 +26,14 @@ from twellctl.bench.contest import (
     hold,
     relative_errors,
 )
-from twellctl.bench.dense_fp8 import (
-    SCHEMES,
-    fp8_modes,
-    linear_sizes,
-    rounded_copy,
-    why_no_dense_fp8,
-)
+from twellctl.bench.dense_fp8 import SCHEMES, linear_sizes, rounded_copy, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_facts, free_memory
 from twellctl.bench.precisions import DTYPE
 from twellctl.bench.random_model import WORKSPACE
 from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench, Point
 from twellctl.bench.settings import ModelSettings
 from twellctl.bench.subject import Subject, open_subject
-from twellctl.bench.twell_side import routes_taken, twell_name, twell_twin, why_no_kernels
+from twellctl.bench.twell_side import routes_taken, twell_twin, why_no_kernels
 from twellctl.bundle.twell_config import TILE
 from twellctl.firing.counts import count_layers
 from twellctl.firing.profiled import LayerProfile
@@ -115,7 +109,9 @@ def _why_no_dense_fp8(body: nn.Module, device: torch.device, wanted: bool) -> st
     """None if `body` is to be timed densely in FP8 here, in all schemes, else why not."""
     sizes = linear_sizes(body)
     weights, free = sum(N * K for N, K in sizes), free_memory(device)
-    if said := why_no_dense_fp8(device, DTYPE, sizes, wanted=wanted):
+    if not wanted:
+        return "by --no-dense-fp8"
+    if said := why_no_dense_fp8(device, DTYPE, sizes):
         return said
     # beside the reference, which is in float32
     if (needed := (len(SCHEMES) + 4) * weights + WORKSPACE) > free:
@@ -144,11 +140,12 @@ def _point(
         contenders = [contender("dense", DENSE, body, mode) for mode in modes]
         contenders += [
             contender(f"dense FP8 {scheme}", DENSE_FP8, rounded, mode)
-            for mode in fp8_modes(modes)
+            for mode in modes[-1:]  # compiled, where that is one
             for scheme, rounded in rivals
         ]
         twin = twell_twin(subject.models.benched.base_model, twell, "auto")
-        name = twell_name(course.device, in_fp8)
+        name = "twell FP8" if in_fp8 else "twell"
+        name += "" if course.device.type == "cuda" else " plain"
         contenders += [contender(name, TWELL, twin, mode) for mode in modes]
         outcome = hold(
             course,

@@ -16,12 +16,6 @@ from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.own_kernels import own_kernels
 
 
-def twell_name(device: torch.device, in_fp8: bool = False) -> str:
-    """What the TwELL candidate is called in tables and JSON."""
-    name = "twell FP8" if in_fp8 else "twell"
-    return name if device.type == "cuda" else f"{name} plain"
-
-
 def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
     """Try `run`, which asks for kernels on a GPU: None if they ran, else why not."""
     if device.type != "cuda":

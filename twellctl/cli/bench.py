@@ -3,7 +3,6 @@
 import contextlib
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import typer
 from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.cli.command import command, show_help
 from twellctl.cli.flags import made, takes
-from twellctl.cli.json_file import JsonFile, check_json_file, tell
+from twellctl.cli.json_file import JsonFile, telling
 from twellctl.errors import TwellError
-from twellctl.files.strict_json import to_json
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded
 
@@ -61,11 +59,10 @@ def decode(*, flags: dict[str, Any], json: JsonFile = None) -> None:
 def _run(
     bench: Callable[..., Any], settings: Any, json: Path | None, screen: Callable[[Any], None]
 ) -> None:
-    check = partial(check_json_file, json, "command", "bench")
-    check()
+    tell = telling(json, "command", "bench")
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
         found = bench(settings, note=ui.note, progress=progress)
-    tell(json, lambda: to_json(found.to_json(), indent=2) + "\n", partial(screen, found), check)
+    tell(found, screen)
     if found.wrong:
         raise TwellError("; ".join(found.wrong))

@@ -20,45 +20,10 @@ def takes(kind: type) -> Callable[[Command], Command]:
     `flags` are those given, by name as on the command line. The options stand in the help where
     `flags` stands among the parameters.
     """
-    fields = _by_flag(kind)
-    return _with_options({flag: (f, _help(f, _default(f))) for flag, f in fields.items()})
-
-
-def made(kind: type[S], flags: dict[str, Any]) -> S:
-    """The settings of `flags`."""
-    fields = _by_flag(kind)
-    return kind(
-        **{
-            fields[flag].name: tuple(value) if isinstance(value, list) else value
-            for flag, value in flags.items()
-        }
-    )
-
-
-def _by_flag(kind: type) -> dict[str, Field]:
-    return {flag_of(field): field for field in dataclasses.fields(kind)}
-
-
-def _help(field: Field, default: str) -> str:
-    text = field.metadata["help"]
-    return f"{text} [default: {default}]" if default else text
-
-
-def _default(field: Field) -> str:
-    """The default in words; none where there is none, or the help text says what it is."""
-    value = field.default
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None or value is dataclasses.MISSING:
-        return ""
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _with_options(texts: dict[str, tuple[Field, str]]) -> Callable[[Command], Command]:
     options, group = {}, None
-    for flag, (field, text) in texts.items():
+    for flag, field in _by_flag(kind).items():
         group = field.metadata["group"] or group
-        options[flag] = _parameter(flag, field, text, group)
+        options[flag] = _parameter(flag, field, group)
     names = {option.name: flag for flag, option in options.items()}
 
     def decorate(run: Command) -> Command:
@@ -78,9 +43,36 @@ def _with_options(texts: dict[str, tuple[Field, str]]) -> Callable[[Command], Co
     return decorate
 
 
-def _parameter(flag: str, field: Field, text: str, group: str | None) -> inspect.Parameter:
+def made(kind: type[S], flags: dict[str, Any]) -> S:
+    """The settings of `flags`."""
+    fields = _by_flag(kind)
+    return kind(
+        **{
+            fields[flag].name: tuple(value) if isinstance(value, list) else value
+            for flag, value in flags.items()
+        }
+    )
+
+
+def _by_flag(kind: type) -> dict[str, Field]:
+    return {flag_of(field): field for field in dataclasses.fields(kind)}
+
+
+def _default(field: Field) -> str:
+    """The default in words; none where there is none, or the help text says what it is."""
+    value = field.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value is dataclasses.MISSING:
+        return ""
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _parameter(flag: str, field: Field, group: str | None) -> inspect.Parameter:
     kind, _, many = kind_of(field)
-    choices = field.metadata["choices"]
+    choices, text = field.metadata["choices"], field.metadata["help"]
+    if default := _default(field):
+        text = f"{text} [default: {default}]"
     if flag.isupper():
         declared = typer.Argument(metavar=flag, help=text, show_default=False)
     else:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from twellctl.files.outputs import check_json_path, write_file
+from twellctl.files.strict_json import json_text
 
 STDOUT = Path("-")
 JsonFile = Annotated[
@@ -14,27 +15,26 @@ JsonFile = Annotated[
 ]
 
 
-def check_json_file(path: Path | None, key: str, kind: str) -> None:
-    """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`."""
-    if path is not None and path != STDOUT:
-        check_json_path(path, key, kind)
+def telling(path: Path | None, key: str, kind: str) -> Callable[[Any, Callable[[Any], None]], None]:
+    """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`.
 
-
-def tell(
-    path: Path | None,
-    text: Callable[[], str],
-    screen: Callable[[], None],
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """`text` on stdout in the place of the screen, or in the file `path` beside it.
-
-    Neither is lost where the other fails. `check`: that of the file, made again.
+    What is returned tells a result: its JSON on stdout in the place of the screen, or in the file
+    `path` beside it. Neither is lost where the other fails.
     """
-    if path == STDOUT:
-        print(text(), end="")
-        return
-    try:
-        screen()
-    finally:
-        if path is not None:
-            write_file(path, text(), check)
+
+    def check() -> None:
+        if path is not None and path != STDOUT:
+            check_json_path(path, key, kind)
+
+    def tell(found: Any, screen: Callable[[Any], None]) -> None:
+        if path == STDOUT:
+            print(json_text(found.to_json()), end="")
+            return
+        try:
+            screen(found)
+        finally:
+            if path is not None:
+                write_file(path, json_text(found.to_json()), check)
+
+    check()
+    return tell

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli.json_file import JsonFile, check_json_file, tell
+from twellctl.cli.json_file import JsonFile, telling
 from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
@@ -40,10 +40,9 @@ def profile(
     By token and layer; dead ones too, and the slots a packed gate needs. Then by position
     in the window, and by kind of text if --data names several; --json holds these by layer too.
     """
-    from twellctl.firing.profiled import PROFILE_KEY, profile_json
+    from twellctl.firing.profiled import PROFILE_KEY
 
-    check = partial(check_json_file, json, PROFILE_KEY, "profile")
-    check()
+    tell = telling(json, PROFILE_KEY, "profile")
     ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
@@ -56,7 +55,7 @@ def profile(
             seq_len=seq_len,
             progress=progress,
         )
-    tell(json, partial(profile_json, done), partial(profiled, done, saved_as=json), check)
+    tell(done, partial(profiled, saved_as=json))
 
 
 def evaluate(
@@ -111,10 +110,9 @@ def evaluate(
     (acc_norm) of choices, beside what guessing gets; or in the model's own words, greedily, beside
     --reference (the source that config.json names): what was lost, and the shortest lost ones.
     """
-    from twellctl.evaluation.results import VERSION_KEY, evaluation_json
+    from twellctl.evaluation.results import VERSION_KEY
 
-    check = partial(check_json_file, json, VERSION_KEY, "evaluation")
-    check()
+    tell = telling(json, VERSION_KEY, "evaluation")
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
@@ -135,7 +133,7 @@ def evaluate(
         progress=progress,
         note=ui.note,
     )
-    tell(json, partial(evaluation_json, done), partial(screen.evaluated, done), check)
+    tell(done, screen.evaluated)
 
 
 def compare(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from twellctl.files.strict_json import to_json
 from twellctl.firing.profiled import KindDensity
 from twellctl.models.verdict import Verdict, judged
 from twellctl.report.notebook import Shown
@@ -308,8 +307,3 @@ class Evaluation(Shown):
         more: dict[str, Any] = {"mean": self.mean, "verdict": self.verdict}
         told = {key: None if value is None else asdict(value) for key, value in more.items()}
         return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | told
-
-
-def evaluation_json(evaluation: Evaluation) -> str:
-    """The whole text of the file."""
-    return to_json(evaluation.to_json(), indent=2, ensure_ascii=False) + "\n"

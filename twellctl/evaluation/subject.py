@@ -1,6 +1,6 @@
 """A model that is measured: opened, loaded, and asked in its own words or to choose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
+from twellctl.errors import TwellError
 from twellctl.evaluation import choices, written
 from twellctl.evaluation.answers import Answer, answers, encoded
 from twellctl.evaluation.questions import Task
@@ -17,7 +18,9 @@ from twellctl.evaluation.windows import dtype_for
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.text.tokens import encode_written
 
+_COMPARED = 10_000  # characters of each text that both tokenizers encode
 Doing = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
@@ -67,9 +70,22 @@ class Subject:
             checkpoint.require_relu()
         return cls(checkpoint, load_tokenizer(checkpoint, given=given))
 
-    @property
-    def context(self) -> int | None:
-        return self.checkpoint.context
+    def refuse_other_tokenizer(
+        self, other: "Subject", texts: Iterable[str], called: str = "reference"
+    ) -> None:
+        """`TwellError` unless `other` has the same tokens, and both encode `texts` to them."""
+        pair = self, other
+        sizes = [one.checkpoint.config.get("vocab_size") for one in pair]
+        same = sizes[0] == sizes[1] and self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+        for text in texts if same else ():
+            ours, theirs = (encode_written(one.tokenizer, text[:_COMPARED]) for one in pair)
+            same = same and ours == theirs
+        if not same:
+            raise TwellError(
+                f"{called} {other.checkpoint.name} has another tokenizer than "
+                f"{self.checkpoint.name}: their tokens cannot be compared; give the model it was "
+                "made from"
+            )
 
     def load(self, device: torch.device) -> None:
         self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
@@ -92,10 +108,10 @@ class Subject:
         """Its marks in tasks of choices."""
         if tasks:
             self._go_over_twell()
-        marks = []
+        marks, context = [], self.checkpoint.context
         for task in tasks:
             doing(f"{self.checkpoint.name} answers {task.name}")
-            marks.append(choices.answer(self.model, self.tokenizer, self.context, task, progress))
+            marks.append(choices.answer(self.model, self.tokenizer, context, task, progress))
         return marks
 
     def _go_over_twell(self) -> None:

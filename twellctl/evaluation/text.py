@@ -1,10 +1,10 @@
 """Cross-entropy on windows of text, and how far two models agree there."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError
 from twellctl.evaluation.results import KindScore, TextResult, TextScore
@@ -12,8 +12,6 @@ from twellctl.evaluation.windows import count_windows
 from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.head_loss import HeadLoss
-
-_COMPARED = 10_000  # characters of each text that both tokenizers encode
 
 
 def score_text(
@@ -98,27 +96,3 @@ def _columns(log_p: list[Tensor], targets: Tensor) -> Tensor:
     kl = (q.exp() * (q - p)).sum(-1, keepdim=True)
     same = (p.argmax(-1, keepdim=True) == q.argmax(-1, keepdim=True)).float()
     return torch.cat([*losses, kl, same], 1)
-
-
-def refuse_other_tokenizer(
-    reference: Checkpoint,
-    theirs: PreTrainedTokenizerBase,
-    model: Checkpoint,
-    ours: PreTrainedTokenizerBase,
-    texts: Iterable[str],
-    called: str = "reference",
-) -> None:
-    """`TwellError` unless both models have the same tokens, and both encode `texts` to them."""
-    sizes = [checkpoint.config.get("vocab_size") for checkpoint in (model, reference)]
-    same = sizes[0] == sizes[1] and ours.get_vocab() == theirs.get_vocab()
-    for text in texts if same else ():
-        ids = [
-            tokenizer.encode(text[:_COMPARED], add_special_tokens=False, verbose=False)
-            for tokenizer in (ours, theirs)
-        ]
-        same = same and ids[0] == ids[1]
-    if not same:
-        raise TwellError(
-            f"{called} {reference.name} has another tokenizer than {model.name}: their tokens "
-            "cannot be compared; give the model it was made from"
-        )

@@ -62,6 +62,11 @@ def to_json(value: Any, **style: Any) -> str:
     return json.dumps(value, allow_nan=False, **style)
 
 
+def json_text(value: Any) -> str:
+    """`value` as the whole text of a file that people read, too."""
+    return to_json(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):

@@ -7,7 +7,7 @@ from typing import Any, Self, get_origin, get_type_hints
 
 from twellctl.errors import TwellError, reason, shown
 from twellctl.files.outputs import write_file
-from twellctl.files.strict_json import read_json, to_json
+from twellctl.files.strict_json import json_text, read_json
 from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
@@ -130,12 +130,7 @@ class Profile(Shown):
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write the JSON whole or not at all, replacing an older one."""
-    write_file(Path(path), profile_json(profile))
-
-
-def profile_json(profile: Profile) -> str:
-    """The whole text of the file."""
-    return to_json(profile.to_json(), indent=2, ensure_ascii=False) + "\n"
+    write_file(Path(path), json_text(profile.to_json()))
 
 
 def read_profile(path: str | Path) -> Profile:

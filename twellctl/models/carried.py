@@ -11,7 +11,7 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 from twellctl.files.outputs import copy_file
-from twellctl.files.strict_json import to_json
+from twellctl.files.strict_json import json_text
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
 
@@ -63,8 +63,7 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
 def write_config(folder: Path, config: dict) -> None:
     """config.json as transformers writes it."""
     kept = {key: value for key, value in config.items() if key not in _OF_A_MACHINE}
-    text = to_json(kept, indent=2, ensure_ascii=False) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    (folder / "config.json").write_text(json_text(kept), encoding="utf-8")
 
 
 def own_file(path: Path, folder: Path | None = None) -> Path:

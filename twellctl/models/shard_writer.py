@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from twellctl.files.strict_json import to_json
+from twellctl.files.strict_json import json_text
 from twellctl.models.shards import INDEX, SINGLE
 
 
@@ -31,7 +31,7 @@ def write_shards(
     else:
         weight_map = {n: file for file, part in zip(files, parts, strict=True) for n in part}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (folder / INDEX).write_text(to_json(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(json_text(index), encoding="utf-8")
     for number, file in enumerate(files):
         (folder / _part_name(number)).rename(folder / file)
     return files

@@ -28,31 +28,20 @@ class Metrics:
 
     def __init__(self, engine: Engine):
         registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "twell_requests",
-            "Requests answered; status 499: the client left before the end.",
-            ["endpoint", "status"],
-            registry=registry,
-        )
-        self._request_seconds = Histogram(
-            "twell_request_seconds",
-            "From a request's headers to the end of its answer.",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._first_token_seconds = Histogram(
-            "twell_time_to_first_token_seconds",
-            "From a request's headers to the first token of each choice.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._token_seconds = Histogram(
-            "twell_time_per_token_seconds",
-            "Between two tokens of a choice.",
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
+
+        def seconds(name: str, told: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            name = f"twell_{name}_seconds"
+            return Histogram(name, told, labels, buckets=buckets, registry=registry)
+
+        told = "Requests answered; status 499: the client left before the end."
+        labels = ["endpoint", "status"]
+        self._requests = Counter("twell_requests", told, labels, registry=registry)
+        told = "From a request's headers to the end of its answer."
+        self._request_seconds = seconds("request", told, _SECONDS, "endpoint")
+        told = "From a request's headers to the first token of each choice."
+        self._first_token_seconds = seconds("time_to_first_token", told, _SECONDS)
+        told = "Between two tokens of a choice."
+        self._token_seconds = seconds("time_per_token", told, _TOKEN_SECONDS)
         registry.register(_EngineCollector(engine))
 
     def response(self) -> web.Response:

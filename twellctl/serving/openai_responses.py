@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Answer(ABC):
+class Answer:
     """The form of one answer: its id, and how choices and chunks are spelled."""
 
     options: Options
@@ -79,15 +78,15 @@ class Answer(ABC):
         """The chunks that begin choice `index`."""
         return []
 
-    @abstractmethod
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The chunks for a piece of choice `index`."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]: ...
+    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]: ...
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _chunk(
         self,

@@ -1,10 +1,9 @@
 """/v1/responses for plain text: its requests as chats, and its answers. No HTTP, no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twellctl.serving.completion import Call, Piece, PlacedToken
+from twellctl.serving.completion import Piece
 from twellctl.serving.openai_requests import DEFAULTS, ChatRequest, parse_chat
 from twellctl.serving.openai_responses import Answer, Choice, Usage
 from twellctl.serving.request_fields import invalid, required, unknown, unsupported
@@ -152,9 +151,3 @@ class ResponseAnswer(Answer):
             "tool_choice": "none",
             "tools": [],
         }
-
-    def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
-        raise NotImplementedError  # of forms with choices
-
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        raise NotImplementedError
