@@ -183,14 +183,41 @@ class Loaded:
         how = Drawing(**drawing)
         refuse_wrong(how)
         _check_text(prompt)
-        chat = _is_chat(self.checkpoint, self.tokenizer, isinstance(prompt, list) or chat)
-        template = chat_template_kwargs or {}
-        tokens = _encoded(self.checkpoint, self.tokenizer, prompt, chat, template)
+        has_template = self.tokenizer.chat_template is not None
+        if (isinstance(prompt, list) or chat) and not has_template:
+            raise TwellError(f"{self.checkpoint.name} has no chat template: leave out --chat")
+        chat = has_template if chat is None else chat or isinstance(prompt, list)
+        tokens = self._encoded(prompt, chat, chat_template_kwargs or {})
         budget = how.max_tokens or MAX_TOKENS
         if how.max_tokens is None or isinstance(prompt, list):
-            budget = min(budget, _room(self.scheduler, tokens))
+            budget = min(budget, self._room(tokens))
         sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
+
+    def _encoded(
+        self, prompt: str | list[Message], chat: bool, template: dict[str, Any]
+    ) -> list[int]:
+        if not chat:
+            tokens = encode_text(self.tokenizer, prompt)
+        else:
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            try:
+                tokens = encode_chat(self.tokenizer, turns, **template)
+            except ValueError as error:
+                name = self.checkpoint.name
+                raise TwellError(f"{name}: {error}; try --no-chat") from error
+        if not tokens:
+            raise UsageError("the prompt holds no token: give some text")
+        check_ids(max(tokens), self.checkpoint.config.get("vocab_size"))
+        return tokens
+
+    def _room(self, prompt: list[int]) -> int:
+        if (left := self.scheduler.context - len(prompt)) < 1:
+            raise TwellError(
+                f"the prompt has {len(prompt)} tokens, there is room for "
+                f"{self.scheduler.context} with the answer: shorten it"
+            )
+        return left
 
 
 def load(
@@ -226,42 +253,3 @@ def _check_text(prompt: str | list[Message]) -> None:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the prompt is not valid Unicode: give it as UTF-8") from error
-
-
-def _is_chat(
-    checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerBase", wanted: bool | None
-) -> bool:
-    has_template = tokenizer.chat_template is not None
-    if wanted and not has_template:
-        raise TwellError(f"{checkpoint.name} has no chat template: leave out --chat")
-    return has_template if wanted is None else wanted
-
-
-def _encoded(
-    checkpoint: Checkpoint,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: str | list[Message],
-    chat: bool,
-    template: dict[str, Any],
-) -> list[int]:
-    if not chat:
-        tokens = encode_text(tokenizer, prompt)
-    else:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            tokens = encode_chat(tokenizer, turns, **template)
-        except ValueError as error:
-            raise TwellError(f"{checkpoint.name}: {error}; try --no-chat") from error
-    if not tokens:
-        raise UsageError("the prompt holds no token: give some text")
-    check_ids(max(tokens), checkpoint.config.get("vocab_size"))
-    return tokens
-
-
-def _room(scheduler: "Scheduler", prompt: list[int]) -> int:
-    if (left := scheduler.context - len(prompt)) < 1:
-        raise TwellError(
-            f"the prompt has {len(prompt)} tokens, there is room for {scheduler.context} with the "
-            "answer: shorten it"
-        )
-    return left

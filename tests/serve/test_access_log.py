@@ -9,7 +9,7 @@ from serving_client import Scripted, chat, complete, eventually, get, post, runn
 
 from twellctl import serve_local
 from twellctl.decoding.engine import EngineError
-from twellctl.screens import serving as screen
+from twellctl.screens import use as screen
 from twellctl.serving.access import Access
 from twellctl.serving.plan import ServedModel
 

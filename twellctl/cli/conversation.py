@@ -6,7 +6,7 @@ from typing import Any
 from twellctl.cli import interrupts
 from twellctl.errors import TwellError
 from twellctl.screens import ui
-from twellctl.screens.generate import generated
+from twellctl.screens.use import generated
 
 PROMPT = "> "
 COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"

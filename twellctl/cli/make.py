@@ -14,9 +14,8 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.screens import ui
 from twellctl.screens.convert import converted, fitting, planned
-from twellctl.screens.export import exported
 from twellctl.screens.finetune import finetuned, tried_out
-from twellctl.screens.quickstart import quickstarted
+from twellctl.screens.make import exported, quickstarted, stages
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
@@ -80,7 +79,6 @@ def write(
     be the sparse one, too. What is in OUT after Ctrl-C can be used.
     """
     ui.doing("loading PyTorch and transformers")
-    from twellctl.screens.write import stages
     from twellctl.write import write as run
 
     doing, progress = stages()

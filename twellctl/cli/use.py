@@ -12,9 +12,8 @@ from twellctl.cli.flags import made, takes
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.strict_json import parse_json
 from twellctl.generate import Drawing
-from twellctl.screens import serving, ui
-from twellctl.screens.doctor import diagnosed
-from twellctl.screens.generate import generated
+from twellctl.screens import ui
+from twellctl.screens.use import diagnosed, end, generated, log, serving
 from twellctl.serving.settings import Serving
 
 ChatTemplate = Annotated[
@@ -173,13 +172,13 @@ def serve_local(
         chat_template=chat_template,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         gates=gates,
-        on_ready=serving.serving,
-        log=serving.log if access_log else None,
+        on_ready=serving,
+        log=log if access_log else None,
         note=ui.note,
         **vars(made(Serving, flags)),
     )
     interrupts.ignore()  # one that came late, before the process has ended
-    serving.end()
+    end()
 
 
 def doctor(

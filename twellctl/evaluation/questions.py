@@ -115,15 +115,11 @@ def _read_task(file: Path, limit: int | None) -> Task:
     return Task(file.stem, tuple(questions[:limit]))
 
 
-def _parsed(line: bytes, where: str) -> Any:
+def _question(line: bytes, where: str) -> AnyQuestion:
     try:
-        return parse_json(line)
+        row = parse_json(line)
     except ValueError as error:
         raise TwellError(f"{where} is not valid JSON ({reason(error)}): {_REMEDY}") from error
-
-
-def _question(line: bytes, where: str) -> AnyQuestion:
-    row = _parsed(line, where)
     if isinstance(row, dict) and isinstance(row.get("test"), str) and "tests" not in row:
         row["tests"] = f"{row['test']}\n\ncheck({row.get('entry_point')})"
     if (wrong := _what_is_wrong(row)) is not None:
@@ -131,7 +127,7 @@ def _question(line: bytes, where: str) -> AnyQuestion:
     if "choices" in row:
         return Question(row["query"], tuple(row["choices"]), row["gold"])
     if "answer" in row:
-        return Asked(row["prompt"], _as_text(row["answer"]), _match_of(row))
+        return Asked(row["prompt"], str(row["answer"]), _match_of(row))
     return Coded(row["prompt"], row["entry_point"], row["tests"])
 
 
@@ -167,15 +163,15 @@ def _wrong_choices(row: dict) -> str | None:
 
 def _wrong_answer(row: dict) -> str | None:
     answer, match = row["answer"], _match_of(row)
-    if type(answer) not in (str, int, float) or not _as_text(answer).strip():
+    if type(answer) not in (str, int, float) or not str(answer).strip():
         return f"answer must be a text or a number, got {shown(answer)}"
     if match not in MATCHES:
         return f"match must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}, got {shown(match)}"
-    if match == "number" and last_number(_as_text(answer)) is None:
+    if match == "number" and last_number(str(answer)) is None:
         return f"answer must hold a number, got {shown(answer)}"
     if match == "regex":
         try:
-            re.compile(_as_text(answer))
+            re.compile(str(answer))
         except re.error as error:
             return f"answer must be a regular expression, got {shown(answer)} ({reason(error)})"
     return _no_text(row, "prompt")
@@ -196,10 +192,6 @@ def _no_text(row: dict, key: str) -> str | None:
     if not isinstance(row[key], str) or not row[key].strip():
         return f"{key} must be a text, got {shown(row[key])}"
     return None
-
-
-def _as_text(answer: Any) -> str:
-    return answer if isinstance(answer, str) else str(answer)
 
 
 def _match_of(row: dict) -> str:

@@ -98,18 +98,12 @@ class _Transcript:
 
     def add(self, token: Token) -> Piece:
         self._num_tokens += 1
-        self._waiting.append(PlacedToken(token, self._num_read))
-        decoded = self._detokenizer.add(token.id)
-        self._num_read += len(decoded)
-        text, stopped = self._stops.add(decoded)
+        text, stopped = self._stops.add(self._read(token))
         return self._piece(text, "stop" if stopped else None)
 
     def echo(self, token: Token) -> Piece:
         """A token of the prompt: it counts for nothing, and no stop string is looked for."""
-        self._waiting.append(PlacedToken(token, self._num_read))
-        decoded = self._detokenizer.add(token.id)
-        self._num_read += len(decoded)
-        return self._piece(decoded, None)
+        return self._piece(self._read(token), None)
 
     def end_token(self) -> Piece:
         """The model ended the text itself: what was held back goes out."""
@@ -122,6 +116,12 @@ class _Transcript:
     def cut(self) -> Piece:
         """The budget ended it."""
         return self._piece(self._stops.rest(), "length", everything=True)
+
+    def _read(self, token: Token) -> str:
+        self._waiting.append(PlacedToken(token, self._num_read))
+        decoded = self._detokenizer.add(token.id)
+        self._num_read += len(decoded)
+        return decoded
 
     def _piece(self, text: str, reason: str | None, *, everything: bool = False) -> Piece:
         self._num_sent += len(text)

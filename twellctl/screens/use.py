@@ -1,4 +1,4 @@
-"""The screen of `twellctl serve-local`: what is served and where, and the access log. No torch."""
+"""What the commands that use a model say: doctor, generate and chat, serve-local. No torch."""
 
 import contextlib
 import os
@@ -6,6 +6,31 @@ import sys
 from typing import Any
 
 from twellctl.screens import ui
+
+
+def diagnosed(result: Any) -> None:
+    """The findings of a `Diagnosis`, each with what to do about it."""
+    for finding in (*result.machine, *result.folder):
+        ui.say(f"{finding.state:5}{finding.name:12}{finding.what}")
+        if finding.advice:
+            ui.say(f"{'':17}-> {finding.advice}")
+
+
+def generated(figures: Any) -> None:
+    """What a generation has done (a `Figures`), on stderr; nothing if nothing came."""
+    if not figures.tokens:
+        return
+    if figures.is_empty:
+        ui.note("the model ended its answer at once, without a word")
+    parts = [f"{figures.prompt_tokens} + {figures.tokens} tokens"]
+    parts.append(f"the first after {figures.first_seconds:.2f} s")
+    if figures.tokens_per_second is not None:
+        parts.append(f"then {figures.tokens_per_second:.1f} tokens/s")
+    if figures.density is not None:
+        parts.append(f"{figures.density:.2%} of the neurons fired")
+    if figures.cut:
+        parts.append("cut at --max-tokens")
+    ui.note(", ".join(parts))
 
 
 def serving(served: Any, url: str) -> None:
