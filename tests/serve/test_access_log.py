@@ -8,6 +8,7 @@ import pytest
 from serving_client import Scripted, chat, complete, eventually, get, post, running
 
 from twellctl import serve_local
+from twellctl.cli import use
 from twellctl.decoding.engine import EngineError
 from twellctl.screens import use as screen
 from twellctl.serving.access import Access
@@ -127,7 +128,7 @@ def test_an_unknown_url_names_the_list(logged):
 def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
     seen = {}
     monkeypatch.setattr(serve_local, "serve_local", lambda model, **given: seen.update(given))
-    monkeypatch.setattr(screen, "end", lambda: None)
+    monkeypatch.setattr(use, "end", lambda: None)
     assert cli("serve-local", "model", *flags)[0] == 0
     assert seen["log"] is log
 
