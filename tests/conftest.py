@@ -241,6 +241,24 @@ def no_answers(monkeypatch):
 
 
 @pytest.fixture
+def count_less(monkeypatch):
+    """Benches count fewer tokens and copy less, and samples of a time are short."""
+    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 512)
+    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 512)
+    monkeypatch.setattr("twellctl.bench.decode_floors.COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 512)
+
+
+@pytest.fixture
+def both_forms(monkeypatch):
+    """What stands in for the decoder over kernels, where there is no GPU."""
+    from small_benches import BothForms
+
+    monkeypatch.setattr("twellctl.bench.decode_runs.KernelDecoder", BothForms)
+
+
+@pytest.fixture
 def cli(monkeypatch, capfd):
     """`cli(*words)` runs the command line in this process: (exit code, stdout, lines of stderr).
 

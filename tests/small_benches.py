@@ -1,10 +1,17 @@
-"""Benches on the CPU: a stand-in for the decoder over kernels, less to count, numbers to judge."""
+"""Benches on the CPU: a stand-in for the decoder over kernels, numbers to judge."""
 
 import torch
+from shapes import TINY_CONFIG
 
 from twellctl.bench.decode_results import DecodeForm
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.decoding.hf_decoder import HFDecoder
+
+TINY_STEPS = {
+    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
+    "device": "cpu", "densities": (0.02,),
+}  # fmt: skip
+NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
 class BothForms(HFDecoder):
@@ -18,15 +25,6 @@ class BothForms(HFDecoder):
         super().__init__(model)
         if sparse:
             self.chosen = lambda rows: "union" if rows > 1 else None
-
-
-def count_less(monkeypatch) -> None:
-    """Fewer tokens are counted, less is copied, and samples of a time are short."""
-    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
-    monkeypatch.setattr("twellctl.bench.model.COUNTED_TOKENS", 512)
-    monkeypatch.setattr("twellctl.bench.decode.COUNTED_TOKENS", 512)
-    monkeypatch.setattr("twellctl.bench.decode_floors.COPIED_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 512)
 
 
 def decode_form(name: str, seconds: float, **more) -> DecodeForm:

@@ -7,7 +7,8 @@ import weakref
 import pytest
 import torch
 from shapes import FAMILIES, TINY_CONFIG, write_config
-from small_benches import BothForms, count_less
+from small_benches import NO_FP8, BothForms
+from small_benches import TINY_STEPS as TINY
 
 from twellctl.bench import decode_runs as runs
 from twellctl.bench import subject as module
@@ -20,22 +21,9 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.profile import profile
 
-TINY = {
-    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
-    "device": "cpu", "densities": (0.02,),
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("count_less")
+
 NO_GPU = "the decode kernels need an NVIDIA GPU"
-NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
-
-
-@pytest.fixture(autouse=True)
-def _less(monkeypatch):
-    count_less(monkeypatch)
-
-
-@pytest.fixture
-def both_forms(monkeypatch):
-    monkeypatch.setattr(runs, "KernelDecoder", BothForms)
 
 
 def test_what_can_be_run_is_measured():

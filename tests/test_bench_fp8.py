@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import small_benches
 import torch
 from shapes import TINY_CONFIG
-from small_benches import BothForms, relative
+from small_benches import NO_FP8, TINY_STEPS, BothForms, relative
 from torch import nn
 
 from twellctl.bench import decode_runs, dense_fp8
@@ -24,7 +23,6 @@ from twellctl.profile import profile
 
 CPU = torch.device("cpu")
 RIVALS = ["dense FP8 row-wise eager", "dense FP8 tensor-wise eager"]
-NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
 @pytest.fixture
@@ -34,11 +32,6 @@ def has_fp8(monkeypatch):
 
 
 # ---- whole models ----
-
-
-@pytest.fixture
-def count_less(monkeypatch):
-    small_benches.count_less(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -141,17 +134,6 @@ def test_quantize_takes_what_export_takes(cli, command):
 
 
 # ---- token by token ----
-
-
-TINY_STEPS = {
-    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
-    "device": "cpu", "densities": (0.02,),
-}  # fmt: skip
-
-
-@pytest.fixture
-def both_forms(monkeypatch):
-    monkeypatch.setattr(decode_runs, "KernelDecoder", BothForms)
 
 
 def test_bench_decode_runs_a_bf16_model_densely_in_fp8(has_fp8, both_forms, count_less):

@@ -8,7 +8,6 @@ import torch
 from shapes import TINY_CONFIG
 from torch import nn
 
-from twellctl.bench import model as module
 from twellctl.bench import twell_side
 from twellctl.bench.model import bench_model, last_hidden
 from twellctl.bench.random_model import make_model, open_shape
@@ -19,7 +18,7 @@ from twellctl.bundle.twell_model import TwellFFN, gated_ffns
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.models.loading import MASKLESS, load_model, without_mask
+from twellctl.models.loading import MASKLESS, without_mask
 from twellctl.profile import profile
 
 TINY = {
@@ -28,11 +27,7 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _count_less(monkeypatch):
-    monkeypatch.setattr(module, "COUNTED_TOKENS", 2048)
-    monkeypatch.setattr("twellctl.bench.random_model.SET_TOKENS", 1024)
-    monkeypatch.setattr("twellctl.bench.timing.SAMPLE_SECONDS", 0.001)
+pytestmark = pytest.mark.usefixtures("count_less")
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +102,9 @@ def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, 
     code, out, _ = cli("bench", "model", tmp_path / "export", *words)
     assert code == 0
     assert "first layer" in out
-    with torch.no_grad():
-        assert (
-            last_hidden(load_model_body(tmp_path / "export"), torch.zeros(1, 4, dtype=torch.int64))
-            .isfinite()
-            .all()
-        )
 
 
-def load_model_body(folder):
-    from twellctl.models.checkpoint import open_checkpoint
-
-    return load_model(open_checkpoint(folder), device=torch.device("cpu")).base_model
-
-
-def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
+def test_bad_calls_are_refused(relu_llama, text_file, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass")
     for settings, sentence in [
@@ -129,23 +112,13 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
         ({"data": (str(text_file),)}, "give --data FILE with it, or neither"),
         ({"tokens": (300,)}, r"tokens must be a multiple of seq-len \(256\), or less: got 300"),
         ({"seq_len": 0}, "seq-len must be >= 1, got 0"),
-        (
-            {"tokens": (4096,), "seq_len": 4096},
-            "seq-len must be at most 2048, the context",
-        ),
-        (
-            {"model": str(relu_llama), "data": (str(text_file),)},
-            "config is of a random model: leave out MODEL and --data, or --config",
-        ),
-        ({"layers": 0}, "layers must be >= 1"),
+        ({"tokens": (4096,), "seq_len": 4096}, "seq-len must be at most 2048, the context"),
         ({"density": 0.0}, "density must be > 0"),
         ({"rounds": 0}, "rounds must be >= 1"),
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_model(ModelSettings(**TINY | settings))
     real = TINY | {"config": None, "data": (str(text_file),), "tokens": (64,), "seq_len": 32}
-    with pytest.raises(TwellError, match="is a SiLU model"):
-        bench_model(ModelSettings(**real | {"model": str(silu_llama)}))
     with pytest.raises(UsageError, match="seq-len must be at most 256, the context, got 512"):
         bench_model(ModelSettings(**real | {"model": str(relu_llama), "seq_len": 512}))
     texts = {"data": (str(short),), "model": str(relu_llama)}

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_benches import count_less, decode_form
+from small_benches import decode_form
 
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.export import export
@@ -61,10 +61,8 @@ def test_the_rival_is_dense_in_the_same_precision(relu_llama, tmp_path, quantize
     assert (NO_GAIN not in card) == gains
 
 
-def test_what_bench_decode_writes_goes_into_the_card(
-    cli, relu_llama, text_file, tmp_path, monkeypatch
-):
-    count_less(monkeypatch)
+@pytest.mark.usefixtures("count_less")
+def test_what_bench_decode_writes_goes_into_the_card(cli, relu_llama, text_file, tmp_path):
     file = tmp_path / "bench.json"
     words = ["--data", text_file, "--prompt-tokens", 8, "--new-tokens", 12, "--batch", 1]
     code, _, _ = cli("bench", "decode", relu_llama, *words, "--device", "cpu", "--json", file)

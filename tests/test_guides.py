@@ -19,7 +19,6 @@ import torch
 import typer
 import yaml
 from shapes import write_config
-from small_benches import count_less
 
 import twellctl
 from twellctl import quickstart, serve_local
@@ -134,13 +133,12 @@ def remove(path: Path) -> None:
 
 
 @pytest.fixture
-def stand_ins(monkeypatch):
+def stand_ins(monkeypatch, count_less):
     """Snippets do little, a server ends at once, and `test_quickstart` does the whole job."""
 
     def end(*args, **kwargs) -> None:
         raise typer.Exit
 
-    count_less(monkeypatch)
     done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
     monkeypatch.setattr(serve_local, "serve_local", end)
