@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from twellctl.fitting.settings import Fit
 from twellctl.screens import ui
 from twellctl.screens.convert import converted, fitting, planned
 from twellctl.screens.finetune import finetuned, tried_out
-from twellctl.screens.make import exported, quickstarted, stages
+from twellctl.screens.make import exported, quickstarted, written_so_far
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
@@ -81,7 +82,7 @@ def write(
     ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run
 
-    doing, progress = stages()
+    stage = ui.Stage()
     done = run(
         model,
         out,
@@ -89,8 +90,8 @@ def write(
         revision=revision,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         overwrite=overwrite,
-        doing=doing,
-        progress=progress,
+        doing=stage.begin,
+        progress=partial(written_so_far, stage),
         note=ui.note,
         **vars(made(Writing, flags)),
     )

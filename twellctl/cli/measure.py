@@ -116,7 +116,7 @@ def evaluate(
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
-    doing, progress = ui.stages()
+    stage = ui.Stage()
     done = run(
         model,
         data or (),
@@ -129,8 +129,8 @@ def evaluate(
         seq_len=seq_len,
         limit=limit,
         chat_template_kwargs=template_arguments(chat_template_kwargs),
-        doing=doing,
-        progress=progress,
+        doing=stage.begin,
+        progress=stage.show,
         note=ui.note,
     )
     tell(done, screen.evaluated)
@@ -165,7 +165,7 @@ def compare(
     ui.doing("loading PyTorch and transformers")
     from twellctl.compare import compare as run
 
-    doing, progress = ui.stages()
+    stage = ui.Stage()
     compared(
         run(
             base,
@@ -174,7 +174,7 @@ def compare(
             limit=limit,
             max_tokens=max_tokens,
             chat_template_kwargs=template_arguments(chat_template_kwargs),
-            doing=doing,
-            progress=progress,
+            doing=stage.begin,
+            progress=stage.show,
         )
     )

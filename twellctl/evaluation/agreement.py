@@ -54,9 +54,9 @@ def score_answers(
     `TwellError` for a model that computes NaN.
     """
     heads = [HeadLoss(model), HeadLoss(reference)]
+    read = [[*prompt, *one.tokens] for prompt, one in zip(prompts, theirs, strict=True)]
     try:
-        columns = _columns(heads, [[*p, *a.tokens] for p, a in zip(prompts, theirs, strict=True)],
-                           [len(answer.tokens) for answer in theirs])  # fmt: skip
+        columns = _columns(heads, read, [len(one.tokens) for one in theirs])
     finally:
         for head in heads:
             head.remove()
@@ -134,8 +134,9 @@ def prompts_in(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Tensor]) -> 
     That is what stands in front of an answer, of a chat whose beginning is there, too. Where no
     block holds one, the beginnings of blocks are to be continued.
     """
-    found = list(filter(None, (_chat_in(block.tolist(), *marks) for block in blocks))) if (
-        marks := _marks(tokenizer)) else []  # fmt: skip
+    found = []
+    if marks := _marks(tokenizer):
+        found = list(filter(None, (_chat_in(block.tolist(), *marks) for block in blocks)))
     if not found:
         found = [block[: min(_OPENING, len(block) // 2)].tolist() for block in blocks]
         found = [tokens for tokens in found if tokens]

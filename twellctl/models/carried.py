@@ -17,24 +17,10 @@ from twellctl.models.shards import INDEX, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or in tokenizer_config.json
-SIDE_FILES = (
-    "added_tokens.json",
-    *CHAT_TEMPLATES,
-    "generation_config.json",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tekken.json",
-    "tiktoken.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    REPORT_FILE,
-    FIT_FILE,
-)
+SIDE_FILES = {"generation_config.json", *CHAT_TEMPLATES, REPORT_FILE, FIT_FILE}
+SIDE_FILES |= {"tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"}
+SIDE_FILES |= {"tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
+SIDE_FILES |= {"tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt"}
 TEMPLATES = "additional_chat_templates"
 CARD = "README.md"
 _LICENCE = re.compile(r"(licen[sc]e|notice|copying|use_policy)(-\w+)?(\.(txt|md))?", re.IGNORECASE)

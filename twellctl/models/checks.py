@@ -11,18 +11,9 @@ from twellctl.errors import TwellError, shown
 from twellctl.models.shards import FLOATS, TensorInfo
 
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation")  # the first that a config has
-SIZES = (
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "sliding_window",
-    "vocab_size",
-)
 _BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES = (*_BY_LAYER, "num_hidden_layers", "hidden_size", "head_dim", "vocab_size")
+SIZES += ("max_position_embeddings", "sliding_window")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 FP8 = "F8_E4M3"  # as safetensors spells it
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

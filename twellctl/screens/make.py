@@ -1,31 +1,15 @@
 """What commands that make a model say: write, export, quickstart. No torch."""
 
-from collections.abc import Callable
 from typing import Any
 
 from twellctl.screens import ui
 
-_EVERY = 30  # seconds, off a terminal, where each is a line
 
-
-def stages() -> tuple[Callable[[str], None], Callable[[Any], None]]:
-    """(`begin(text)`, `show(going)`, of a `Going`): what comes next, and how far it has come."""
-    begun, next_line = [""], [0.0]
-
-    def begin(text: str) -> None:
-        begun[0] = text
-        ui.doing(text)
-
-    def show(going: Any) -> None:
-        if not ui.stderr.is_terminal and going.seconds < next_line[0]:
-            return
-        next_line[0] = going.seconds + _EVERY
-        left = going.seconds * (1 - going.share) / going.share if going.share else 0
-        speed = going.drawn / going.seconds if going.seconds else 0
-        to_go = f", {ui.duration(left)} to go" if going.share else ""
-        ui.doing(f"{begun[0]}: {going.share:.0%}, {speed:.0f} tokens/s{to_go}")
-
-    return begin, show
+def written_so_far(stage: ui.Stage, going: Any) -> None:
+    """How far the texts of a `stage` have come (a `Going`)."""
+    speed = going.drawn / going.seconds if going.seconds else 0
+    left = going.seconds * (1 - going.share) / going.share if going.share else None
+    stage.tell(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
 
 
 def exported(result: Any) -> None:

@@ -146,55 +146,43 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     stdout.print(made, crop=False)
 
 
-def stages() -> tuple[Callable[[str], None], Callable[[int, int], None]]:
-    """(`begin(text)`, `show(done, total)`): what comes next, and how far it has come."""
-    pace = [_Pace("")]
+class Stage:
+    """What a command does now and how far it has come: on a terminal each, else a line at times."""
 
-    def begin(text: str) -> None:
-        pace[0] = _Pace(text)
-        doing(text)
+    _what, _said = "", 0.0
+    _first: tuple[float, int] | None = None
 
-    def show(done: int, total: int) -> None:
-        text = pace[0].told(done, total)
-        if stderr.is_terminal:  # elsewhere each text is a line of its own
-            doing(text)
-        elif pace[0].is_due():
-            note(text)
+    def begin(self, what: str) -> None:
+        """`what` comes next."""
+        self._what, self._said, self._first = what, time.monotonic(), None
+        doing(what)
 
-    return begin, show
-
-
-class _Pace:
-    """How far something has come and how long it will still take, in words."""
-
-    def __init__(self, what: str):
-        self._what = what
-        self._said = time.monotonic()
-        self._first: tuple[float, int] | None = None
-
-    def told(self, done: int, total: int) -> str:
+    def show(self, done: int, total: int) -> None:
         """The time to go is reckoned from the first call on: what is set up before is no pace."""
         now = time.monotonic()
         self._first = self._first or (now, done)
         seconds, some = now - self._first[0], done - self._first[1]
-        left = f", {duration(seconds / some * (total - done))} left" if some and seconds > 1 else ""
-        return f"{self._what}: {done} of {total}{left}"
+        left = seconds / some * (total - done) if some and seconds > 1 else None
+        self.tell(f"{done} of {total}", left)
 
-    def is_due(self) -> bool:
-        """Whether nothing was said for long; then something is said now."""
-        now = time.monotonic()
-        if now - self._said < LONGEST_SILENCE:
-            return False
-        self._said = now
-        return True
+    def tell(self, how_far: str, left: float | None) -> None:
+        """And how many seconds are `left`, if that is known."""
+        told = f"{self._what}: {how_far}"
+        if left is not None:
+            told += f", {duration(left)} left"
+        if stderr.is_terminal:
+            doing(told)
+        elif time.monotonic() - self._said >= LONGEST_SILENCE:
+            self._said = time.monotonic()
+            note(told)
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `show(done, total)` of `what`, which is over at the end."""
-    begin, show = stages()
-    begin(what)
+    stage = Stage()
+    stage.begin(what)
     try:
-        yield show
+        yield stage.show
     finally:
         activity.over()

@@ -16,6 +16,7 @@ from twellctl.serving.request_fields import (
     flag,
     invalid,
     number,
+    refuse_others,
     required,
     unknown,
     unsupported,
@@ -29,25 +30,9 @@ MAX_BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool", "function": "tool"}
 
-_COMMON = {
-    "frequency_penalty",
-    "logit_bias",
-    "max_completion_tokens",
-    "max_tokens",
-    "min_p",
-    "model",
-    "n",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_k",
-    "top_p",
-    "twell_densities",
-}
+_COMMON = {"model", "n", "seed", "stop", "stream", "stream_options", "temperature", "logit_bias"}
+_COMMON |= {"max_tokens", "max_completion_tokens", "min_p", "top_k", "top_p", "twell_densities"}
+_COMMON |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
 # Parameters that change no text: labels, and hints to caches, by OpenAI's and others' word.
 _LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 _LABELS |= {"cache_prompt", "id_slot", "keep_alive", "request_id", "service_tier", "store"}
@@ -133,7 +118,7 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
     """
     own = {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", "continue_final_message"}
     own |= {"tools", FIELD}
-    _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_CHAT)
+    refuse_others(body, own | _COMMON | _LABELS, lacking=_LACKING | _LACKING_IN_CHAT)
     messages = required(body, "messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "must be a list of at least one message", messages)
@@ -168,8 +153,8 @@ def parse_completion(
     body: dict[str, Any], defaults: dict[str, float] = DEFAULTS
 ) -> CompletionRequest:
     """A /v1/completions request; raises `ApiError`. `defaults` as in `parse_chat`."""
-    own = {"prompt", "logprobs", "echo"}
-    _refuse_others(body, own, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
+    taken = {"prompt", "logprobs", "echo"} | _COMMON | _LABELS
+    refuse_others(body, taken, lacking=_LACKING | _LACKING_IN_COMPLETIONS)
     prompt = required(body, "prompt")
     prompts = [prompt] if isinstance(prompt, str) or _is_tokens(prompt) else prompt
     if not isinstance(prompts, list) or not all(
@@ -191,21 +176,6 @@ def parse_completion(
         must = f"times n must be at most {MAX_CHOICES} choices"
         raise invalid("prompt", must, len(prompts) * options.n)
     return CompletionRequest(prompts, options, echo)
-
-
-def _refuse_others(body: dict[str, Any], own: set[str], lacking: dict[str, tuple]) -> None:
-    for name, value in body.items():
-        if name in own or name in _COMMON or name in _LABELS:
-            continue
-        if name not in lacking:
-            raise unknown(name)
-        if not any(_same(value, nothing) for nothing in lacking[name]):
-            raise unsupported(name)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal as JSON values: true is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _options(

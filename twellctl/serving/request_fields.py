@@ -103,6 +103,20 @@ def invalid(param: str, must: str, value: Any) -> ApiError:
     return ApiError(400, f"{param} {must}, got {_shown(value)}", param=param, code="invalid_value")
 
 
+def refuse_others(body: dict[str, Any], taken: set[str], lacking: dict[str, tuple]) -> None:
+    """The errors for all but `taken`; those `lacking` may have the values that ask for nothing."""
+    for name, value in body.items():
+        if name not in taken and name not in lacking:
+            raise unknown(name)
+        if name not in taken and not any(_same(value, nothing) for nothing in lacking[name]):
+            raise unsupported(name)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal as JSON values: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
 def unknown(param: str) -> ApiError:
     """The error for a parameter that nobody knows."""
     message = f"unknown parameter {_shown(param)}"

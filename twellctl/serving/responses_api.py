@@ -6,7 +6,7 @@ from typing import Any
 from twellctl.serving.completion import Piece
 from twellctl.serving.openai_requests import DEFAULTS, ChatRequest, parse_chat
 from twellctl.serving.openai_responses import Answer, Choice, Usage
-from twellctl.serving.request_fields import invalid, required, unknown, unsupported
+from twellctl.serving.request_fields import invalid, refuse_others, required, unsupported
 
 SYSTEM = "instructions"
 _SAME = ("model", "temperature", "top_p", "stream", "metadata", "user", "chat_template_kwargs")
@@ -31,17 +31,10 @@ _LACKING: dict[str, tuple] = {
 
 def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> ChatRequest:
     """A /v1/responses request as the chat that it is; raises `ApiError`."""
-    chat: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in _SAME:
-            chat[name] = value
-        elif name == "text":
-            chat["response_format"] = _format(value)
-        elif name in _LACKING:
-            if value not in _LACKING[name]:
-                raise unsupported(name)
-        elif name not in ("input", SYSTEM, "max_output_tokens"):
-            raise unknown(name)
+    refuse_others(body, {*_SAME, "text", "input", SYSTEM, "max_output_tokens"}, _LACKING)
+    chat = {name: body[name] for name in _SAME if name in body}
+    if "text" in body:
+        chat["response_format"] = _format(body["text"])
     given = required(body, "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):

@@ -24,15 +24,8 @@ MODEL_FILE = "model.txt"
 RUN_FORMAT = 2  # of what a run folder means: runs of another one are not resumed
 LONGEST_TEXT = 16384  # tokens in a row of one of several --data
 # what a resumed run may change, because it changes nothing of the result
-FREE = (
-    "save_steps",
-    "logging_steps",
-    "report_to",
-    "micro_batch_size",
-    "gradient_checkpointing",
-    "compile",
-    "shard",
-)
+FREE = ("save_steps", "logging_steps", "report_to", "compile", "shard")
+FREE += ("micro_batch_size", "gradient_checkpointing")
 
 
 def prepare_run(
@@ -128,16 +121,12 @@ def _check_resumable(run: Path, recipe: Recipe) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_run(run: Path) -> bool:
-    return (run / RECIPE_FILE).is_file()
-
-
 def _not_ours(run: Path) -> str | None:
-    return None if _is_run(run) else NONE_OF_OURS
+    return None if (run / RECIPE_FILE).is_file() else NONE_OF_OURS
 
 
 def _check_new(run: Path, overwrite: bool) -> None:
-    if run.exists() and not _is_run(run):
+    if run.exists() and _not_ours(run):
         raise TwellError(f"{run} is no run of ours (no {RECIPE_FILE} in it): choose another OUT")
     if run.exists() and not overwrite:
         step = last_checkpoint(run)
