@@ -199,8 +199,7 @@ def test_gates_of_minus_infinity_add_nothing_where_up_is_finite(kernels):
 
 
 @needs_emulator
-@OF_GATE
-@ENDS
+@pytest.mark.parametrize(("end", "packed"), [("", True), (E4M3_END, False)])
 @pytest.mark.parametrize("num", [0, FEW_HEAVY, FEW_HEAVY + 1])
 def test_no_row_all_that_are_few_and_one_more(kernels, num, end, packed):
     problem = random_problem(FEW_HEAVY + 2, 128, 8, end, seed=3)

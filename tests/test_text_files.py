@@ -12,7 +12,7 @@ import pytest
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import read_tasks
 from twellctl.firing.grouping import grouped_windows
-from twellctl.text import files, reading
+from twellctl.text import blocks, files, reading
 from twellctl.text.blocks import spread_windows, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
 
@@ -132,7 +132,7 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path, caplog):
 
 @pytest.mark.parametrize("packed", ["gz", "bz2", "zst", "xz"])
 def test_packed_files(tmp_path, packed):
-    content = rows(*(f"text {number}" for number in range(20_000)))
+    content = rows(*(f"text {number}" for number in range(8_000)))
     path = tmp_path / f"a.jsonl.{packed}"
     if packed == "xz":
         path.write_bytes(lzma.compress(content))
@@ -141,7 +141,7 @@ def test_packed_files(tmp_path, packed):
         with pyarrow.output_stream(str(path), compression=kind) as file:
             file.write(content)
     found = list(read_texts([str(tmp_path)], "text"))
-    assert (len(found), found[-1]) == (20_000, "text 19999")
+    assert (len(found), found[-1]) == (8_000, "text 7999")
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(TwellError, match=rf"a\.jsonl\.{packed}"):
         list(read_texts([str(path)], "text"))
@@ -175,8 +175,10 @@ def test_a_long_text_comes_in_pieces_that_are_one_text(tmp_path, tokenizer, monk
         assert tokenizer.decode(ids[1:]) == text
 
 
-def test_text_is_tokenised_only_as_far_as_it_is_wanted(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 50_000)
+def test_text_is_tokenised_only_as_far_as_it_is_wanted(tmp_path, tokenizer, monkeypatch):
+    for module in (blocks, files, reading):
+        monkeypatch.setattr(module, "PIECE", 10_000)
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 5_000)
     read = []
 
     def texts():

@@ -40,6 +40,6 @@ def generated():
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Shorter and longer than a page, just one page, and a few tokens from the end of the second;
-    24 tokens more bring the first past the windows of all families."""
+    18 tokens more bring the first past the windows of all families."""
     torch.manual_seed(1)
     return [torch.randint(1, 512, (length,)).tolist() for length in (25, 70, 125, 1, 64)]
