@@ -9,7 +9,6 @@ from twellctl.bench.results import (
     DENSE,
     DENSE_FP8,
     FP8_ROUNDING,
-    FP8_SCHEMES,
     TWELL,
     Bench,
     Candidate,
@@ -61,74 +60,48 @@ def test_the_fastest_form_speaks_for_twell():
     assert found.twell.name == "twell compile"
 
 
-@pytest.mark.parametrize(
-    ("dense", "called"),
-    [
-        ({"dense_eager": 2, "dense_compile": 1.31}, "compiled bf16"),
-        ({"dense_eager": 2, "dense_compile": 1.31}, "the fastest dense bf16"),
-        ({"dense_eager": 1.31}, "eager bf16"),
-    ],
-)
-def test_the_sentence_names_what_is_compared(dense, called):
-    found = [point(256, **dict.fromkeys(dense, 0.99), twell=1), point(131072, **dense, twell=1)]
-    if "dense_compile" in dense:
-        eager, compiled = (3, 0.99) if called == "compiled bf16" else (0.99, 3)
-        found[0] = point(256, dense_eager=eager, dense_compile=compiled, twell=1)
-    (said,) = bench(*found).sentences
-    wanted = f"on this GPU this model is 1.31x as fast as {called} at 131072 tokens, 0.99x at 256"
-    assert said == wanted
-
-
-def test_the_sentence_names_the_place():
-    points = (point(64, dense_eager=1, dense_compile=0.5, twell=1),)
-    said = "this model is 0.50x as fast as compiled bf16 at 64 tokens"
-    assert bench(*points, device="CPU").sentences == [f"on this CPU {said}"]
-    assert bench(*points).sentences == [f"on this GPU {said}"]
+EAGER, COMPILED = "dense_eager", "dense_compile"
+ROWS, TENSORS = "dense_fp8_row_wise", "dense_fp8_tensor_wise"
 
 
 @pytest.mark.parametrize(
-    ("row_wise", "tensor_wise", "called"),
+    ("large", "small", "said"),
     [
-        ((0.7, 0.4), (0.8, 0.5), "dense FP8 (row-wise)"),
-        ((0.8, 0.5), (0.7, 0.4), "dense FP8 (tensor-wise)"),
-        ((0.7, 0.5), (0.8, 0.4), "dense FP8"),
+        ({EAGER: 2, COMPILED: 1.31}, {EAGER: 3, COMPILED: 0.99},
+         "1.31x as fast as compiled bf16 at 131072 tokens, 0.99x at 256"),
+        ({EAGER: 2, COMPILED: 1.31}, {EAGER: 0.99, COMPILED: 3},
+         "1.31x as fast as the fastest dense bf16 at 131072 tokens, 0.99x at 256"),
+        ({EAGER: 1.31}, {EAGER: 0.99},
+         "1.31x as fast as eager bf16 at 131072 tokens, 0.99x at 256"),
+        ({EAGER: 3, ROWS: 0.7, TENSORS: 0.8}, {EAGER: 1.31, ROWS: 0.4, TENSORS: 0.5},
+         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (row-wise) at 131072 tokens, "
+         "1.31x and 0.40x at 256"),
+        ({EAGER: 3, ROWS: 0.8, TENSORS: 0.7}, {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
+         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (tensor-wise) at 131072 "
+         "tokens, 1.31x and 0.40x at 256"),
+        ({EAGER: 3, ROWS: 0.7, TENSORS: 0.8}, {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
+         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 at 131072 tokens, 1.31x and "
+         "0.40x at 256"),
+        ({EAGER: 2, ROWS: 0.5}, {EAGER: 2},
+         "2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 (row-wise) at 131072 tokens, "
+         "2.00x at 256"),
     ],
-)
-def test_the_sentence_names_dense_fp8_and_its_scales(row_wise, tensor_wise, called):
-    points = tuple(
-        point(
-            tokens,
-            dense_eager=3,
-            dense_compile=1.31,
-            dense_fp8_row_wise=by_row,
-            dense_fp8_tensor_wise=by_tensor,
-            twell=1,
-        )
-        for tokens, by_row, by_tensor in zip((131072, 256), row_wise, tensor_wise, strict=True)
-    )
-    assert bench(*points).sentences == [
-        f"on this GPU this model is 1.31x as fast as compiled bf16 and 0.70x as fast as {called} "
-        "at 131072 tokens, 1.31x and 0.40x at 256"
-    ]
-    told = points[0].to_json()
-    assert (told["over_fastest_dense"], told["over_fastest_fp8"]) == (
-        pytest.approx(1.31),
-        pytest.approx(0.7),
-    )
-    assert told["fastest_dense"] == "dense compile"
-    assert told["fastest_fp8"].removeprefix("dense FP8 ") in FP8_SCHEMES
+)  # fmt: skip
+def test_the_sentence_names_what_is_compared(large, small, said):
+    points = point(131072, **large, twell=1), point(256, **small, twell=1)
+    for place in ("CPU", "GPU"):
+        found = bench(*points, device="CPU" if place == "CPU" else "NVIDIA H200").sentences
+        assert found == [f"on this {place} this model is {said}"]
 
 
-def test_without_dense_fp8_at_one_size_the_sentence_leaves_it_out_there():
-    points = (
-        point(64, dense_eager=2, dense_fp8=0.5, twell=1),
-        point(8, dense_eager=2, twell=1),
-    )
-    assert bench(*points).sentences == [
-        "on this GPU this model is 2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 at "
-        "64 tokens, 2.00x at 8"
-    ]
-    told = points[1].to_json()
+def test_the_json_names_the_fastest_of_each_kind():
+    told = point(
+        8, dense_eager=3, dense_compile=1.5, **{ROWS: 0.8, TENSORS: 0.7}, twell=1
+    ).to_json()
+    assert (told["fastest_dense"], told["over_fastest_dense"]) == ("dense compile", 1.5)
+    assert told["fastest_fp8"] == "dense FP8 tensor-wise"
+    assert told["over_fastest_fp8"] == pytest.approx(0.7)
+    told = point(8, dense_eager=2, twell=1).to_json()
     assert (told["fastest_fp8"], told["over_fastest_fp8"]) == (None, None)
 
 

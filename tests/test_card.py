@@ -87,9 +87,12 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
     assert front["tags"] == ["twell", "sparse", "relu"]
     assert front["pipeline_tag"] == "text-generation"
     read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results  # as the hub reads it
-    values = {r.metric_type: r.metric_value for r in read if "evaluation" not in r.dataset_name}
-    wanted = {"cross-entropy": report["cross_entropy"], "density": measured.density}
-    wanted |= {"acc_norm": 0.625, "acc": 0.5}
+    values = {(one.dataset_name, one.metric_type): one.metric_value for one in read}
+    wanted = {("held-out text", "cross-entropy"): report["cross_entropy"]}
+    wanted[("held-out text", "density")] = report["density"]
+    wanted[("text of its profile", "density")] = measured.density
+    wanted[("text of its evaluation", "cross-entropy")] = 2.25
+    wanted |= {("arc_easy", "acc_norm"): 0.625, ("humaneval", "acc"): 0.5}
     assert values == pytest.approx(wanted, abs=1e-6)
 
 
@@ -103,17 +106,6 @@ def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
     path.write_text(json.dumps(report | {"density": float("nan")}))
     export(folder, tmp_path / "two")
     assert "nan" not in (tmp_path / "two" / "README.md").read_text()
-
-
-def test_metrics_name_the_text_that_they_were_measured_on(sparse, measured, tmp_path):
-    report = json.loads((sparse / "twell_finetune.json").read_text())
-    ours = {("held-out text", kind): report[key] for kind, key in (
-        ("cross-entropy", "cross_entropy"), ("density", "density"))}  # fmt: skip
-    of_profile = {("text of its profile", "density"): measured.density}
-    export(sparse, tmp_path / "out", profile=measured)
-    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
-    values = {(one.dataset_name, one.metric_type): one.metric_value for one in read}
-    assert values == pytest.approx(ours | of_profile, abs=1e-6)
 
 
 def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, sparse, tmp_path):

@@ -21,39 +21,23 @@ from twellctl.training.recipe import resolve_recipe, run_folder
 pytestmark = pytest.mark.usefixtures("no_answers")
 
 
-def bad_text(tmp_path: Path, case: str) -> Path:
-    contents = {
-        "latin1.txt": "déjà".encode("latin-1"),
-        "latin1.jsonl": b'{"text": "fine"}\n{"text": "d\xe9j\xe0"}\n',
-        "empty.txt": b"",
-        "empty.jsonl": b"\n",
-        "broken.jsonl": b'{"text": "fine"}\n{"text": \n',
-        "column.jsonl": b'{"body": "fine"}\n',
-        "broken.parquet": b"PAR1",
-        "text.docx": b"PK",
-        "short.txt": b"one two three",
-    }
-    path = tmp_path / case
-    path.write_bytes(contents[case])
-    return path
-
-
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("name", "content", "said"),
     [
-        ("latin1.txt", "not valid UTF-8"),
-        ("latin1.jsonl", ":2 is not valid UTF-8"),
-        ("empty.txt", "holds no text"),
-        ("empty.jsonl", "holds no text"),
-        ("broken.jsonl", ":2 is not valid JSON"),
-        ("column.jsonl", "--text-column"),
-        ("broken.parquet", "no readable parquet"),
-        ("text.docx", "none of .jsonl"),
-        ("short.txt", "fewer than one batch"),
+        ("latin1.txt", b"d\xe9j\xe0", "not valid UTF-8"),
+        ("latin1.jsonl", b'{"text": "fine"}\n{"text": "d\xe9j\xe0"}\n', ":2 is not valid UTF-8"),
+        ("empty.txt", b"", "holds no text"),
+        ("empty.jsonl", b"\n", "holds no text"),
+        ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', ":2 is not valid JSON"),
+        ("column.jsonl", b'{"body": "fine"}\n', "--text-column"),
+        ("broken.parquet", b"PAR1", "no readable parquet"),
+        ("text.docx", b"PK", "none of .jsonl"),
+        ("short.txt", b"one two three", "fewer than one batch"),
     ],
 )
-def test_bad_text_is_refused_in_one_line(relu_llama, text_file, tmp_path, case, said):
-    path = bad_text(tmp_path, case)
+def test_bad_text_is_refused_in_one_line(relu_llama, tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
     with pytest.raises(TwellError, match=re.escape(said)) as refused:
         finetune(relu_llama, tmp_path / "out", small(path))
     assert "\n" not in str(refused.value)
@@ -129,7 +113,8 @@ def test_overwrite_spares_a_run_folder_that_is_not_ours(relu_llama, text_file, t
 
 
 def test_held_out_text_too_short_is_refused(relu_llama, text_file, tmp_path):
-    recipe = small(text_file, eval_data=[str(bad_text(tmp_path, "short.txt"))])
+    (tmp_path / "short.txt").write_text("one two three")
+    recipe = small(text_file, eval_data=[str(tmp_path / "short.txt")])
     with pytest.raises(TwellError, match=r"--eval-data makes no block of 32"):
         finetune(relu_llama, tmp_path / "out", recipe)
     assert not run_folder(tmp_path / "out").exists()

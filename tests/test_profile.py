@@ -144,17 +144,6 @@ def test_parts_are_those_counted_by_hand(
         assert mean == pytest.approx(found.density, rel=1e-12)
 
 
-def test_kinds_change_nothing_else(relu_llama, kinds_of_text):
-    files = [str(path) for paths in kinds_of_text.values() for path in paths]
-    apart = profile(relu_llama, files, windows=30, seq_len=40)
-    named = profile(relu_llama, [f"all={path}" for path in files], windows=30, seq_len=40)
-    assert [part.kind for part in apart.by_kind] == ["notes", "chat", "2", "3"]
-    assert [part.kind for part in named.by_kind] == ["all"]
-    assert named.by_kind[0].density == pytest.approx(named.density, rel=1e-12)
-    rest = {"data": (), "by_kind": ()}
-    assert dataclasses.replace(apart, **rest) == dataclasses.replace(named, **rest)
-
-
 @pytest.mark.parametrize(
     ("seq_len", "ranges"),
     [(1, [(0, 0)]), (2, [(0, 0), (1, 1)]), (5, [(0, 0), (1, 1), (2, 3), (4, 4)])],

@@ -29,20 +29,6 @@ def small(tmp_path_factory) -> dict:
     return SMALL | {"prompts": path}
 
 
-@pytest.fixture
-def changed(silu_llama, tmp_path):
-    """`changed(template)`: the model with another chat template, or with none."""
-
-    def change(template: str | None):
-        folder = tmp_path / "model"
-        shutil.copytree(silu_llama, folder)
-        file = folder / "chat_template.jinja"
-        file.unlink() if template is None else file.write_text(template)
-        return folder
-
-    return change
-
-
 def lines(path) -> list[dict]:
     with path.open(encoding="utf-8") as file:  # str.splitlines would part them at U+0085, too
         return [json.loads(line) for line in file]
@@ -214,9 +200,11 @@ def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said, small):
         ("{% for", "the chat template refuses these messages"),
     ],
 )
-def test_templates_that_do_not_serve_are_refused(changed, tmp_path, template, said, small):
+def test_templates_that_do_not_serve_are_refused(silu_llama, tmp_path, template, said, small):
+    file = shutil.copytree(silu_llama, tmp_path / "model") / "chat_template.jinja"
+    file.unlink() if template is None else file.write_text(template)
     with pytest.raises(TwellError, match=said):
-        write(changed(template), tmp_path / "own.jsonl", **small)
+        write(tmp_path / "model", tmp_path / "own.jsonl", **small)
     assert not (tmp_path / "own.jsonl").exists()
 
 
