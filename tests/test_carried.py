@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from edits import json_in
 from finetune_runs import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,8 +48,8 @@ def source(silu_llama, tmp_path) -> Path:
         ("tokenizer_config.json", "special_tokens_map_file"),
         ("generation_config.json", "_name_or_path"),
     ):
-        content = json.loads((folder / name).read_text()) | {key: str(folder)}
-        (folder / name).write_text(json.dumps(content))
+        with json_in(folder / name) as content:
+            content[key] = str(folder)
     return folder
 
 
@@ -114,8 +115,8 @@ def test_nothing_of_a_foreign_config_is_code_or_text_of_a_card(source, text_file
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a/b--t.T", None]}}),
         ("generation_config.json", {"custom_generate": "a/b", "auto_map": {}}),
     ):
-        content = json.loads((source / name).read_text()) | changes
-        (source / name).write_text(json.dumps(content))
+        with json_in(source / name) as content:
+            content |= changes
     link = "javascript:alert(1)"
     (source / "README.md").write_text(f"---\nlicense: <script>\nlicense_link: {link}\n---\n")
     chain = [tmp_path / name for name in ("relu", "sparse", "exported")]
@@ -132,8 +133,8 @@ def test_nothing_of_a_foreign_config_is_code_or_text_of_a_card(source, text_file
 
 def test_a_tokenizer_is_called_as_older_versions_call_it(source, tmp_path):
     path = source / "tokenizer_config.json"
-    told = json.loads(path.read_text()) | {"tokenizer_class": "TokenizersBackend"}
-    path.write_text(json.dumps(told))
+    with json_in(path) as told:
+        told["tokenizer_class"] = "TokenizersBackend"
     convert(source, tmp_path / "out")
     written = json.loads((tmp_path / "out" / path.name).read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -238,9 +239,8 @@ def test_an_id_of_the_hub_stays(source, tmp_path, monkeypatch):
 
 def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
     folder = Path(shutil.copytree(relu_llama, tmp_path / "old"))
-    config = json.loads((folder / "config.json").read_text())
-    config["twell"]["source"] = "/home/me/private/model"
-    (folder / "config.json").write_text(json.dumps(config))
+    with json_in(folder / "config.json") as config:
+        config["twell"]["source"] = "/home/me/private/model"
     export(folder, tmp_path / "out")
     assert "source" not in json.loads((tmp_path / "out/config.json").read_text())["twell"]
 

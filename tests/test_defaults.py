@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
+from edits import json_in, weights_in
 from finetune_runs import small
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
@@ -34,12 +35,13 @@ def changed(tmp_path):
     def change(model, rename=lambda name: name, **entries):
         folder = tmp_path / "changed"
         shutil.copytree(model, folder)
-        config = json.loads((folder / "config.json").read_text()) | entries
-        kept = {key: value for key, value in config.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(kept))
-        weights = load_file(folder / "model.safetensors")
-        renamed = {rename(name): tensor for name, tensor in weights.items()}
-        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+        with json_in(folder / "config.json") as config:
+            config |= entries
+            for key in [key for key, value in config.items() if value is None]:
+                del config[key]
+        with weights_in(folder) as weights:
+            for name in list(weights):
+                weights[rename(name)] = weights.pop(name)
         return folder
 
     return change
@@ -69,9 +71,8 @@ def test_a_head_of_its_own_stays_its_own_whatever_the_config_says(
 
 def test_a_head_that_is_stored_twice_stays_tied(make_model, tmp_path):
     folder = make_model("llama", tie_word_embeddings=True)
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with weights_in(folder) as weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     convert(folder, tmp_path / "out")
     assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from edits import json_in
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -100,9 +101,8 @@ def test_another_tokenizer_is_refused(make_model, relu_llama, text_file, tmp_pat
     def with_tokenizer(name: str, change) -> str:
         folder = tmp_path / name
         shutil.copytree(relu_llama, folder)
-        content = json.loads((folder / "tokenizer.json").read_text())
-        change(content)
-        (folder / "tokenizer.json").write_text(json.dumps(content))
+        with json_in(folder / "tokenizer.json") as content:
+            change(content)
         return folder
 
     fewer = with_tokenizer("merges", lambda t: t["model"].update(merges=t["model"]["merges"][:9]))

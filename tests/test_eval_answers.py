@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from edits import json_in
 from greedy import greedy
 from transformers import AutoModelForCausalLM
 
@@ -203,9 +204,8 @@ def test_the_source_is_the_reference(silu_llama, tmp_path, monkeypatch, prompts)
     alone = evaluate(tmp_path / "relu", prompts=prompts, note=said.append)
     assert (alone.reference, alone.answers, alone.verdict) == (None, None, None)
     assert said == ["no --reference, and config.json names no source: what was lost is not known"]
-    config = json.loads((tmp_path / "relu" / "config.json").read_text())
-    config["twell"]["source"] = "owner/model"
-    (tmp_path / "relu" / "config.json").write_text(json.dumps(config))
+    with json_in(tmp_path / "relu" / "config.json") as config:
+        config["twell"]["source"] = "owner/model"
     monkeypatch.setattr(
         "twellctl.evaluation.subject.open_checkpoint",
         lambda name: open_checkpoint(silu_llama if name == "owner/model" else name),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from edits import json_in
 from other_processes import found_without_twellctl
 from safetensors.torch import load_file
 from torch import nn
@@ -60,9 +61,8 @@ def plain_relu(folder: Path) -> nn.Module:
 
 
 def set_twell(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["twell"] |= changes
-    (folder / "config.json").write_text(json.dumps(config))
+    with json_in(folder / "config.json") as config:
+        config["twell"] |= changes
 
 
 @pytest.fixture(scope="module")

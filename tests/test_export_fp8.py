@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from edits import json_in, weights_in
 from other_processes import found_without_twellctl
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from serving_client import post, running
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -92,12 +93,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def change(folder: Path, name: str, value: float) -> None:
     """Another number in the first place of a stored tensor."""
-    tensors = load_file(folder / "model.safetensors")
-    flat = tensors[name].flatten().float()
-    flat[0] = value
-    tensors[name] = flat.view(tensors[name].shape).to(tensors[name].dtype)
-    (folder / "model.safetensors").unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(folder) as tensors:
+        flat = tensors[name].flatten().float()
+        flat[0] = value
+        tensors[name] = flat.view(tensors[name].shape).to(tensors[name].dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -299,10 +298,8 @@ def test_a_changed_weight_or_scale_is_refused_by_the_manifest(exported, load_tru
 
 
 def test_a_manifest_that_lost_the_weights_is_none_of_ours(exported):
-    path = exported / "twell_manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["weights_sha256"]
-    path.write_text(json.dumps(manifest, indent=2) + "\n")
+    with json_in(exported / "twell_manifest.json") as manifest:
+        del manifest["weights_sha256"]
     assert "or changed together with the manifest" in doctor(exported).folder[1].what
 
 
@@ -316,24 +313,17 @@ def test_stored_nan_is_named(exported, name, value):
         load_model(open_checkpoint(exported))
 
 
-def without(folder: Path, name: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    (folder / "model.safetensors").unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_a_missing_scale_is_named(exported):
-    without(exported, f"{BODY}mlp.up_proj.weight_scale")
+    with weights_in(exported) as tensors:
+        del tensors[f"{BODY}mlp.up_proj.weight_scale"]
     with pytest.raises(TwellError, match=r"lacks 1 of its weights, .*up_proj\.weight_scale first"):
         load_model(open_checkpoint(exported))
 
 
 def test_a_scheme_of_others_is_refused(exported):
-    config = json.loads((exported / "config.json").read_text())
-    scheme = config["quantization_config"]["config_groups"]["group_0"]
-    scheme["weights"]["strategy"] = "tensor"
-    (exported / "config.json").write_text(json.dumps(config))
+    with json_in(exported / "config.json") as config:
+        scheme = config["quantization_config"]["config_groups"]["group_0"]
+        scheme["weights"]["strategy"] = "tensor"
     with pytest.raises(TwellError, match=r"is quantised \(compressed-tensors\): take the original"):
         open_checkpoint(exported)
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from edits import weights_in
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, masking_utils
 
 from twellctl.convert import convert
@@ -138,8 +138,9 @@ def test_two_processes_fail_together(processes, relu_llama, tmp_path):
 
 def test_weights_stored_without_the_models_prefix_are_all_saved(make_model, text_file, tmp_path):
     source = make_model("llama", tie_word_embeddings=True)
-    bare = {name.removeprefix("model."): tensor for name, tensor in weights(source).items()}
-    save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(source) as stored:
+        for name in list(stored):
+            stored[name.removeprefix("model.")] = stored.pop(name)
     convert(source, tmp_path / "relu")
     recipe = small(text_file, max_steps=1, learning_rate=1e-9, penalty="l1")
     finetune(tmp_path / "relu", tmp_path / "out", recipe)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune_runs import SMALL, small, weights
-from safetensors.torch import save_file
+from edits import weights_in
+from finetune_runs import SMALL, small
 from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.convert import convert
@@ -138,9 +138,8 @@ def test_no_tokenizer_is_refused(relu_llama, text_file, tmp_path):
 
 def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_path):
     shutil.copytree(relu_llama, tmp_path / "relu")
-    tensors = weights(relu_llama)
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "relu" / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(tmp_path / "relu") as tensors:
+        del tensors["model.norm.weight"]
     with pytest.raises(TwellError, match=r"lacks 1 of its weights, model\.norm\.weight"):
         finetune(tmp_path / "relu", tmp_path / "out", small(text_file))
     assert not run_folder(tmp_path / "out").exists()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from edits import json_in, weights_in
 from finetune_runs import SMALL, small
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from twellctl.convert import convert
@@ -85,9 +85,8 @@ def test_finetuned_model_learns_from_its_source_on_the_hub(
     first = finetune(pretrained, tmp_path / "once", recipe)
     with pytest.raises(UsageError, match="does not say from which model it was made"):
         finetune(tmp_path / "once", tmp_path / "twice", recipe)
-    config = json.loads((tmp_path / "once/config.json").read_text())
-    config["twell"]["source"] = "owner/model"
-    (tmp_path / "once/config.json").write_text(json.dumps(config))
+    with json_in(tmp_path / "once/config.json") as config:
+        config["twell"]["source"] = "owner/model"
     source = pretrained.with_name("silu")
     monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: source)
     again = finetune(tmp_path / "once", tmp_path / "twice", recipe)
@@ -197,11 +196,10 @@ def test_fewer_blocks_at_once_than_asked_are_said(relu_llama, text_file, tmp_pat
 @pytest.mark.parametrize("family", ["llama", "phi3"])  # gate and up apart, and in one
 def test_learning_rate_is_left_to_the_size_of_the_weights(make_model, text_file, tmp_path, family):
     silu = make_model(family, num_hidden_layers=3)
-    weights = load_file(silu / "model.safetensors")
-    for name, weight in weights.items():  # all but the layer in the middle mean nothing
-        if ".mlp." in name and ".layers.1." not in name:
-            weight.mul_(3)
-    save_file(weights, silu / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(silu) as weights:
+        for name, weight in weights.items():  # all but the layer in the middle mean nothing
+            if ".mlp." in name and ".layers.1." not in name:
+                weight.mul_(3)
     middle = [w.double().flatten() for name, w in weights.items() if ".layers.1.mlp." in name]
     rms = torch.cat(middle).square().mean().sqrt()
     convert(silu, tmp_path / "relu")
@@ -277,9 +275,9 @@ def test_of_more_files_than_may_be_open_equally_much_is_taken(mixed):
 
 def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tmp_path):
     silu = make_model("llama")
-    weights = load_file(silu / "model.safetensors")
-    zero = {name: w.zero_() if ".layers.1.mlp." in name else w for name, w in weights.items()}
-    save_file(zero, silu / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(silu) as weights:
+        for name in weights:
+            weights[name] *= ".layers.1.mlp." not in name
     convert(silu, tmp_path / "relu")
     with pytest.raises(TwellError, match="layer 1 are all zero, so give --learning-rate"):
         finetune(tmp_path / "relu", tmp_path / "out", small(text_file, learning_rate=None))

@@ -2,12 +2,12 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from edits import weights_in
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_model import gated_ffns
@@ -273,18 +273,15 @@ def test_steps_of_none_change_nothing():
 
 
 def test_a_density_is_met_as_a_mean_over_layers(make_model, text_file, tmp_path):
-    source = make_model("llama")
-    tensors = load_file(source / "model.safetensors")
-    for name, weight in tensors.items():  # as in trained models, what an FFN reads is not centred
-        if "embed" in name:
-            weight[:, :4] = 2.0
-        elif "o_proj" in name or "down_proj" in name:
-            weight[:4] = 0.0
-    centred = tmp_path / "model"
-    shutil.copytree(source, centred)
-    save_file(tensors, centred / "model.safetensors", {"format": "pt"})
+    shifted = make_model("llama")
+    with weights_in(shifted) as tensors:  # as in trained models, what an FFN reads is not centred
+        for name, weight in tensors.items():
+            if "embed" in name:
+                weight[:, :4] = 2.0
+            elif "o_proj" in name or "down_proj" in name:
+                weight[:4] = 0.0
     how = QUICK | {"tokens": 8192, "steps": 0, "density": 0.1}
-    done = convert(centred, tmp_path / "out", data=[str(text_file)], **how)
+    done = convert(shifted, tmp_path / "out", data=[str(text_file)], **how)
     assert done.fitted.density == pytest.approx(0.1, rel=0.1)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from edits import json_in
 from greedy import greedy
 from other_processes import SLOW_STEPS
 
@@ -126,8 +126,8 @@ def test_an_answer_that_ends_before_its_first_word_is_told(
     [first] = stock.tokens(tokenizer.encode(PROMPT), 1)
     model = shutil.copytree(relu_llama, tmp_path / "model")
     for file in ("config.json", "generation_config.json"):
-        content = json.loads((model / file).read_text())
-        (model / file).write_text(json.dumps(content | {"eos_token_id": first}))
+        with json_in(model / file) as content:
+            content["eos_token_id"] = first
     code, out, err = cli("generate", model, PROMPT, "--no-chat")
     assert (code, out.strip()) == (0, "")
     assert "the model ended its answer at once, without a word" in err

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from edits import json_in
 from mutations import in_a_safetensors_file
 
 from twellctl.convert import convert
@@ -55,9 +56,8 @@ def test_headers(tmp_path, header, said):
 
 def test_an_index_that_transformers_would_not_load(make_model, tmp_path):
     model = make_model("llama", shard_size="40KB")
-    index = json.loads((model / INDEX).read_text())
-    del index["metadata"]
-    (model / INDEX).write_text(json.dumps(index))
+    with json_in(model / INDEX) as index:
+        del index["metadata"]
     with pytest.raises(TwellError, match=r'no metadata.*add "metadata": \{\} to it'):
         read_shards("model", model)
 
@@ -274,7 +274,7 @@ def test_side_files_of_the_wrong_kind_are_one_line(
 ):
     model = tmp_path / "model"
     shutil.copytree(relu_llama, model)
-    content = json.loads((model / file).read_text()) | changes
-    (model / file).write_text(json.dumps(content))
+    with json_in(model / file) as content:
+        content |= changes
     code, _, err = cli("generate", model, "a", "--max-tokens", 2)
     assert (code, sentence in err[-1]) == (1, True), err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from edits import weights_in
 from serving_client import Scripted, get, post, running
 
 from twellctl.decoding.engine import Sampling
@@ -27,11 +27,8 @@ BROKEN = "model.layers.1.mlp.up_proj.weight"
 def broken(request, relu_llama, tmp_path) -> Path:
     """The tiny Llama with one number of one weight spoilt."""
     folder = Path(shutil.copytree(relu_llama, tmp_path / "broken"))
-    weights = folder / "model.safetensors"
-    tensors = load_file(weights)
-    tensors[BROKEN][3, 5] = float(request.param)
-    weights.unlink()
-    save_file(tensors, weights, metadata={"format": "pt"})
+    with weights_in(folder) as tensors:
+        tensors[BROKEN][3, 5] = float(request.param)
     return folder
 
 
@@ -53,10 +50,9 @@ def test_commands_name_tensor_and_file(broken, text_file, tmp_path, cli):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_largest_numbers_are_numbers(relu_llama, tmp_path, dtype):
     folder = Path(shutil.copytree(relu_llama, tmp_path / "large"))
-    tensors = {name: t.to(dtype) for name, t in load_file(folder / "model.safetensors").items()}
-    tensors[BROKEN][0, :2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])
-    (folder / "model.safetensors").unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(folder) as tensors:
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        tensors[BROKEN][0, :2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])
     load_model(open_checkpoint(folder), dtype=dtype)
     export(folder, tmp_path / "out")
 
@@ -75,10 +71,8 @@ def overflowing(monkeypatch):
 
 def test_profile_says_where_gates_are_no_numbers(relu_llama, text_file, tmp_path, cli):
     folder = Path(shutil.copytree(relu_llama, tmp_path / "large"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.gate_proj.weight"][0] = 3e38
-    (folder / "model.safetensors").unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(folder) as tensors:
+        tensors["model.layers.1.mlp.gate_proj.weight"][0] = 3e38
     words = ("--data", text_file, "--windows", 1, "--seq-len", 16)
     code, out, err = cli("profile", folder, *words)
     assert (code, out, len(err)) == (1, "", 1), err

@@ -3,9 +3,8 @@
 That a killed one goes on is in test_killed.py.
 """
 
-import json
-
 import pytest
+from edits import json_in
 
 STEPS = """
 model: {model}
@@ -43,9 +42,8 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     ]  # fmt: skip
     assert made == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
-    found = json.loads((out / "eval.json").read_text())
-    found["verdict"] = {"step": 3, "kept": 0.7, "words": "many are lost", "because": "so"}
-    (out / "eval.json").write_text(json.dumps(found))
+    with json_in(out / "eval.json") as found:
+        found["verdict"] = {"step": 3, "kept": 0.7, "words": "many are lost", "because": "so"}
     (out / "profile.json").unlink()
     code, _, err = pipe()
     assert (code, err[-1]) == (

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from edits import json_in
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -262,11 +263,10 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
 def test_a_changed_profile_is_refused(relu_llama, tmp_path, text_file, place, value, sentence):
     found = profile(relu_llama, str(text_file), windows=2, seq_len=16)
     save_profile(found, tmp_path / "p.json")
-    content = inner = json.loads((tmp_path / "p.json").read_text())
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    (tmp_path / "p.json").write_text(json.dumps(content))
+    with json_in(tmp_path / "p.json") as content:
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
     with pytest.raises(TwellError, match=re.escape(sentence)):
         read_profile(tmp_path / "p.json")
 

@@ -1,19 +1,17 @@
 """A ReLU model written as SiLU: which powers of two, and who computes what of them."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from edits import json_in, weights_in
 from profiles import layer
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_config import check_twell, new_twell
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.convert import convert
-from twellctl.doctor import doctor
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
@@ -33,14 +31,11 @@ def plain(folder: Path, **how) -> torch.Tensor:
 
 def rewrite(folder: Path, form: dict) -> None:
     """Give an export without a form, of one file, the weights and the keys of `form`."""
-    tensors = load_file(folder / "model.safetensors")
-    by = factors(tensors, form, 96)
-    new = {name: scaled(t, by[name]) if name in by else t for name, t in tensors.items()}
-    (folder / "model.safetensors").unlink()
-    save_file(new, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_act": "silu", "twell": config["twell"] | form}
-    (folder / "config.json").write_text(json.dumps(config))
+    with weights_in(folder) as tensors:
+        by = factors(tensors, form, 96)
+        tensors |= {name: scaled(tensors[name], by[name]) for name in by}
+    with json_in(folder / "config.json") as config:
+        config |= {"hidden_act": "silu", "twell": config["twell"] | form}
 
 
 @pytest.mark.parametrize(
@@ -68,14 +63,12 @@ def test_the_power_is_the_largest_that_leaves_room_in_fp16(gate, hidden, sharpne
 def test_a_model_made_to_overflow_gets_a_smaller_power(make_model, text_file, tmp_path):
     relu, out, said = tmp_path / "relu", tmp_path / "out", []
     convert(make_model("llama", dtype=torch.bfloat16), relu)
-    tensors = load_file(relu / "model.safetensors")
-    for name in tensors:
-        if "gate_proj" in name:
-            tensors[name] = tensors[name] * 64
-        if "up_proj" in name:
-            tensors[name] = tensors[name] / 64
-    (relu / "model.safetensors").unlink()
-    save_file(tensors, relu / "model.safetensors", metadata={"format": "pt"})
+    with weights_in(relu) as tensors:
+        for name in tensors:
+            if "gate_proj" in name:
+                tensors[name] *= 64
+            if "up_proj" in name:
+                tensors[name] /= 64
     found = profile(relu, str(text_file), windows=4, seq_len=64)
     assert all(one.largest_gate * 256 > 65504 for one in found.layers)
     export(relu, tmp_path / "blind")
@@ -153,14 +146,11 @@ def test_neurons_that_always_fire_are_exact(relu_llama, tmp_path):
     ],
 )
 def test_forms_that_are_not_sound_are_refused(exported, changes, told):
-    config = json.loads((exported / "config.json").read_text())
-    config["hidden_act"] = changes.pop("hidden_act", "silu")
-    config["twell"] |= changes
-    (exported / "config.json").write_text(json.dumps(config))
+    with json_in(exported / "config.json") as config:
+        config["hidden_act"] = changes.pop("hidden_act", "silu")
+        config["twell"] |= changes
     with pytest.raises(TwellError, match=told):
         open_checkpoint(exported)
-
-
 
 
 @torch.no_grad()

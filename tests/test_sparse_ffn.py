@@ -33,6 +33,7 @@ from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
 
+H200 = Limits(132, 232448, (9, 0))
 SOURCES = register_sources({"pack.cu": b"no kernel"})
 
 
@@ -44,15 +45,7 @@ def problem(dtype=torch.bfloat16, biases: bool = False) -> tuple[Tensor | None, 
     return tuple(t if t is None else t.to(dtype) for t in (x, w_gate, w_up, w_down, *rest))
 
 
-def equation(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> Tensor:
+def equation(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> Tensor:
     gate = keep_fired(F.linear(x, w_gate, b_gate))
     return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
 
@@ -194,25 +187,31 @@ def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
     assert twell_nvrtc.what_is_missing().endswith(tuple(twell_nvrtc.PACKAGES.values()))
 
 
-def test_without_cupy_nothing_is_compiled(monkeypatch, tmp_path):
-    limits = Limits(132, 232448, (9, 0))
-    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """`on_gpu(limits)`: as with such a GPU, CuPy and NVRTC; what was loaded before is forgotten."""
+
+    def play(limits: Limits = H200) -> None:
+        monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
+        monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        twell_reasons._why_never_loaded.cache_clear()
+
+    yield play
+    twell_reasons._why_never_loaded.cache_clear()
+
+
+def test_without_cupy_nothing_is_compiled(on_gpu, monkeypatch, tmp_path):
+    on_gpu()
+    monkeypatch.setattr(twell_reasons, "what_is_missing", twell_nvrtc.what_is_missing)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    twell_reasons._why_never_loaded.cache_clear()
-    try:
-        assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
-    finally:
-        twell_reasons._why_never_loaded.cache_clear()
+    assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
-    limits = Limits(132, 232448, (9, 0))
-    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
-    monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+def test_a_failed_load_is_tried_again_and_no_other_failure(on_gpu, monkeypatch):
+    on_gpu()
     failures = [LoadError("out of memory"), KernelError("does not compile"), None]
 
     class Kernels:
@@ -221,30 +220,20 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(monkeypatch):
                 raise failure
 
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: Kernels())
-    twell_reasons._why_never_loaded.cache_clear()
-    try:
-        assert why_no_kernels("a", 0) == "out of memory"
-        assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
-    finally:
-        twell_reasons._why_never_loaded.cache_clear()
+    assert why_no_kernels("a", 0) == "out of memory"
+    assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
     assert failures == [None]
 
 
 @pytest.mark.parametrize("smem_bytes", [232448, 101376], ids=["H200", "little shared memory"])
 @pytest.mark.parametrize("hopper", [True, False], ids=["Hopper", "Blackwell"])
-def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, smem_bytes):
+def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, hopper, smem_bytes):
     """A capture may be the first that needs one of them, and nothing can be loaded there."""
     limits, prepared = Limits(132, smem_bytes, (9, 0) if hopper else (10, 0)), []
-    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
-    monkeypatch.setattr(twell_reasons, "what_is_missing", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    on_gpu(limits)
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
-    twell_reasons._why_never_loaded.cache_clear()
-    try:
-        assert why_no_kernels(SOURCES, 0) is None
-    finally:
-        twell_reasons._why_never_loaded.cache_clear()
+    assert why_no_kernels(SOURCES, 0) is None
     many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
@@ -253,10 +242,9 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(monkeypatch, hopper, sm
     assert {name for e in entries for name in (e.hidden.name, e.down.name)} <= set(prepared)
 
 
-def test_which_kernels(monkeypatch):
+def test_which_kernels(on_gpu):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        limits = Limits(132, 232448, capability)
-        monkeypatch.setattr(twell_reasons, "device_limits", lambda index, found=limits: found)
+        on_gpu(Limits(132, 232448, capability))
         assert takes_hopper_kernels(0) is hopper
 
 
@@ -272,9 +260,8 @@ def test_reasons_are_collected_in_place_of_the_log(caplog):
     assert len(caplog.records) == 1
 
 
-def test_what_is_not_taken(monkeypatch):
-    limits = Limits(132, 232448, (9, 0))
-    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: limits)
+def test_what_is_not_taken(on_gpu):
+    on_gpu()
     x, w_gate, w_up, w_down, *_ = problem()
     rows, w_down = x.view(-1, 64), w_down.t()
     ffn = FFN(w_gate, w_up, w_down, None, None, None)
@@ -297,8 +284,7 @@ def test_what_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("M", [1, 64, 65, 4097])
 @pytest.mark.parametrize("route", ["twell", "dense"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
-    limits = Limits(132, 232448, (9, 0))
-    monkeypatch.setattr(twell_run, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_run, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: "kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
@@ -307,7 +293,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
 
     def way(given):
         def run(kernels, here, rows, ffn, slots):
-            assert (kernels, here, rows.shape, slots) == ("kernels", limits, (M, 64), 8)
+            assert (kernels, here, rows.shape, slots) == ("kernels", H200, (M, 64), 8)
             found.append(ffn.w_down)
 
         return replace(given, run=run)

@@ -1,0 +1,26 @@
+"""What the files of a model hold, for a test to change."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@contextmanager
+def json_in(path: Path) -> Iterator[dict]:
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+@contextmanager
+def weights_in(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Of one file, which may be a link: what it leads to stays."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    yield tensors
+    file.unlink()
+    save_file(tensors, file, {"format": "pt"})
