@@ -343,3 +343,14 @@ def test_command_shows_the_kinds_of_text(relu_llama, kinds_of_text):
     rows = [line.split() for line in done.stdout.split("density by kind of text")[1].splitlines()]
     for part in found.by_kind:
         assert [part.kind, str(part.tokens), f"{part.density:.2%}"] in rows
+
+
+def test_the_spread_of_a_layer():
+    torch.manual_seed(0)
+    gate = torch.rand(1000, 64) - torch.rand(1000, 1) ** 0.2  # tokens of many densities
+    gate[:, :5] = -1
+    count = LayerCount(64, 16, torch.device("cpu"))
+    for part in gate.split(300):
+        count.add(part, part.relu())
+    found, nnz = count.summary(), sorted((gate > 0).sum(1).tolist())
+    assert (found.nnz_p10, found.nnz_p90, found.dead) == (nnz[99], nnz[899], 5)

@@ -11,7 +11,7 @@ from twellctl.decoding.bulk import Bulk, answers
 from twellctl.decoding.dense_decoder import DenseDecoder
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.pages import RunPool
+from twellctl.decoding.pages import PagePool, RunPool
 from twellctl.decoding.sequence import Sequence
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
@@ -140,3 +140,34 @@ def test_runs_of_pages_are_lent_once():
     for run in lent:
         pool.give_back(run)
     assert pool.take(199) == range(1, 200)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_page_is_lent_twice_and_none_is_lost(seed):
+    draw = random.Random(seed)
+    pool, held = PagePool(num_pages=17), []
+    assert pool.capacity == 16
+    for _ in range(300):
+        if held and draw.random() < 0.5:
+            pool.give_back(pages := held.pop(draw.randrange(len(held))))
+            assert pages == []
+        else:
+            count, free = draw.randint(0, 6), pool.free
+            pages = pool.take(count)
+            assert (pages is None) == (count > free)
+            if pages is not None:
+                assert len(pages) == count
+                held.append(pages)
+        lent = [page for pages in held for page in pages]
+        assert len(set(lent)) == len(lent)
+        assert set(lent) <= set(range(1, 17))  # never the one that belongs to nobody
+        assert pool.free + len(lent) == pool.capacity
+
+
+def test_a_page_that_was_not_lent_is_not_taken_back():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    again = list(pages)
+    pool.give_back(pages)
+    with pytest.raises(KeyError):
+        pool.give_back(again)
