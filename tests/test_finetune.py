@@ -174,14 +174,10 @@ def test_steps_that_cannot_be_recorded_are_taken_as_ever(
     def refuse(*given):
         raise RuntimeError("not permitted\nwhen stream is capturing")
 
-    class Noted(Progress):
-        def note(self, text):
-            notes.append(text)
-
-    notes = []
+    notes, progress = [], Progress()
+    progress.note = notes.append
     monkeypatch.setattr(build, "_captures", lambda recipe: True)
     monkeypatch.setattr(trainer, "CapturedPart", refuse)
-    progress = Noted()
     out = finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress).out
     assert "steps are not recorded as a CUDA graph, and so slower: not permitted" in notes
     assert_same_weights(out, uninterrupted.out)

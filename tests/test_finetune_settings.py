@@ -182,14 +182,10 @@ def test_as_many_blocks_at_once_as_divide_a_share(batch, most, processes, taken)
 
 
 def test_fewer_blocks_at_once_than_asked_are_said(relu_llama, text_file, tmp_path):
-    notes = []
-
-    class Seen(Progress):
-        def note(self, text):
-            notes.append(text)
-
+    notes, progress = [], Progress()
+    progress.note = notes.append
     recipe = small(text_file, max_steps=1, batch_size=4, micro_batch_size=3)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Seen())
+    finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
     assert notes[0].startswith("2 blocks at once, for micro-batch-size 3: they must divide the 4")
 
 

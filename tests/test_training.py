@@ -9,7 +9,7 @@ from launched import Launches, Map
 from torch import Tensor
 
 from twellctl.bundle import twell_heavy, twell_reasons, twell_sequence
-from twellctl.bundle.twell_ffn import sparse_ffn, takes_training, train_ffn
+from twellctl.bundle.twell_ffn import takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_training import Wanted, backward, forward
@@ -143,13 +143,6 @@ def test_the_plain_path_compiles_without_a_graph_break():
     compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
     found = gradients(compiled(*leaves).sum(), leaves)
     for one, wanted in zip(found, gradients(ffn(*leaves).sum(), leaves), strict=True):
-        torch.testing.assert_close(one, wanted)
-
-
-def test_sparse_ffn_has_gradients():
-    leaves = plain_problem()
-    found = gradients(sparse_ffn(*leaves).sum(), leaves)
-    for one, wanted in zip(found, gradients(train_ffn(*leaves)[0].sum(), leaves), strict=True):
         torch.testing.assert_close(one, wanted)
 
 

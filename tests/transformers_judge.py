@@ -6,6 +6,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+FAMILIES = {  # that the plugin has classes for
+    "llama": {"mlp_bias": True, "attention_bias": True},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+}
+PROMPTS = [[(7 * i * i + 3 * j) % 512 for j in range(5 + 9 * i)] for i in range(8)]
+
 
 def assert_as_transformers(folder: Path, rows: list[dict], *, noise: float = 0.05) -> None:
     """Log-probabilities of `rows` err as those of transformers in bf16 do, and no more.

@@ -346,15 +346,6 @@ def test_pointing_at_a_token_shows_its_densities(open_page, tokenizer):
         assert pixels[0] < pixels[1]  # darker
 
 
-def test_it_loads_nothing_else(open_page, tokenizer):
-    with open_page(speaking(tokenizer)) as page:
-        page.say("Hello.")
-        page.done()
-        loaded = page.run("return performance.getEntriesByType('resource').map(e => e.name)")
-        assert loaded
-        assert all(url.startswith((page.url, "data:")) for url in loaded)
-
-
 def test_its_policy_names_its_script_and_style_alone(tokenizer):
     with running(ServedModel("model", tokenizer, Scripted([5]))) as client:
         answer = get(client, "/")

@@ -4,19 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers_judge import assert_as_transformers
+from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers
 from vllm_installed import needs_vllm
 
 pytestmark = needs_vllm
 LAYERS = 2
-FAMILIES = {
-    "llama": {"mlp_bias": True, "attention_bias": True},
-    "mistral": {},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-}
-PROMPTS = [[(7 * i * i + 3 * j) % 512 for j in range(5 + 9 * i)] for i in range(8)]
 NOISE = 0.1
 DENSELY = "densely, by vLLM's own FP8 linear layers: the kernels need an NVIDIA GPU"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 from transformers import AutoTokenizer
-from transformers_judge import assert_as_transformers
+from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers
 from vllm_installed import needs_vllm
 
 from twellctl.convert import convert
@@ -17,14 +17,6 @@ from twellctl.profile import profile
 
 pytestmark = needs_vllm
 LAYERS = 2
-FAMILIES = {
-    "llama": {"mlp_bias": True, "attention_bias": True},
-    "mistral": {},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-}
-PROMPTS = [[(7 * i * i + 3 * j) % 512 for j in range(5 + 9 * i)] for i in range(8)]
 DENSE = "densely, through vLLM's transformers backend"
 
 
