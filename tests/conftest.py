@@ -128,14 +128,8 @@ def sentencepiece():
     model = models.BPE(vocab, [("▁", "a"), ("▁", "b")], byte_fallback=True)
     made = Tokenizer(model)
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     made.add_special_tokens(["<s>"])
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
 

@@ -50,10 +50,8 @@ def changed(which: dict, **more):
         (changed({"density": 0.2, "nnz_mean": 200.0}), "Layer 0 fires more than 3 times the mean"),
         (changed({"slots": 256}), "Layer 0 needs all 256 slots of a tile"),
         (changed({"nnz_p99": 200}), "In layer 0 one token in a hundred fires more than 8 times"),
-        (
-            changed({}, by_position=(dataclasses.replace(SPARSE.by_position[0], density=0.05),)),
-            "The first token of a window fires 5.00 % of the neurons, 5.0 times the mean",
-        ),
+        (changed({}, by_position=(dataclasses.replace(SPARSE.by_position[0], density=0.05),)),
+         "The first token of a window fires 5.00 % of the neurons, 5.0 times the mean"),
         (
             changed(
                 {},
@@ -64,7 +62,7 @@ def changed(which: dict, **more):
         (changed({"dead": 900}), "4096 tokens are few to call them dead"),
         (changed({"dead": 900}, tokens=10**6, text_tokens=10**6), "They cost memory and no time"),
     ],
-)
+)  # fmt: skip
 def test_sentences_come_when_they_are_true(found, sentence):
     assert sentence in said(found)
     assert sentence not in said(SPARSE)

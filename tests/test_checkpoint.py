@@ -80,27 +80,21 @@ def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[in
         ({"quantization_config": {"quant_method": "awq"}}, ("quantised (awq)", "original")),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)", "original")),
         ({"quantization_config": {"load_in_4bit": True}}, ("quantised", "original")),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes"}},
-            ("quantised (bitsandbytes)", "original"),
-        ),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}},
+         ("quantised (bitsandbytes)", "original")),
         ({"compression_config": {"format": "pack-quantized"}}, ("quantised", "original")),
         ({"text_config": {"hidden_act": "silu"}}, ("multimodal (text_config)", "text-only")),
         ({"vision_config": {}}, ("multimodal (vision_config)", "text-only")),
-        (
-            {"model_type": "nova9", "auto_map": {"AutoModelForCausalLM": "m.N"}},
-            ("nova9", "remote code (auto_map)", "take a model"),
-        ),
+        ({"model_type": "nova9", "auto_map": {"AutoModelForCausalLM": "m.N"}},
+         ("nova9", "remote code (auto_map)", "take a model")),
         ({"model_type": ...}, ("no model_type", "give")),
         ({"num_experts": 4}, ("mixture of experts", "dense")),
         ({"moe_num_experts": 4}, ("mixture of experts", "dense")),
-        (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            ("is a LlamaForSequenceClassification", "ForCausalLM"),
-        ),
+        ({"architectures": ["LlamaForSequenceClassification"]},
+         ("is a LlamaForSequenceClassification", "ForCausalLM")),
         ({"num_hidden_layers": 3}, ("2 gated FFNs in 3 layers", "gate_proj")),
     ],
-)
+)  # fmt: skip
 def test_config_that_does_not_fit(model, refused, changes, words):
     edit(model / "config.json", **changes)
     refused(model, str(model), *words)

@@ -116,21 +116,15 @@ def test_folders_that_are_no_models(tmp_path, files, said):
         open_checkpoint(tmp_path / "model")
 
 
+ORIGINAL = {"original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("rope", "context"),
     [
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, 1024),
-        (
-            {
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            256,
-        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}}, 256),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 512),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 256),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256),
@@ -154,17 +148,12 @@ def test_a_stretched_model_reads_as_far_as_it_reaches(relu_llama, changed):
 @pytest.fixture
 def with_bos(tokenizer):
     """A tokenizer that puts a BOS, which is not the EOS, before a text."""
-    made = type(tokenizer)(
-        tokenizer_object=tokenizer.backend_tokenizer.__class__.from_str(
-            tokenizer.backend_tokenizer.to_str()
-        ),
-        eos_token="<|endoftext|>",
-        bos_token="<s>",
-    )
-    bos = made.bos_token_id
-    made.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", bos)]
-    )
+    stock = tokenizer.backend_tokenizer
+    again = type(stock).from_str(stock.to_str())
+    made = type(tokenizer)(tokenizer_object=again, eos_token="<|endoftext|>", bos_token="<s>")
+    special = [("<s>", made.bos_token_id)]
+    post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+    made.backend_tokenizer.post_processor = post_processor
     return made
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_fp8 import spread, weight_of
+from test_ways import OF_HOPPER
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route, twell_run
@@ -27,15 +28,7 @@ K, N = 128, 256
 @pytest.mark.parametrize(
     ("limits", "lines"),
     [
-        (
-            H200,
-            [
-                "1 to 3 tokens: union, dense",
-                "4 to 64 tokens: pairs, union, dense",
-                "65 to 4096 tokens: walk_gate, lists, dense",
-                "4097 and more tokens: lists, dense",
-            ],
-        ),
+        (H200, OF_HOPPER),
         (B200, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
         (L4, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
     ],
@@ -123,9 +116,7 @@ def test_the_route_dense_is_the_way_dense_and_no_rows_are_torchs(operator):
 
 
 @pytest.mark.parametrize("hopper", [False, True])
-def test_dense_routes_without_kernels_are_torchs_as_is_said_on_hopper(
-    operator, monkeypatch, hopper
-):
+def test_without_kernels_dense_is_torchs_as_is_said_on_hopper(operator, monkeypatch, hopper):
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no kernels")
     monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda *asked: hopper)
     with reasons_said() as said:
@@ -243,9 +234,8 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
 def bare_ffn() -> nn.Module:
     """An FFN of FP8 layers."""
     ffn = nn.Module()
-    for i, (name, size) in enumerate(
-        (("gate_proj", (32, 6)), ("up_proj", (32, 6)), ("down_proj", (6, 32)))
-    ):
+    sizes = {"gate_proj": (32, 6), "up_proj": (32, 6), "down_proj": (6, 32)}
+    for i, (name, size) in enumerate(sizes.items()):
         linear = Fp8Linear(*size, bias=False)
         weight = weight_of(*size[::-1], seed=i)
         linear.weight.data, linear.weight_scale.data = weight.values, weight.scale
@@ -341,8 +331,7 @@ def test_where_dense_is_asked_for_there_is_one_layout(monkeypatch):
     [((9, 0), "13.0", True), ((9, 0), "12.8", False), ((8, 9), "13.0", False)],
 )
 def test_where_a_bias_is_added_after_the_product(monkeypatch, capability, cuda, after):
-    monkeypatch.setattr(
-        twell_fp8, "device_limits", lambda index: replace(H200, capability=capability)
-    )
+    limits = replace(H200, capability=capability)
+    monkeypatch.setattr(twell_fp8, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert twell_fp8._adds_biases_after(0) == after

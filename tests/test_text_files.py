@@ -86,10 +86,8 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
     ("row", "text"),
     [
         ({"messages": CHAT}, WRITTEN),
-        (
-            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
-            WRITTEN,
-        ),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+         WRITTEN),
         ({"conversations": CHAT, "system": "S"}, "<|system|>S\n" + WRITTEN),
         ({"messages": PARTS},
          WRITTEN),

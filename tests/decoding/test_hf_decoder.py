@@ -31,24 +31,14 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, c
     scheduler = open_scheduler(model, max_running=3)
     kind = HFDecoder if family in PAGED else LoneDecoder
     assert type(scheduler.decoder) is kind
-    what = "transformers' own code"
-    assert told_of_decoder(model) == (
-        f"{what} (the decode kernels need an NVIDIA GPU)"
-        if kind is HFDecoder
-        else f"{what}, one sequence at a time ({type(model).__name__} keeps more than keys and "
-        "values of attention)"
-    )
+    alone = "one sequence at a time (FalconH1ForCausalLM keeps more than keys and values of "
+    alone = f"transformers' own code, {alone}attention)"
+    told = "transformers' own code (the decode kernels need an NVIDIA GPU)"
+    assert told_of_decoder(model) == (told if kind is HFDecoder else alone)
     assert greedy(scheduler, prompts, 18) == known  # side by side, some joining later
     assert greedy(scheduler, prompts[:1], 18) == known[:1]
     said = [record.getMessage() for record in caplog.records if "decoding" in record.name]
-    assert said == (
-        []
-        if kind is HFDecoder
-        else [
-            "the engine runs transformers' own code, one sequence at a time "
-            "(FalconH1ForCausalLM keeps more than keys and values of attention)"
-        ]
-    )
+    assert said == ([] if kind is HFDecoder else [f"the engine runs {alone}"])
 
 
 def test_little_room_changes_no_token(tiny, generated, prompts):

@@ -35,6 +35,9 @@ MIXED = ["sliding_attention", "full_attention"]
 GEMMA = {"hidden_activation": "relu", "vocab_size": 517, "head_dim": 256}
 WINDOW = {"layer_types": MIXED, "sliding_window": 40}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22}
+GRANITE |= {"logits_scaling": 5.0}
+PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
 CASES = {
     "llama": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -49,16 +52,7 @@ CASES = {
     "ministral": ("ministral", {"sliding_window": 40}),
     "seed_oss": ("seed_oss", {}),
     "cwm": ("cwm", {"sliding_window": 40}),
-    "granite": (
-        "granite",
-        {
-            "vocab_size": 515,
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 5.0,
-        },
-    ),
+    "granite": ("granite", {"vocab_size": 515} | GRANITE),
     "heads of 100": ("llama", {"head_dim": 100}),
     "normed heads of 36": ("qwen3", {"head_dim": 36}),
     "heads of 256": ("llama", {"head_dim": 256, "vocab_size": 513}),
@@ -70,18 +64,12 @@ CASES = {
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", WINDOW),
     "exaone4": ("exaone4", WINDOW),
-    "part of a head": (
-        "phi3",
-        {"hidden_size": 256, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
-    ),
+    "part of a head": ("phi3", {"hidden_size": 256, "rope_parameters": PARTIAL}),
 }
+BOTH = [(case, True) for case in CASES] + [("phi3", False)]  # which differs in the FFN alone
 
 
-@pytest.mark.parametrize(
-    ("case", "is_sparse"),
-    # the dense form differs in the FFN alone
-    [(case, True) for case in CASES] + [("phi3", False)],
-)
+@pytest.mark.parametrize(("case", "is_sparse"), BOTH)
 def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_sparse):
     family, changes = CASES[case]
     model = tiny(family, **SIZES | changes)
@@ -204,10 +192,9 @@ def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, k
 
 def test_of_another_activation_no_sparse_kernel_is_compiled(tiny, as_on_a_gpu, kernels):
     assert KernelDecoder.why_not(tiny(**SIZES, hidden_act="silu").bfloat16()) is None
-    assert {"choose", "embed_norm", "rms_norm", "attend_64_2", "few_linear_8"} <= set(
-        kernels.prepared
-    )
-    assert not any("few" in name and "linear" not in name for name in kernels.prepared)
+    prepared = set(kernels.prepared)
+    assert {"choose", "embed_norm", "rms_norm", "attend_64_2", "few_linear_8"} <= prepared
+    assert not any("few" in name and "linear" not in name for name in prepared)
 
 
 def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
@@ -275,11 +262,8 @@ def test_fused_weights_are_not_copied(tiny):
     for layer, made in zip(model.model.layers, decoder._layers, strict=True):
         assert made.qkv.weight is layer.self_attn.qkv_proj.weight
         fused = layer.mlp.gate_up_proj.weight
-        halves = made.ffn.w_gate, made.ffn.w_up
-        assert [half.data_ptr() for half in halves] == [
-            fused.data_ptr(),
-            fused.data_ptr() + fused.nbytes // 2,
-        ]
+        start, halves = fused.data_ptr(), (made.ffn.w_gate, made.ffn.w_up)
+        assert [half.data_ptr() - start for half in halves] == [0, fused.nbytes // 2]
 
 
 @pytest.mark.parametrize(
@@ -287,13 +271,11 @@ def test_fused_weights_are_not_copied(tiny):
     [
         ({"rope_type": "default"}, None),
         ({"rope_type": "default", "partial_rotary_factor": 0.75}, None),
-        (
-            {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
-            "longrope rotary positions depend on the longest sequence",
-        ),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+         "longrope rotary positions depend on the longest sequence"),
     ],
     ids=["plain", "partial", "longrope"],
-)
+)  # fmt: skip
 def test_rotary_positions_of_phi3(tiny, as_on_a_gpu, rope, said):
     parameters = {"rope_theta": 1e4, **rope}
     model = tiny("phi3", hidden_size=256, rope_parameters=parameters).bfloat16()

@@ -25,14 +25,8 @@ def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, quantiz
 
 def test_export_says_how_vllm_serves_it(cli, make_export, text_file, tmp_path):
     relu = make_export("llama").with_name("relu")
-    words = [
-        "--data",
-        text_file,
-        "--windows=1",
-        "--seq-len=16",
-        "--json",
-        tmp_path / "profile.json",
-    ]
+    words = ["--data", text_file, "--windows=1", "--seq-len=16", "--json"]
+    words.append(tmp_path / "profile.json")
     assert cli("profile", relu, *words)[0] == 0
     _, without, _ = cli("export", relu, tmp_path / "without")
     _, profiled, _ = cli("export", relu, tmp_path / "out", "--profile", tmp_path / "profile.json")
