@@ -14,11 +14,12 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import limited, written
-from twellctl.evaluation.answers import Answer, answers, encoded
+from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import Asked, Coded
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
+from twellctl.text.tokens import encode_prompt
 
 
 def lines(path, rows) -> str:
@@ -34,7 +35,7 @@ def prompts(tmp_path):
 def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
     model = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
     asked = ["import os", "What?", "def f(x):\n    return x" * 4]
-    prompts = [encoded(tokenizer, text, 512) for text in asked]
+    prompts = [encode_prompt(tokenizer, text) for text in asked]
     found = answers(model, tokenizer, prompts, 20)
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.tokens) == greedy(model, prompt, 20)
@@ -67,7 +68,7 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     )
     columns, agree, parted = [], 0, []
     for text in ("What is 0?", "What is 1?", "What is 3?"):
-        prompt = encoded(tokenizer, text, 512)
+        prompt = encode_prompt(tokenizer, text)
         room = 96 - 40
         answer, own = (greedy(model, prompt, room) for model in (theirs, ours))
         answer, own = answer[: 96 - len(prompt)], own[: 96 - len(prompt)]

@@ -17,7 +17,7 @@ from twellctl.generate import generate
 from twellctl.models import loading
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.text.reading import read_texts
-from twellctl.text.tokens import encode_chat
+from twellctl.text.tokens import encode_prompt
 from twellctl.write import _Answers, write
 
 SMALL = {"tokens": 600, "max_tokens": 12, "batch_size": 16}
@@ -262,7 +262,7 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     stock = loading.load_model(open_checkpoint(silu_llama))
     known = []
     for chat in ASKED:
-        prompt = torch.tensor([encode_chat(tokenizer, chat)])
+        prompt = torch.tensor([encode_prompt(tokenizer, chat)])
         ids = stock.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
         known.append([*chat, {"role": "assistant", "content": text}])

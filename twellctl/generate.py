@@ -11,7 +11,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
 from twellctl.settings import refuse_wrong, setting
-from twellctl.text.tokens import Detokenizer, check_ids, encode_chat, encode_text
+from twellctl.text.tokens import Detokenizer, check_ids, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -197,15 +197,10 @@ class Loaded:
     def _encoded(
         self, prompt: str | list[Message], chat: bool, template: dict[str, Any]
     ) -> list[int]:
-        if not chat:
-            tokens = encode_text(self.tokenizer, prompt)
-        else:
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            try:
-                tokens = encode_chat(self.tokenizer, turns, **template)
-            except ValueError as error:
-                name = self.checkpoint.name
-                raise TwellError(f"{name}: {error}; try --no-chat") from error
+        try:
+            tokens = encode_prompt(self.tokenizer, prompt, chat, **template)
+        except TwellError as error:
+            raise TwellError(f"{self.checkpoint.name}: {error}; try --no-chat") from error
         if not tokens:
             raise UsageError("the prompt holds no token: give some text")
         check_ids(max(tokens), self.checkpoint.config.get("vocab_size"))

@@ -22,7 +22,7 @@ from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
 from twellctl.settings import refuse_wrong, setting
 from twellctl.text.reading import read_prompts
-from twellctl.text.tokens import chat_text, check_ids
+from twellctl.text.tokens import check_ids, encode_prompt
 from twellctl.text.written import WrittenFile, is_written_file
 
 if TYPE_CHECKING:
@@ -223,10 +223,9 @@ class _Answers:
 
     def _begins(self, number: int, messages: Messages) -> tuple[Messages, list[int]]:
         try:
-            text = chat_text(self.tokenizer, messages, opens_answer=True)
-            tokens = self.tokenizer.encode(text, verbose=False, add_special_tokens=False)
+            tokens = encode_prompt(self.tokenizer, messages, chat=True)
             check_ids(max(tokens, default=0), self._vocabulary)
-        except (TwellError, ValueError) as error:
+        except TwellError as error:
             raise TwellError(f"prompt {number}: {error}") from error
         return messages, tokens
 

@@ -17,7 +17,6 @@ from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import eos_tokens, open_scheduler
 from twellctl.errors import TwellError
 from twellctl.models.defaults import context_of
-from twellctl.text.tokens import check_ids, encode_chat, encode_text
 
 MAX_TOKENS = 512  # of an answer
 _REPEATS = 4  # times in a row, from which on an ending is a loop
@@ -49,25 +48,6 @@ class Answer:
             if len(end) == size and end[period:] == end[:-period]:
                 return True
         return False
-
-
-def encoded(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], vocabulary: int
-) -> list[int]:
-    """A user's message, or messages that end with one, as the chat template opens the answer.
-
-    Where there is no template the last message is text that is continued.
-    """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template is None:
-        tokens = encode_text(tokenizer, messages[-1]["content"])
-    else:
-        try:
-            tokens = encode_chat(tokenizer, messages)
-        except ValueError as error:
-            raise TwellError(str(error)) from error
-    check_ids(max(tokens, default=0), vocabulary)
-    return tokens
 
 
 def answers(

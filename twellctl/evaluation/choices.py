@@ -17,7 +17,7 @@ from twellctl.evaluation.questions import Question, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
-from twellctl.text.tokens import check_ids, end_of_text, opening_of
+from twellctl.text.tokens import check_ids, encode_written, end_of_text, opening_of
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,14 @@ def continuation(
     stem = question.query.rstrip()
     gap = question.query[len(stem) :] or ("" if choice[0].isspace() else " ")
     opening = opening_of(tokenizer)  # what it puts behind a text would hide the choice
-    before = opening + _encoded(tokenizer, stem)
+    before = opening + encode_written(tokenizer, stem)
     if not before:  # nothing is in front of the choice, as at the beginning of a text
         before = opening = [end_of_text(tokenizer)]
-    whole = opening + _encoded(tokenizer, (stem + gap if stem else "") + choice)
+    whole = opening + encode_written(tokenizer, (stem + gap if stem else "") + choice)
     # where the choice's first characters make one token with the question's last, it has that
     scored = max(1, len(whole) - len(before))
     cut = context is not None and len(whole) > context
     return Continuation(whole[-context:] if cut else whole, scored, cut)
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 @torch.no_grad()

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import TwellError
 from twellctl.evaluation import choices, written
-from twellctl.evaluation.answers import Answer, answers, encoded
+from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import dtype_for
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
-from twellctl.text.tokens import encode_written
+from twellctl.text.tokens import check_ids, encode_prompt, encode_written
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 Doing = Callable[[str], None]
@@ -91,7 +91,9 @@ class Subject:
         self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
 
     def encoded(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        return encoded(self.tokenizer, prompt, self.model.config.vocab_size)
+        tokens = encode_prompt(self.tokenizer, prompt)
+        check_ids(max(tokens, default=0), self.model.config.vocab_size)
+        return tokens
 
     def write(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> Wrote:
         """Its answers to the questions of `tasks`, in its own words."""

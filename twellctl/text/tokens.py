@@ -74,11 +74,24 @@ def chat_text(
         raise ValueError(f"the chat template refuses these messages: {reason(error)}") from error
 
 
-def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **given: Any
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | list[dict[str, Any]],
+    chat: bool | None = None,
+    **given: Any,
 ) -> list[int]:
-    """The tokens of a conversation up to where the assistant begins; `ValueError` says why not."""
-    return encode_written(tokenizer, chat_text(tokenizer, messages, opens_answer=True, **given))
+    """A user's message, or messages that end with one, as the chat template opens the answer.
+
+    `chat` False: the last message is text that is continued; None: so where there is no template.
+    This knows what is `given`, too. `TwellError` says why it does not take the messages.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if chat is False or (chat is None and tokenizer.chat_template is None):
+        return encode_text(tokenizer, messages[-1]["content"])
+    try:
+        return encode_written(tokenizer, chat_text(tokenizer, messages, opens_answer=True, **given))
+    except ValueError as error:
+        raise TwellError(str(error)) from error
 
 
 def encode_written(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
