@@ -218,9 +218,8 @@ def without(key: str) -> str:
 def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
     file = tmp_path / "task.jsonl"
     file.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
-    with pytest.raises(
-        TwellError, match=rf"task\.jsonl:3:? .*{said}.*: (correct or leave|put each kind)"
-    ):
+    remedy = "(correct or leave|put each kind|each line must)"
+    with pytest.raises(TwellError, match=rf"task\.jsonl:3:? .*{said}.*: {remedy}"):
         read_tasks([str(file)], limit=1)
 
 

@@ -1,17 +1,16 @@
-"""Tasks in local files: one question a line, as JSON, of three kinds. No torch.
+"""Tasks in local files: one question a row, as JSON, of three kinds. No torch.
 
     {"query": "Q: ...\\nA:", "choices": ["yes", "no"], "gold": 0}
     {"prompt": "What is 6 times 7?", "answer": "42", "match": "number"}
     {"prompt": "Write f ...", "entry_point": "f", "tests": "assert f(1) == 2"}
 
-A file is a task of one kind, a folder holds several. `gold` is the place of the right choice, from
-0. `match` says when what a model writes is the `answer` (`MATCHES`). `tests` are Python that raises
-if the code that a model writes, the function `entry_point`, is wrong. A line of HumanEval has them
-as `test`, a function check(candidate).
+A file, of lines or of one array, is a task of one kind, a folder holds several. `gold` is the place
+of the right choice, from 0. `match` says when what a model writes is the `answer` (`MATCHES`).
+`tests` are Python that raises if the code that a model writes, the function `entry_point`, is
+wrong. A line of HumanEval has them as `test`, a function check(candidate).
 """
 
 import re
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.home import from_home
-from twellctl.files.strict_json import parse_json, read_file
+from twellctl.text.files import read_rows
 
 SUFFIXES = (".jsonl", ".json")
 _REMEDY = "correct or leave out this line"
@@ -100,26 +99,20 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_task(file: Path, limit: int | None) -> Task:
-    lines = enumerate(read_file(file).removeprefix(BOM_UTF8).split(b"\n"), 1)
     questions: list[AnyQuestion] = []
-    for number, line in lines:
-        if line.strip():
-            questions.append(_question(line, f"{file}:{number}"))
-            if type(questions[-1]) is not type(questions[0]):
-                raise TwellError(
-                    f"{file}:{number} is a question of another kind than the first one of its file:"
-                    " put each kind in a file of its own"
-                )
+    for where, row in read_rows(file, ""):
+        questions.append(_question(row, where))
+        if type(questions[-1]) is not type(questions[0]):
+            raise TwellError(
+                f"{where} is a question of another kind than the first one of its file: put each "
+                "kind in a file of its own"
+            )
     if not questions:
         raise TwellError(f"{file} holds no question: give a file with some, or leave it out")
     return Task(file.stem, tuple(questions[:limit]))
 
 
-def _question(line: bytes, where: str) -> AnyQuestion:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise TwellError(f"{where} is not valid JSON ({reason(error)}): {_REMEDY}") from error
+def _question(row: Any, where: str) -> AnyQuestion:
     if isinstance(row, dict) and isinstance(row.get("test"), str) and "tests" not in row:
         row["tests"] = f"{row['test']}\n\ncheck({row.get('entry_point')})"
     if (wrong := _what_is_wrong(row)) is not None:

@@ -114,6 +114,8 @@ def line_end(text: str, most: int) -> int:
 def read_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
     """(where it stands, the row) of each row of a jsonl, JSON or parquet file."""
     kind = kind_of(path)
+    if path.exists() and not path.is_file():
+        raise TwellError(f"{path} is no regular file: write its rows to one")
     if kind == ".parquet":
         yield from _read_parquet(path, text_column)
         return
