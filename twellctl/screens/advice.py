@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from twellctl.firing.profiled import LayerProfile, Profile
+from twellctl.firing.profiled import Profile
 
 FEW_TOKENS = 50_000  # too few to call a neuron dead
 MANY_DEAD = 0.05
-UNEVEN = 3.0  # times the mean
 FEWER_KINDS = 1.5  # times as dense as the sparsest kind of text
-HEAVY = 8.0  # times the median: the density of one token in a hundred
 PREFILL, DECODE = 0.02, 0.05  # densities from which on dense was as fast on an H200, the latter
 # for 16 sequences side by side; one alone gains far above it
 TOO_MANY = 0.2  # by reckoning: above DECODE nothing was measured
@@ -33,9 +31,7 @@ def percent(share: float) -> str:
 
 def of_profile(profile: Profile) -> list[str]:
     """About a measured model, what matters most first."""
-    rules: tuple[Callable[[Profile], Iterator[str]], ...] = (
-        _density, _uneven, _slots, _heavy, _start, _kinds, _dead
-    )  # fmt: skip
+    rules: tuple[Callable[[Profile], Iterator[str]], ...] = (_density, _slots, _kinds, _dead)
     return [said[0].upper() + said[1:] for rule in rules for said in rule(profile)]
 
 
@@ -92,40 +88,13 @@ def _density(profile: Profile) -> Iterator[str]:
         yield f"{percent(density)} of the neurons fire: few enough for prompts and for decoding."
 
 
-def _uneven(profile: Profile) -> Iterator[str]:
-    ratios = [layer.density / profile.density if profile.density else 0 for layer in profile.layers]
-    dense = [number for number, ratio in enumerate(ratios) if ratio > UNEVEN]
-    if dense:
-        yield (
-            f"{_layers(dense, 'fires', 'fire')} more than {UNEVEN:g} times the mean, and so "
-            f"{'gains' if len(dense) == 1 else 'gain'} least."
-        )
-
-
 def _slots(profile: Profile) -> Iterator[str]:
-    full = _numbers(profile, lambda layer: layer.slots >= profile.tile)
+    full = [n for n, layer in enumerate(profile.layers) if layer.slots >= profile.tile]
     if full:
+        named = f" ({', '.join(map(str, full))})" if len(full) <= MOST_NAMED else ""
         yield (
-            f"{_layers(full, 'needs', 'need')} all {profile.tile} slots of a tile: the packed gate "
-            "is no smaller than the dense one there."
-        )
-
-
-def _heavy(profile: Profile) -> Iterator[str]:
-    heavy = _numbers(profile, lambda layer: layer.nnz_p99 > HEAVY * max(1, layer.nnz_p50))
-    if heavy:
-        yield (
-            f"In {_layers(heavy, '', '')}one token in a hundred fires more than {HEAVY:g} times "
-            "the median. The fullest tokens set the slots."
-        )
-
-
-def _start(profile: Profile) -> Iterator[str]:
-    first = profile.by_position[0].density if profile.by_position else None
-    if first and first > UNEVEN * profile.density:
-        yield (
-            f"The first token of a window fires {percent(first)} of the neurons, "
-            f"{first / profile.density:.1f} times the mean: very short prompts gain less."
+            f"{len(full)} of {len(profile.layers)} layers{named} need all {profile.tile} slots of "
+            "a tile: the packed gate is no smaller than the dense one there."
         )
 
 
@@ -147,17 +116,3 @@ def _dead(profile: Profile) -> Iterator[str]:
         yield f"{said} {profile.distinct_tokens} tokens are few to call them dead: read more text."
     else:
         yield f"{said} They cost memory and no time."
-
-
-def _numbers(profile: Profile, picked: Callable[[LayerProfile], bool]) -> list[int]:
-    return [number for number, layer in enumerate(profile.layers) if picked(layer)]
-
-
-def _layers(numbers: list[int], one: str = "is", many: str = "are") -> str:
-    """Like "layer 3 is", "layers 0, 1 and 7 are" and, of many, "12 layers are"."""
-    if len(numbers) == 1:
-        return f"layer {numbers[0]} {one}"
-    if len(numbers) > MOST_NAMED:
-        return f"{len(numbers)} layers {many}"
-    *others, last = map(str, numbers)
-    return f"layers {', '.join(others)} and {last} {many}"
