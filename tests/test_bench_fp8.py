@@ -13,9 +13,9 @@ from twellctl.bench.contest import Contender, Course, hold
 from twellctl.bench.decode import bench_decode
 from twellctl.bench.dense_fp8 import SCHEMES, fast_product, rounded_copy, why_no_dense_fp8
 from twellctl.bench.model import bench_model
-from twellctl.bench.precisions import in_precisions, is_in_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings, ModelSettings
+from twellctl.bench.subject import in_precisions, is_in_fp8
 from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle import twell_fp8
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight

@@ -10,11 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from twellctl.errors import TwellError
-from twellctl.files import exchange as exchange_module
 from twellctl.files import workspace
-from twellctl.files.exchange import exchange
 from twellctl.files.outputs import staged
-from twellctl.files.workspace import lay_aside, workspace_beside, workspace_of
+from twellctl.files.workspace import exchange, lay_aside, workspace_beside, workspace_of
 
 
 @pytest.fixture
@@ -37,9 +35,9 @@ def test_a_system_that_cannot_exchange_changes_nothing(tmp_path, monkeypatch, co
     class Library:
         def __init__(self, name, use_errno):
             if code is not None:
-                self.renameat2 = lambda *args: exchange_module.ctypes.set_errno(code) or -1
+                self.renameat2 = lambda *args: workspace.ctypes.set_errno(code) or -1
 
-    monkeypatch.setattr(exchange_module.ctypes, "CDLL", Library)
+    monkeypatch.setattr(workspace.ctypes, "CDLL", Library)
     assert not exchange(tmp_path / "one", tmp_path / "other")
 
 

@@ -21,11 +21,10 @@ from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_requests import DEFAULTS
-from twellctl.serving.openai_server import Limits, make_app
+from twellctl.serving.openai_server import Limits, Traffic, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.preparing import in_daemon_thread
 from twellctl.serving.settings import Serving
-from twellctl.serving.traffic import Traffic
 from twellctl.settings import refuse_wrong
 from twellctl.text.tokens import encode_text
 

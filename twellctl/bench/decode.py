@@ -16,10 +16,9 @@ from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.device import bench_device, device_facts
-from twellctl.bench.precisions import is_in_fp8
 from twellctl.bench.results import TWELL
 from twellctl.bench.settings import DecodeSettings
-from twellctl.bench.subject import Subject, open_subject
+from twellctl.bench.subject import Subject, is_in_fp8, open_subject
 from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
-from twellctl.bench.precisions import DTYPE, Precisions
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
+from twellctl.bench.subject import DTYPE, Precisions
 from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns

@@ -28,11 +28,10 @@ from twellctl.bench.contest import (
 )
 from twellctl.bench.dense_fp8 import SCHEMES, linear_sizes, rounded_copy, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_facts, free_memory
-from twellctl.bench.precisions import DTYPE
 from twellctl.bench.random_model import WORKSPACE
 from twellctl.bench.results import DENSE, DENSE_FP8, FP8_ROUNDING, TWELL, Bench, Point
 from twellctl.bench.settings import ModelSettings
-from twellctl.bench.subject import Subject, open_subject
+from twellctl.bench.subject import DTYPE, Subject, open_subject
 from twellctl.bench.twell_side import routes_taken, twell_twin, why_no_kernels
 from twellctl.bundle.twell_config import TILE
 from twellctl.firing.counts import count_layers

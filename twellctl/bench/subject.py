@@ -1,21 +1,48 @@
-"""What a bench measures: a ReLU model of the user's on text, or a random one on drawn tokens."""
+"""What a bench measures: a ReLU model of the user's on text, or a random one on drawn tokens.
+
+In bf16, and in FP8 too where that is what is benched. All forms of a bench compute the same
+function then: the bf16 model holds what the FP8 weights are.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from twellctl.bench.device import free_memory
-from twellctl.bench.precisions import DTYPE, Precisions, in_precisions
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import AnyModel
+from twellctl.bench.twell_side import shared_copy
+from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.models.quantised import expand_model, round_model
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """One model; `fp8` None: what is benched is bf16."""
+
+    bf16: PreTrainedModel
+    fp8: PreTrainedModel | None
+
+    @property
+    def benched(self) -> PreTrainedModel:
+        """The one that runs over TwELL."""
+        return self.bf16 if self.fp8 is None else self.fp8
+
+    @property
+    def called(self) -> str:
+        """What the benched one is called."""
+        return "this model" if self.fp8 is None else "this model in FP8"
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,24 @@ def _drawn(
     models = in_precisions(model, settings.quantize)
     described = _described(shape.name, models) | shape.described | {"density_asked": density}
     return Subject(models, windows, described)
+
+
+def in_precisions(model: PreTrainedModel, quantize: str | None) -> Precisions:
+    """Of a model in bf16 or of an FP8 export, which is in FP8 already. Weights that need no change
+    are shared; with `quantize` those of `model` itself are rounded.
+    """
+    if quantize is None and not is_in_fp8(model):
+        return Precisions(model, None)
+    if not is_in_fp8(model):
+        round_model(model)
+    bf16 = shared_copy(model)
+    expand_model(bf16, DTYPE)
+    return Precisions(bf16, model)
+
+
+def is_in_fp8(model: nn.Module) -> bool:
+    """Whether it has FP8 layers."""
+    return any(isinstance(module, Fp8Linear) for module in model.modules())
 
 
 def _described(name: str, models: Precisions) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from twellctl.cli.json_file import JsonFile, telling
 from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.screens import eval as screen
 from twellctl.screens import ui
-from twellctl.screens.compare import compared
 from twellctl.screens.profile import profiled
 
 TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
@@ -166,7 +165,7 @@ def compare(
     from twellctl.compare import compare as run
 
     stage = ui.Stage()
-    compared(
+    screen.compared(
         run(
             base,
             sparse,

@@ -14,9 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.errors import TwellError, encodable
-from twellctl.files.exchange import exchange
 from twellctl.files.strict_json import read_json
-from twellctl.files.workspace import lay_aside, remove, restore, workspace_beside, workspace_of
+from twellctl.files.workspace import (
+    exchange,
+    lay_aside,
+    remove,
+    restore,
+    workspace_beside,
+    workspace_of,
+)
 
 NONE_OF_OURS = "is none of ours"
 # that commands, Python and the hub's tools put into a model's folder

@@ -7,6 +7,8 @@ laid aside goes back to its place if nothing has taken it.
 """
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -15,6 +17,8 @@ from pathlib import Path
 
 from twellctl.errors import TwellError
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _HOW_TO_RESTORE = """twellctl was stopped while it replaced {target}
 The old one is {old}
 
@@ -57,6 +61,25 @@ def workspace_beside(target: Path) -> Iterator[Path]:
 def workspace_of(target: Path) -> Path:
     """Where the workspace of `target` is, or would be."""
     return target.with_name(f".{target.name}.twellctl")
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let `one` and `other` change places; at no moment is one of the two names missing.
+
+    False if the system or the file system cannot do so: then nothing has changed. `OSError` for
+    all else, such as a path that does not exist.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    if renameat2(*paths, _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def lay_aside(target: Path) -> None:

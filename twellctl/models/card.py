@@ -17,9 +17,8 @@ from twellctl.bundle.twell_fp8_config import is_fp8
 from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.card_front import Metric, front_matter
+from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
 from twellctl.models.card_speed import UNTIMED, speed
-from twellctl.models.card_table import cell, is_plain, table
 from twellctl.models.carried import CARD, REPORT_FILE
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
 from twellctl.models.verdict import verdict_of

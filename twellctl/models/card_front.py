@@ -1,6 +1,6 @@
-"""The front matter of a model card: what hubs read of a model, as YAML."""
+"""The front matter of a model card, as hubs read it, and its tables: others' text means nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from twellctl.errors import TwellError
-from twellctl.models.card_table import is_plain
 from twellctl.models.carried import CARD, own_file
 
 TAGS = ["twell", "sparse", "relu"]
@@ -86,3 +85,23 @@ def _is_sound(key: str, value: Any) -> bool:
     if key == "license_link" and any(":" in t and not t.startswith(_WEB) for t in texts):
         return False
     return 0 < sum(map(len, texts)) <= _LONGEST
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str | None:
+    """In Markdown; None where there is no row."""
+    rows = list(rows)
+    if not rows:
+        return None
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
+
+
+def cell(value: object) -> str:
+    """Its text, or "?" where that would mean something in a card."""
+    text = str(value)
+    return text if is_plain(text) else "?"
+
+
+def is_plain(text: str) -> bool:
+    """Whether others' text can stand in a card without meaning anything there."""
+    return text.isprintable() and not set("`|<>[]") & set(text)

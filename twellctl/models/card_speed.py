@@ -5,7 +5,7 @@ from typing import Any
 
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
-from twellctl.models.card_table import cell, is_plain, table
+from twellctl.models.card_front import cell, is_plain, table
 
 BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
 UNTIMED = "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."

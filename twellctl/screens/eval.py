@@ -1,4 +1,4 @@
-"""The screen of `twellctl eval`: a table of the text, a table of the tasks. No torch."""
+"""The screens of `twellctl eval` and `compare`. No torch."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ from twellctl.screens.profile import note_overlap
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
 LONGEST = 300  # characters of a question or an answer that is shown
+BEFORE, BEHIND = 60, 240  # of the place where two answers part
 
 
 def evaluated(result: Any) -> None:
@@ -45,6 +46,27 @@ def of_own(score: Any) -> str:
         f"{score.agree} of {score.answers} agree to the end{others}; {score.ended} end (the "
         f"reference's: {score.reference_ended}), {score.repeat} repeat ({score.reference_repeat})"
     )
+
+
+def compared(result: Any) -> None:
+    """A `Compared`: of each prompt where two answers part, and how each goes on."""
+    for number, pair in enumerate(result.pairs, 1):
+        ui.say(f"{number}. {in_a_line(pair.prompt)}")
+        if pair.agrees:
+            ui.say(f"   the same to the end, {pair.tokens} tokens: {in_a_line(pair.common)}")
+            ui.say("")
+            continue
+        common = " ".join(pair.common.split())
+        before = f", behind ...{common[-BEFORE:]!r}" if common else ""
+        ui.say(f"   the same for {pair.tokens} tokens{before}")
+        for name, rest, ended, repeats in zip(
+            result.names, pair.rest, pair.ended, pair.repeats, strict=True
+        ):
+            end = " [repeats itself]" if repeats else "" if ended else " [cut]"
+            ui.say(f"   {name}: {in_a_line(rest, BEHIND) or '(ends here)'}{end}")
+        ui.say("")
+    answered(result.score)
+    ui.say(f"{result.names[1]}: {result.score.verdict}")
 
 
 def _written(result: Any, tasks: list[Any]) -> None:

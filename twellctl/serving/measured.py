@@ -1,4 +1,7 @@
-"""What is measured of each request, for all who tell of it: /metrics and the access log."""
+"""What is measured of each request, for /metrics and for the access log, which is here.
+
+That has a line a request, and nothing of what was asked or answered in it.
+"""
 
 import asyncio
 import time
@@ -10,8 +13,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from twellctl.errors import bounded, printable
 from twellctl.serving.http_errors import as_api_error
 
+_LONGEST_PATH = 200  # characters
 CLIENT_LEFT = 499  # nginx's number for it; no client ever sees it
 
 
@@ -63,3 +68,26 @@ def note_failure(http: web.Request, error: Exception) -> dict[str, Any]:
     failure = as_api_error(error, http)
     current().failed_with = failure.status
     return failure.body()
+
+
+def access_log(write: Callable[[str], None]) -> Observer:
+    """An observer that gives `write` a line for each request.
+
+    `TIME CLIENT METHOD PATH STATUS READ+WRITTEN tokens MILLISECONDS ms`, a `-` for the tokens of
+    what has none. The query is left out: it may hold what a client should have sent as a header.
+    """
+
+    def observe(http: web.Request, measured: Measured) -> None:
+        write(_line(http, measured))
+
+    return observe
+
+
+def _line(http: web.Request, measured: Measured) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    path = bounded(http.rel_url.raw_path, _LONGEST_PATH)
+    asked = printable(f"{http.remote or '-'} {http.method} {path}")
+    tokens = "-"
+    if measured.prompt_tokens is not None:
+        tokens = f"{measured.prompt_tokens}+{measured.new_tokens} tokens"
+    return f"{when} {asked} {measured.status} {tokens} {1000 * measured.seconds:.0f} ms"

@@ -1,19 +1,19 @@
 """OpenAI's endpoints for one model, over aiohttp: requests in, the engine's text out. No torch."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aiohttp import web
 
+from twellctl.decoding.engine import EngineClosed
 from twellctl.files.strict_json import to_json
 from twellctl.serving.access import Access, guard, reading
-from twellctl.serving.access_log import access_log
 from twellctl.serving.completion import Piece, complete, joined
 from twellctl.serving.http_errors import answer_errors, json_response
-from twellctl.serving.measured import current, measuring, note_failure
+from twellctl.serving.measured import access_log, current, measuring, note_failure
 from twellctl.serving.metrics import Metrics
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import (
@@ -31,7 +31,6 @@ from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.responses_api import ResponseAnswer, parse_response
 from twellctl.serving.together import together
 from twellctl.serving.tools import with_calls
-from twellctl.serving.traffic import Traffic
 from twellctl.text.tokens import Detokenizer, StopStrings
 
 Request = TypeVar("Request")
@@ -47,6 +46,40 @@ class Limits:
     idle_seconds: float = 30  # for a request's headers to arrive, and between requests
     farewell_seconds: float = 5  # to take the answer, of a client that does not read or still sends
     body_bytes: int = 4 << 20
+
+
+class Traffic:
+    """Counts the answers under way, which a server that stops waits for.
+
+    After `refuse_more` no new one begins.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around one answer; raises `EngineClosed` if no more are taken."""
+        if self.draining:
+            raise EngineClosed("the server is stopping")
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    def refuse_more(self) -> None:
+        self.draining = True
+
+    async def idle(self) -> None:
+        """Returns once nothing is being answered."""
+        await self._idle.wait()
 
 
 def make_app(
