@@ -1,10 +1,14 @@
 """The kernels for few tokens over e4m3 weights, emulated: what tests/gpu/test_few_e4m3.py asks."""
 
+import re
+
 import pytest
 from compiled import EVERY_CASE
-from emulated_few import FewKernels, of_e4m3
-from emulated_kernels import needs_emulator
-from test_emulated_grad import asked
+from emulated_kernels import EmulatedKernels, needs_emulator
+from test_emulated_grad import asked, on_cpu
+
+from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_spec import E4M3_END, few_down_entries
 
 pytestmark = needs_emulator
 
@@ -36,3 +40,24 @@ ASKED = {
 @asked(ASKED)
 def test_as_on_a_gpu(kernels, name, given):
     getattr(of_e4m3, name)(kernels, *given)
+
+
+H200 = Limits(132, 232448, (9, 0))
+of_e4m3 = on_cpu("test_few_e4m3")
+of_e4m3.limits = lambda: H200
+
+
+class FewKernels(EmulatedKernels):
+    """Knows the clusters of few_down and few_walk, which are compiled in."""
+
+    def clusters_at_once(self, name, cluster, block, smem_bytes):
+        """As an H200 has them."""
+        return 120 // cluster
+
+    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
+        """As `KernelSet.launch`; the kernel in front has always ended."""
+        end = E4M3_END if name.endswith(E4M3_END) else ""
+        sizes = few_down_entries(H200.capability, end).get(name)
+        walk = re.match(r"few_walk_(\d)", name)
+        cluster = sizes.blocks if sizes else int(walk[1]) if walk else 1
+        super().launch(name, grid, block, args, smem_bytes, cluster=cluster)

@@ -13,9 +13,9 @@ import pytest
 import test_heavy_walk
 import torch
 from compiled import EVERY_CASE
-from emulated_few import FewKernels, of_e4m3
 from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_e4m3 import of_lists, of_many, walked
+from test_emulated_few import FewKernels, of_e4m3
 from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk

@@ -1,7 +1,9 @@
-"""What transformers says of the tokens that another engine read or wrote."""
+"""Whether vLLM is there, what it is asked, and what transformers says of its tokens."""
 
+import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -14,6 +16,10 @@ FAMILIES = {  # that the plugin has classes for
     "qwen3": {"tie_word_embeddings": True},
 }
 PROMPTS = [[(7 * i * i + 3 * j) % 512 for j in range(5 + 9 * i)] for i in range(8)]
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: tests/vllm_plugin/environment.sh DIR makes an environment",
+)
 
 
 def assert_as_transformers(folder: Path, rows: list[dict], *, noise: float = 0.05) -> None:

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers
-from vllm_installed import needs_vllm
+from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers, needs_vllm
 
 pytestmark = needs_vllm
 LAYERS = 2

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 from transformers import AutoTokenizer
-from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers
-from vllm_installed import needs_vllm
+from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers, needs_vllm
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers_judge import assert_as_transformers
-from vllm_installed import needs_vllm
+from transformers_judge import assert_as_transformers, needs_vllm
 
 pytestmark = needs_vllm
 STREAMS = 32
