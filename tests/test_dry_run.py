@@ -18,7 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
-from twellctl.screens.finetune import tried_out
+from twellctl.screens.make import tried_out
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
 from twellctl.training.recipe import run_folder

@@ -17,7 +17,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.models.loading import MASKLESS
-from twellctl.screens.finetune import finetuned
+from twellctl.screens.make import finetuned
 from twellctl.text.blocks import Blocks
 from twellctl.training import build, trainer
 from twellctl.training.progress import Progress

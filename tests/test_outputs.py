@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from twellctl.cli.json_file import telling
+from twellctl.cli.command import telling
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.files import outputs, workspace

@@ -9,9 +9,8 @@ from typing import Any
 import typer
 
 from twellctl.bench.settings import DecodeSettings, ModelSettings
-from twellctl.cli.command import command, show_help
+from twellctl.cli.command import JsonFile, command, show_help, telling
 from twellctl.cli.flags import made, takes
-from twellctl.cli.json_file import JsonFile, telling
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded

@@ -1,4 +1,4 @@
-"""What all commands have in common: --quiet, an example, help as wide as the terminal. No torch."""
+"""What commands have in common: --quiet, --json, an example, help as wide as the terminal. No torch."""
 
 import inspect
 from collections.abc import Callable
@@ -10,12 +10,18 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperOption
 
 from twellctl.files.home import from_home
+from twellctl.files.outputs import check_json_path, write_file
+from twellctl.files.strict_json import json_text
 from twellctl.screens import ui
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder or a hub id.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+STDOUT = Path("-")
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here; - is stdout.")
+]
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 Quiet = Annotated[
     bool,
@@ -128,3 +134,28 @@ def show_help(context: typer.Context) -> None:
         if text := context.get_help():  # rich prints by itself
             ui.say(text)
         raise typer.Exit
+
+
+def telling(path: Path | None, key: str, kind: str) -> Callable[[Any, Callable[[Any], None]], None]:
+    """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`.
+
+    What is returned tells a result: its JSON on stdout in the place of the screen, or in the file
+    `path` beside it. Neither is lost where the other fails.
+    """
+
+    def check() -> None:
+        if path is not None and path != STDOUT:
+            check_json_path(path, key, kind)
+
+    def tell(found: Any, screen: Callable[[Any], None]) -> None:
+        if path == STDOUT:
+            print(json_text(found.to_json()), end="")
+            return
+        try:
+            screen(found)
+        finally:
+            if path is not None:
+                write_file(path, json_text(found.to_json()), check)
+
+    check()
+    return tell

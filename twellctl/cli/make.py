@@ -13,10 +13,8 @@ from twellctl.cli.flags import made, takes
 from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
+from twellctl.screens import make as screen
 from twellctl.screens import ui
-from twellctl.screens.convert import converted, fitting, planned
-from twellctl.screens.finetune import finetuned, tried_out
-from twellctl.screens.make import exported, quickstarted, written_so_far
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
@@ -50,10 +48,10 @@ def convert(
     if dry_run:
         from twellctl.fitting.plan import plan
 
-        planned(plan(model, revision=revision, **settings))
+        screen.planned(plan(model, revision=revision, **settings))
         return
     how = {"revision": revision, "overwrite": overwrite}
-    converted(run(model, out, **how, doing=ui.doing, told=fitting, **settings), model)
+    screen.converted(run(model, out, **how, doing=ui.doing, told=screen.fitting, **settings), model)
 
 
 @takes(Writing)
@@ -91,7 +89,7 @@ def write(
         chat_template_kwargs=template_arguments(chat_template_kwargs),
         overwrite=overwrite,
         doing=stage.begin,
-        progress=partial(written_so_far, stage),
+        progress=partial(screen.written_so_far, stage),
         note=ui.note,
         **vars(made(Writing, flags)),
     )
@@ -154,7 +152,7 @@ def finetune(
 
         tried = try_out(model, settings, ui.note, ui.doing)
         if is_first:
-            tried_out(tried, as_flags(tried.changes))
+            screen.tried_out(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
     from twellctl.screens.run import RunScreen
@@ -162,7 +160,7 @@ def finetune(
     how = {"resume": resume, "overwrite": overwrite, "recipe_file": recipe_file}
     result = run(model, out, settings, **how, progress=RunScreen())
     if is_first:
-        finetuned(result)
+        screen.finetuned(result)
 
 
 def export(
@@ -204,7 +202,7 @@ def export(
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
 
-    exported(
+    screen.exported(
         run(
             model,
             out,
@@ -238,6 +236,6 @@ def quickstart(
 
     shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
     result = run(out, overwrite=overwrite, seed=seed, **shown)
-    quickstarted(result)
+    screen.quickstarted(result)
     if result.shortfalls:
         raise TwellError("; ".join(result.shortfalls))

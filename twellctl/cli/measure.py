@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli.json_file import JsonFile, telling
+from twellctl.cli.command import JsonFile, telling
 from twellctl.cli.use import TemplateArguments, template_arguments
-from twellctl.screens import eval as screen
+from twellctl.screens import measure as screen
 from twellctl.screens import ui
-from twellctl.screens.profile import profiled
 
 TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
 Windows = Annotated[int, typer.Option(help="Windows, at even strides through the text.")]
@@ -54,7 +53,7 @@ def profile(
             seq_len=seq_len,
             progress=progress,
         )
-    tell(done, partial(profiled, saved_as=json))
+    tell(done, partial(screen.profiled, saved_as=json))
 
 
 def evaluate(

@@ -1,8 +1,81 @@
-"""What commands that make a model say: write, export, quickstart. No torch."""
+"""What commands that make a model say: convert, write, finetune, export, quickstart. No torch."""
 
+import dataclasses
 from typing import Any
 
+from twellctl.errors import TwellError
 from twellctl.screens import ui
+from twellctl.screens.measure import of_own
+
+
+def fitting(done: int, total: int, differ: float, left: float) -> None:
+    """How far a fit has come, after each layer."""
+    ui.doing(
+        f"layer {done} of {total} fitted, hidden states differ by {differ:.3f}, "
+        f"{ui.duration(left)} left"
+    )
+
+
+def converted(done: Any, model: str) -> None:
+    """A `Converted`: what was made of `model`, and what comes next."""
+    size = f"{done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}"
+    out = ui.word(done.out)
+    if done.fitted is None:
+        ui.say(f"{done.out}: {size}, {done.source_act} -> relu")
+        write = f"twellctl write {ui.word(model)} own.jsonl --prompts FILE, then "
+        fit = f"twellctl convert {ui.word(model)} {out} --overwrite --data"
+        ui.note(
+            "such a model talks noise until it is fitted or fine-tuned; to fit it: "
+            + (f"{write}{fit} own.jsonl" if done.is_chat_model else f"{fit} FILE")
+        )
+        ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE")
+        return
+    fitted = done.fitted
+    _fitted_layers(fitted)
+    ui.say(
+        f"{done.out}: {size} and a map of rank {fitted.map_neurons}, {done.source_act} -> relu, "
+        f"fitted on {fitted.tokens} tokens in {ui.duration(fitted.seconds)}"
+    )
+    read = fitted.share_read(done.intermediate_size)
+    ui.say(
+        f"{fitted.density:.2%} of the neurons fire for a token; a step of one token reads "
+        f"{read:.0%} of the weights that the FFNs had"
+    )
+    held = fitted.held_out
+    ui.say(
+        f"held-out text: KL to the source {held.kl:.4f}, same token {held.same_token:.2%}, "
+        f"cross-entropy {held.cross_entropy:.4f} (source {held.source_cross_entropy:.4f})"
+    )
+    ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE, or profile {out}")
+
+
+def _fitted_layers(fitted: Any) -> None:
+    """Errors are shares of the squared output, the map's is its share of it."""
+    rows = [
+        [
+            str(index),
+            f"{layer.fires:.1%}",
+            f"{layer.error_swapped:.2%}",
+            f"{layer.error:.2%}",
+            f"{layer.map_share:.1%}",
+            f"{layer.states_differ:.3f}",
+        ]
+        for index, layer in enumerate(fitted.layers)
+    ]
+    columns = ["layer", "fires", "error, swapped", "error", "by the map", "states differ"]
+    ui.table("on held-out text, by layer", columns, rows)
+
+
+def planned(plan: Any) -> None:
+    """What a fit would take (a `Plan`)."""
+    ui.say(
+        f"{plan.tokens} tokens, {plan.num_layers} layers of {plan.hidden_size} x "
+        f"{plan.intermediate_size} and a map of rank {plan.map_neurons}"
+    )
+    ui.say(
+        f"about {ui.duration(plan.seconds)} on {plan.device}, {plan.bytes / 2**30:.1f} GiB of "
+        f"its memory, {plan.host_bytes / 2**30:.1f} GiB of the host's"
+    )
 
 
 def written_so_far(stage: ui.Stage, going: Any) -> None:
@@ -10,6 +83,68 @@ def written_so_far(stage: ui.Stage, going: Any) -> None:
     speed = going.drawn / going.seconds if going.seconds else 0
     left = going.seconds * (1 - going.share) / going.share if going.share else None
     stage.tell(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
+
+
+def finetuned(result: Any) -> None:
+    """What a fine-tuning run ended with (a `FineTuned`): first what users will notice."""
+    from twellctl.screens.advice import of_run  # that --help need not load it
+
+    if result.answers is not None:
+        ui.say(f"{result.out}: {result.answers.verdict}")
+    for sentence in of_run(dataclasses.asdict(result)):
+        ui.note(sentence)
+    losses = {"teacher": result.teacher_cross_entropy, "this model": result.cross_entropy}
+    held_out = ", ".join(f"{k} {v:.4f}" for k, v in losses.items() if v is not None)
+    where = "held-out text" if result.cross_entropy is not None else "the last step"
+    density = f"density {result.density:.2%} after {result.num_tokens} tokens"
+    ui.say(f"{result.out}: {density}, measured on {where}")
+    ui.say(f"by layer: {', '.join(f'{d:.2%}' for d in result.density_by_layer)}")
+    if held_out:
+        kl = "" if result.teacher_kl is None else f"; KL to the teacher {result.teacher_kl:.4f}"
+        ui.say(f"held-out cross-entropy: {held_out}{kl}")
+    if result.answers is not None:
+        ui.say(f"answers to held-out prompts: {of_own(result.answers)}")
+    ui.say(f"next: twellctl profile {ui.word(result.out)} --data FILE")
+
+
+def tried_out(result: Any, changes: str) -> None:
+    """What a run would take (a `DryRun`); `changes` as flags."""
+    again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
+    tokens = f"{result.num_tokens} tokens{again}"
+    ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
+    ui.say(
+        f"about {ui.duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
+        "evaluations and checkpoints not counted"
+    )
+    peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
+    ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
+    for plan in result.on_several:
+        ui.say(_on_several(plan))
+    if result.checkpoint_bytes:
+        size = result.checkpoint_bytes / 1e9
+        ui.say(
+            f"a checkpoint takes {size:.3g} GB on disk; two are kept, a third is there for moments"
+        )
+    if result.density is not None:
+        shape = f"--config {ui.word(result.config)} --density {result.density:g}"
+        ui.say(f"its speed, measured with random weights: twellctl bench decode {shape}")
+    if changes:
+        raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
+
+
+def _over_processes(result: Any) -> str:
+    if result.num_processes == 1:
+        return ""
+    share = "some rows of student, teacher and optimizer" if result.is_sharded else "a replica"
+    return f", the most of {result.num_processes} processes; each holds {share}"
+
+
+def _on_several(plan: Any) -> str:
+    """Before the first block, of an `OnSeveral`."""
+    size = f"{plan.least_bytes / 2**30:.1f} GiB each before the first block"
+    if plan.is_sharded:
+        return f"on {plan.num_gpus} such GPUs: sharded, {size}"
+    return f"on {plan.num_gpus} or more such GPUs: a replica on each, {size}"
 
 
 def exported(result: Any) -> None:
