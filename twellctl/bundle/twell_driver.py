@@ -35,11 +35,7 @@ _MOST_BYTES = 4096  # of the arguments of a kernel
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: an id, and 64 bytes, of which ours use the first ints."""
 
-    _fields_ = [
-        ("id", ctypes.c_int),
-        ("padding", ctypes.c_char * 4),
-        ("value", ctypes.c_int * 16),
-    ]
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
 
 
 class _Config(ctypes.Structure):

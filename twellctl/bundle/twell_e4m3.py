@@ -54,10 +54,7 @@ def quantise_rows(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> tu
         "quantise_rows",
         (min(ceil_div(M, QUANTISE_BLOCK // 32), _QUANTISE_BLOCKS * limits.num_sms),),
         QUANTISE_BLOCK,
-        (
-            *(x, M, ffn.N, K, ffn.s_gate, ffn.s_up, ffn.b_gate, ffn.b_up),
-            *(values, token_scales),
-        ),
+        (*(x, M, ffn.N, K, ffn.s_gate, ffn.s_up, ffn.b_gate, ffn.b_up), *(values, token_scales)),
     )
     return values, token_scales
 

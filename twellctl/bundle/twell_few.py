@@ -17,11 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_few_walk import (
-    LINEAR_TOKENS,
-    few_walk_entries,
-    launch_few_walk,
-)
+from .twell_few_walk import LINEAR_TOKENS, few_walk_entries, launch_few_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
 from .twell_spec import (

@@ -6,15 +6,7 @@ Pure functions, no torch.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from .twell_plan import (
-    Limits,
-    Plan,
-    ceil_div,
-    chunk_tokens,
-    most_panel_rows,
-    round_up,
-    split_down,
-)
+from .twell_plan import Limits, Plan, ceil_div, chunk_tokens, most_panel_rows, round_up, split_down
 from .twell_spec import (
     BATCH,
     GRAD_FOUR,

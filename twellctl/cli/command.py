@@ -1,4 +1,4 @@
-"""What commands have in common: --quiet, --json, an example, help as wide as the terminal. No torch."""
+"""What commands share: --quiet, --json, an example, help as wide as the terminal. No torch."""
 
 import inspect
 from collections.abc import Callable

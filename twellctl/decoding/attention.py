@@ -265,12 +265,7 @@ def rms_norm(
 
 
 def add_norm(
-    kernels: KernelSet,
-    z: Tensor,
-    weight_of_z: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
+    kernels: KernelSet, z: Tensor, weight_of_z: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`x` `[B, K]` with the RMSNorm of `z` added, and the RMSNorm of that; without a `weight` the
     sum itself."""

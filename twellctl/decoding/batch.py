@@ -100,10 +100,7 @@ class Batch:
         self._tables.copy_(self._host_tables, non_blocking=True)
 
     def put(
-        self,
-        rows: Sequence[int],
-        fields: Sequence[np.ndarray],
-        pages: Sequence[Sequence[int]],
+        self, rows: Sequence[int], fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]
     ) -> None:
         """Set some `rows` anew, behind the steps under way. Rows without pages are nobody's."""
         new = self._on_host(len(rows), len(Field) + 1 + self._tables.shape[1])

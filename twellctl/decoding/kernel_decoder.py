@@ -81,12 +81,7 @@ from twellctl.decoding.kernel_fit import (
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
-from twellctl.decoding.whole_step import (
-    DecoderLayer,
-    Linear,
-    WholeStep,
-    takes_mapped,
-)
+from twellctl.decoding.whole_step import DecoderLayer, Linear, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
 
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions

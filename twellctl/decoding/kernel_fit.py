@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_few import (
-    few_dense_kernels,
-    few_kernels,
-    takes_few,
-    takes_few_dense,
-)
+from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns, is_plain
