@@ -1,5 +1,6 @@
 """The commands that use a model. Nothing heavy is imported before one runs."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,7 @@ Gates = Annotated[
         "one kernel and is faster.",
     ),
 ]
+COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
 
 
 def template_arguments(given: str | None) -> dict[str, Any]:
@@ -111,12 +113,46 @@ def chat(
     """
     arguments = template_arguments(chat_template_kwargs)
     ui.doing(f"loading {model}")
-    from twellctl.cli.conversation import converse
     from twellctl.generate import load
 
     loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note)
     how = vars(made(Answering, flags))
-    converse(Chat(loaded, system, **how, chat_template_kwargs=arguments))
+    _converse(Chat(loaded, system, **how, chat_template_kwargs=arguments))
+
+
+def _converse(chat: Chat) -> None:
+    """Let whoever is at stdin talk with `chat` until the input ends.
+
+    On a terminal an error leaves the conversation as it was; elsewhere it is raised.
+    """
+    if sys.stdin.isatty():
+        ui.note(COMMANDS)
+    while True:
+        try:
+            line = ui.read_line("> ")
+        except KeyboardInterrupt:
+            interrupts.forget()
+            sys.stdout.write("\n")
+            continue
+        command, _, rest = (line or "").strip().partition(" ")
+        if line is None or command == "/exit":
+            return
+        if command in ("/new", "/system"):
+            chat.begin(rest if command == "/system" else "")
+        elif command:
+            _answer(chat, line)
+
+
+def _answer(chat: Chat, text: str) -> None:
+    try:
+        with interrupts.first_kept() as stopped:
+            ui.stream(chat.ask(text, stopped))
+    except TwellError as error:
+        if not sys.stdin.isatty():
+            raise
+        ui.note(f"error: {error}")
+        return
+    generated(chat.figures)
 
 
 @takes(Serving)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from twellctl.bundle.twell_config import stays_silu
+from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
@@ -22,7 +25,6 @@ from twellctl.text.blocks import Blocks
 from twellctl.training.arguments import trainer_arguments
 from twellctl.training.l1_schedule import L1Schedule
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
-from twellctl.training.lora import with_lora
 from twellctl.training.memory import is_to_be_sharded
 from twellctl.training.optimizer import default_rate, make_optimizer, slow_on_cpu
 from twellctl.training.priced_gates import PricedGates
@@ -124,7 +126,33 @@ def _student(checkpoint: Checkpoint, recipe: Recipe, sharded: bool) -> PreTraine
         model = load_model(checkpoint, dtype=dtype)
     without_mask(model, recipe.seq_len)
     model.config.use_cache = False
-    return with_lora(model, recipe) if recipe.lora_rank else model.requires_grad_(True)
+    return _with_lora(model, recipe) if recipe.lora_rank else model.requires_grad_(True)
+
+
+def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """Adapters on the layers' attention; on the FFN too, or the FFN in full.
+
+    `merge_and_unload` takes them in again.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    inside_ffn = {id(module) for ffn in gated_ffns(model) for module in ffn.modules()}
+    ffn_linears, others = set(), set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            (ffn_linears if id(module) in inside_ffn else others).add(name.rpartition(".")[2])
+    config = LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=2 * recipe.lora_rank,
+        target_modules=sorted(others | ffn_linears if recipe.lora_ffn else others),
+        modules_to_save=None if recipe.lora_ffn else sorted(ffn_linears),
+        task_type="CAUSAL_LM",
+    )
+    if recipe.gradient_checkpointing:
+        model.enable_input_require_grads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's own calls of transformers
+        return get_peft_model(model, config)
 
 
 def _note_what_is_slow(
