@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from twellctl.decoding.engine import WHOLE, check_gates
+from twellctl.decoding.engine import SCREENED, check_gates
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.serving.access import Access, is_address, is_loopback
@@ -45,7 +45,7 @@ def serve_local(
     names: Sequence[str] = (),
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    gates: str = WHOLE,
+    gates: str = SCREENED,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from twellctl.bundle.twell_fp8_config import QUANTIZE
-from twellctl.decoding.engine import GATES, WHOLE
+from twellctl.decoding.engine import GATES, SCREENED
 from twellctl.errors import UsageError
 from twellctl.settings import flag_name, refuse_wrong, setting
 
@@ -154,7 +154,7 @@ class DecodeSettings(AnyModel):
         160, "Tokens after it; the last four fifths of the steps count.", at_least=10
     )
     gates: str = setting(
-        WHOLE,
+        SCREENED,
         "screened: steps of one row in bf16, in one kernel, read of W_gate a copy in 4 bits and "
         "the rows that it tells them to.",
         choices=GATES,

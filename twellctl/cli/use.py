@@ -31,10 +31,10 @@ TemplateArguments = Annotated[
 Gates = Annotated[
     str,
     typer.Option(
-        metavar="whole|screened",
+        metavar="screened|whole",
         help="screened: steps of one row of a ReLU model in bf16 read of W_gate a copy in 4 bits, "
         "made at the start in some seconds, and the rows that it tells them to, where that takes "
-        "one kernel and is faster.",
+        "one kernel and is faster. whole: all of W_gate.",
     ),
 ]
 COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
@@ -69,7 +69,7 @@ def generate(
     ] = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    gates: Gates = "whole",
+    gates: Gates = "screened",
 ) -> None:
     """Continue or answer a prompt.
 
@@ -104,7 +104,7 @@ def chat(
     flags: dict[str, Any],
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    gates: Gates = "whole",
+    gates: Gates = "screened",
 ) -> None:
     """Talk with a model.
 
@@ -186,7 +186,7 @@ def serve_local(
     ] = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    gates: Gates = "whole",
+    gates: Gates = "screened",
     access_log: Annotated[
         bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
     ] = True,
