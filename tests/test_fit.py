@@ -16,8 +16,10 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
+from twellctl.fitting import sensitivity
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
+from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.least_squares import NotSolved, Products, solved
 from twellctl.fitting.plan import Shape, planned
 from twellctl.fitting.settings import Fit
@@ -210,6 +212,29 @@ def test_the_map_carries_what_a_linear_layer_gives():
     made, _ = fit_layer(ffn, text, 0.0, HowToFit(K, 1e-6, torch.float32, None))
     away = (text.wanted(slice(None)) - made(z)).norm() / (z @ linear.T).norm()
     assert away < 0.02
+
+
+def test_an_error_costs_what_it_does_to_the_models_answer(make_model, monkeypatch):
+    """Of each layer the same disturbance, put behind it in stock transformers."""
+    folder = make_model("llama")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(0, model.config.vocab_size, (3, 16))
+    drawn = torch.randn(3, 16, model.config.hidden_size)
+    monkeypatch.setattr(sensitivity, "_disturbance", lambda *_: drawn.clone())
+    found = sensitivity.error_costs(Layerwise(model, 16, torch.device("cpu")), ids)
+
+    def disturb(module, inputs, states):
+        lengths = [x.norm(dim=-1, keepdim=True) for x in (states, drawn)]
+        return states + sensitivity.ERROR * drawn * lengths[0] / lengths[1]
+
+    with torch.no_grad():
+        wanted = model(ids).logits.log_softmax(-1)
+        for layer, cost in zip(model.model.layers, found, strict=True):
+            hook = layer.register_forward_hook(disturb)
+            given = model(ids).logits.log_softmax(-1)
+            hook.remove()
+            kl = F.kl_div(given, wanted, log_target=True, reduction="sum") / wanted[..., 0].numel()
+            assert cost == pytest.approx(float(kl) / sensitivity.ERROR**2, rel=1e-3)
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2])
