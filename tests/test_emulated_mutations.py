@@ -219,7 +219,7 @@ MORE = (
        ("the map of the first block", "share.first += first_shared()",
         "share.first = first_shared()")),
     of(screened, "decode/step_screen.cuh", "assert",
-       ("copies as they lie", "kWhole + 8.f * static_cast<float>(sum)", "kWhole")),
+       ("copies as they lie", "kWhole + 128.f * static_cast<float>(sum)", "kWhole")),
     of(step, "decode/step.cuh", "wait forever",
        ("the last tag", "phase ? tag : (tag - 1) & 0xffff", "tag")),
     of(step, "decode/step_ffn.cuh", "assert",

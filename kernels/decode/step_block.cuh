@@ -30,14 +30,15 @@ constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitByte
 constexpr int kTake = 4;  // units that a warp has in registers
 constexpr int kEager = 4;  // units of the next layer that do not wait for the rows of this one
 
-// Of the gate's copy: row blocks by slabs of 64 columns, of which a part, equal ones, is a unit.
-constexpr int kScreenRows = 16, kSlabBytes = 576;
+// Of the gate's copy: row blocks by panels of 512 columns, of which a part, equal ones, is a unit.
+constexpr int kScreenRows = 16, kPanelBytes = 4608;
 constexpr int parts_of_screen(int parts = 2) {
-    const bool fits = K / 64 % parts == 0 && K / 64 / parts * kSlabBytes <= kUnitBytes;
+    const bool fits = K / 512 % parts == 0 && K / 512 / parts * kPanelBytes <= kUnitBytes;
     return fits ? parts : parts_of_screen(parts + 1);
 }
-constexpr int kScreenParts = parts_of_screen(), kPartSlabs = K / 64 / kScreenParts;
-constexpr int kScreenBytes = kPartSlabs * kSlabBytes;
+constexpr int kScreenParts = parts_of_screen(), kPartPanels = K / 512 / kScreenParts;
+constexpr int kScreenBytes = kPartPanels * kPanelBytes;
+static_assert(K % 512 == 0, "whole panels");
 // Copies overtake each other, and a warp waits for each eighth unit alone. When one is there so are
 // those that were asked for this many before it; so what had the place of its next one was there.
 constexpr int kMostAhead = kUnits - kWarps, kScreenAhead =
@@ -199,9 +200,9 @@ struct Block {
     static constexpr int kCandidates = kHidden + kMostRows * 4;          // neurons that may fire
     static constexpr int kGates = kCandidates + kMostRows * 4;
     static constexpr int kCandidateGates = kGates + kMostRows * 4;
-    static constexpr int kMasks = kCandidateGates + kMostRows * 4;       // two of a row block
+    static constexpr int kMasks = kCandidateGates + kMostRows * 4;       // of a row block each
     // see Screened::round_x
-    static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 8;
+    static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 4;
     static constexpr int kGroupsOfX = kBytesOfX + K;
     static constexpr int kListEnd = kGroupsOfX + K / 32 * 8;
     static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;

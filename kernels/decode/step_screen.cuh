@@ -5,11 +5,12 @@
 //
 // The first num_own neurons have gates of their own, and a limit each, which all those of a row block
 // of 16 have that begins below num_own. All neurons behind these row blocks share the gate of the
-// first of them. The copy goes by row blocks, and these by slabs of 64 columns, of 576 bytes:
+// first of them. The copy goes by row blocks, and these by panels of 512 columns, of 4608 bytes. Lane
+// 16 half + g has of rows 8 half + 0 .. 7 the 32 columns of group g:
 //
-//     [lane 4 g + t][half, pair, 4]  bytes: rows g, in the low half, and g + 8 of column 32 half +
-//                                    16 pair + 4 t + 0 .. 3; 8 more than they are worth
-//     [g][half][2]                   bf16: the scales of rows g and g + 8 for these 32 columns
+//     [row][lane][4][4]  bytes: in the low half columns 8 i + 0 .. 3, in the high half 8 i + 4 .. 7;
+//                        8 more than they are worth
+//     [lane][row]        bf16: the scales
 //
 // x beside it has 8 bits, by a scale for each 32 columns. What is not finite in x or in a scale makes
 // sums that are NaN.
@@ -20,21 +21,25 @@
 
 #include "decode/step_rows.cuh"
 #include "ptx/barriers.cuh"
+#include "ptx/bytes.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"
 #include "tile/fires.cuh"
-#include "tile/quarters.cuh"
 #include "tile/warp.cuh"
 
 namespace {
 
+// Whole numbers below 2^22 and these bits are, as a float, kWhole and the number.
+constexpr float kWhole = 12582912.f;  // 1.5 x 2^23
+constexpr int kWholeBits = 0x4b400000;
+
 struct Screened : Rows {
     using Rows::Rows;
 
-    // x in 8 bits: bytes [slab][t][half, pair, 4], by the columns of the copy. And of each 32 columns
-    // {kWhole and 8 times their sum, scale}.
+    // x in 8 bits: bytes [panel][half of a group][group][16]. And of each 32 columns {kWhole and 128
+    // times their sum, scale / 16}.
     __device__ __forceinline__ void round_x(const uint4 (&eights)[kEights]) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
@@ -56,31 +61,31 @@ struct Screened : Rows {
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (!has_eight(i)) continue;
-            const int eight = eight_of(i), half = eight / 4 % 2, pair = eight / 2 % 2;
-            unsigned* to = at<unsigned>(kBytesOfX) + eight / 8 * 16 + 2 * half + pair;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) to[(eight % 2 * 2 + j) * 4] = words[j];
+            const int eight = eight_of(i), group = eight / 4, half = eight / 2 % 2;
+            at<uint2>(kBytesOfX)[group / 16 * 64 + half * 32 + group % 16 * 2 + eight % 2] =
+                make_uint2(words[0], words[1]);
             if (eight % 4 == 0)
-                at<float2>(kGroupsOfX)[eight / 4] =
-                    make_float2(kWhole + 8.f * static_cast<float>(sum), most * (1.f / 127) + rest);
+                at<float2>(kGroupsOfX)[group] = make_float2(
+                    kWhole + 128.f * static_cast<float>(sum), most * (1.f / (16 * 127)) + rest);
         }
     }
 
     // Which neurons of the block's `num_blocks` row blocks, from `first`, are candidates: of each row
-    // block two words, of its first and last eight rows, bits 4 g.
+    // block a word, bit 2 r for its row r.
     __device__ __forceinline__ void screen(const Layer& layer, int first, int num_blocks) {
         const int lane = thread() % 32, warp = thread() / 32;
-        float sums[kWarpBlocks][2] = {}, limits[kWarpBlocks][2] = {};
+        float limits[kWarpBlocks] = {};
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
             const int block = b * kWarps + warp;
-            const float* from = layer.limits + (first + block) * kScreenRows + lane / 4;
-            if (block < num_blocks) limits[b][0] = __ldg(from), limits[b][1] = __ldg(from + 8);
+            if (block < num_blocks)
+                limits[b] = __ldg(layer.limits + (first + block) * kScreenRows + lane / 2);
         }
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
             const int num_here = min(kWarps, num_blocks - b * kWarps);
             if (warp >= num_here) break;
+            float sums[8] = {};
 #pragma unroll 1
             for (int part = 0; part < kScreenParts; ++part) {
                 int in = slot + b * kWarps * kScreenParts + part * num_here + warp;
@@ -88,24 +93,19 @@ struct Screened : Rows {
 #pragma unroll 1
                 for (; in >= kUnits; in -= kUnits) phase ^= 1;
                 barrier_wait(full(in), phase);
-                add_slabs(sums[b], memory + kRing + in * kUnitBytes, part * kPartSlabs);
+#pragma unroll 1
+                for (int i = 0; i < kPartPanels; ++i)
+                    add_panel(sums, memory + kRing + in * kUnitBytes + i * kPanelBytes,
+                              part * kPartPanels + i);
                 __syncwarp();
                 if (lane < kWarps) barrier_arrive(empty(in));  // for the other warps, too
             }
+            const float sum = sum_of_row(sums);
+            const unsigned all = __ballot_sync(~0u, lane % 2 == 0 && !(sum <= limits[b]));
+            if (lane == 0) at<unsigned>(kMasks)[b * kWarps + warp] = all;
         }
 #pragma unroll 1
         for (slot += kScreenParts * num_blocks; slot >= kUnits; slot -= kUnits) parity ^= 1;
-        unsigned* masks = at<unsigned>(kMasks);
-#pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-            const int block = b * kWarps + warp;
-#pragma unroll
-            for (int high = 0; high < 2; ++high) {  // all columns are the same
-                const bool may_fire = lane % 4 == 0 && !(sums[b][high] <= limits[b][high]);
-                const unsigned all = __ballot_sync(~0u, may_fire);
-                if (lane == 0 && block < num_blocks) masks[2 * block + high] = all;
-            }
-        }
     }
 
     // Those of the candidates that fire, and their gates; how many. Each warp makes the lists for
@@ -119,8 +119,9 @@ struct Screened : Rows {
         int own = 0;
 #pragma unroll 1
         for (int row = lane; row - lane < num_blocks * kScreenRows; row += 32) {
-            const unsigned mask = row < num_blocks * kScreenRows ? masks[row / 8] : 0;
-            const bool may_fire = mask >> 4 * (row % 8) & 1;
+            const unsigned mask =
+                row < num_blocks * kScreenRows ? masks[row / kScreenRows] : 0;
+            const bool may_fire = mask >> 2 * (row % kScreenRows) & 1;
             const unsigned all = __ballot_sync(~0u, may_fire);
             if (may_fire)
                 candidates[own + num_set_below(all, lane)] = first * kScreenRows + row;
@@ -149,50 +150,51 @@ struct Screened : Rows {
     }
 
   private:
-    // A lane's part of a slab, and x beside it.
-    struct Slab {
-        uint4 words, x, groups;
-        uint2 scales;
-    };
-
-    __device__ __forceinline__ static void load_slab(Slab& slab, unsigned from, unsigned x,
-                                                     unsigned groups) {
-        slab.words = load_shared(from);
-        slab.x = load_shared(x);
-        slab.groups = load_shared(groups);
+    // A panel of a row block, the `panel`th of its rows: onto the sums of the lane's eight rows.
+    __device__ __forceinline__ void add_panel(float (&sums)[8], unsigned from, int panel) const {
+        const int lane = thread() % 32, group = 16 * panel + lane % 16;
+        const unsigned bytes = memory + kBytesOfX + 512 * panel + lane % 16 * 16;
+        const uint4 x[2] = {load_shared(bytes), load_shared(bytes + 256)};
+        const uint2 of_x = read_shared_pair(memory + kGroupsOfX + 8 * group);
+        const float whole = __uint_as_float(of_x.x), scale = __uint_as_float(of_x.y);
+        float scales[8];
+        unpack(load_shared(from + 4096 + 16 * lane), scales);
+#pragma unroll
+        for (int row = 0; row < 8; ++row) {
+            const uint4 words = load_shared(from + 512 * row + 16 * lane);
+            int low = 0, high = kWholeBits;  // of what is in high halves 16 times the sum
+            add_quarters(low, high, words.x, x[0].x, x[0].y);
+            add_quarters(low, high, words.y, x[0].z, x[0].w);
+            add_quarters(low, high, words.z, x[1].x, x[1].y);
+            add_quarters(low, high, words.w, x[1].z, x[1].w);
+            sums[row] += (__int_as_float(16 * low + high) - whole) * (scale * scales[row]);
+        }
     }
 
-    // Slabs of a row block, the first of which is slab `first` of a row: onto its rows' sums. The next
-    // one is on its way to registers.
-    __device__ __forceinline__ void add_slabs(float (&sums)[2], unsigned from, int first) const {
-        const int lane = thread() % 32;
-        const unsigned scales = from + 512 + lane / 4 * 8;
-        const unsigned x = memory + kBytesOfX + 64 * first + lane % 4 * 16;
-        const unsigned groups = memory + kGroupsOfX + 16 * first;
-        from += 16 * lane;
-        Slab now, next;
-        const auto load = [&](Slab& slab, int i) {
-            load_slab(slab, from + i * kSlabBytes, x + i * 64, groups + i * 16);
-            slab.scales = read_shared_pair(scales + i * kSlabBytes);
-        };
-        load(now, 0);
-#pragma unroll 4
-        for (int i = 0; i < kPartSlabs; ++i) {
-            if (i + 1 < kPartSlabs) load(next, i + 1);
-            int own[2][4];
-            multiply_quarters(own[0], now.words.x, now.words.y, now.x.x, now.x.y);
-            multiply_quarters(own[1], now.words.z, now.words.w, now.x.z, now.x.w);
+    __device__ __forceinline__ static void add_quarters(int& low, int& high, unsigned word,
+                                                        unsigned x_low, unsigned x_high) {
+        low = add_products_of_bytes(low, word & 0x0f0f0f0f, x_low);
+        high = add_products_of_bytes(high, word & 0xf0f0f0f0, x_high);
+    }
+
+    // Over the lanes that share rows. Lanes 2 r and 2 r + 1 have row r's.
+    __device__ __forceinline__ float sum_of_row(const float (&sums)[8]) const {
+        float four[4], two[2];
+        halve<4>(four, sums);
+        halve<2>(two, four);
+        float one[1];
+        halve<1>(one, two);
+        return one[0] + __shfl_xor_sync(~0u, one[0], 1);
+    }
+
+    // Of 2 N sums each lane keeps N, those of the lane 2 N away on top.
+    template <int N>
+    __device__ __forceinline__ void halve(float (&kept)[N], const float (&sums)[2 * N]) const {
+        const bool high = thread() / (2 * N) % 2;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float whole = __uint_as_float(half ? now.groups.z : now.groups.x);
-                const float scale = __uint_as_float(half ? now.groups.w : now.groups.y);
-                const unsigned both = half ? now.scales.y : now.scales.x;
-                sums[0] += (__int_as_float(own[half][0]) - whole) *
-                           (scale * __uint_as_float(both << 16));
-                sums[1] += (__int_as_float(own[half][2]) - whole) *
-                           (scale * __uint_as_float(both & 0xffff0000u));
-            }
-            now = next;
+        for (int i = 0; i < N; ++i) {
+            const float given = high ? sums[i] : sums[N + i];
+            kept[i] = (high ? sums[N + i] : sums[i]) + __shfl_xor_sync(~0u, given, 2 * N);
         }
     }
 };

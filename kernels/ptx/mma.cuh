@@ -56,20 +56,6 @@ __device__ __forceinline__ void multiply_add_f16(float (&sums)[4], unsigned a0, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// sums [16, 8] = start + a [16, 32] b [32, 8], bytes in, those of b with a sign, and int32 out. A lane
-// holds, four to a register:
-//   a   (row g, columns 4t ..), (row g + 8, 4t ..), (row g, 4t + 16 ..), (row g + 8, 4t + 16 ..)
-//   b   (rows 4t .., column g), (rows 4t + 16 .., column g)
-// and the sums as above.
-__device__ __forceinline__ void multiply_bytes(int (&sums)[4], unsigned a0, unsigned a1,
-                                               unsigned a2, unsigned a3, unsigned b0, unsigned b1,
-                                               int start) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(start));
-}
-
 // multiply_add where of a only rows 0 - 7 are wanted: sums[0] and sums[1]. Of its other rows a register
 // holds anything, so the other two sums are anything.
 __device__ __forceinline__ void multiply_add_upper(float (&sums)[4], unsigned a0, unsigned a2,

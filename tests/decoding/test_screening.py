@@ -29,7 +29,7 @@ def test_a_screen_misses_next_to_nothing(model):
         assert screen.num_own == NEURONS
         assert screen.limits.shape == (1008,)
         assert torch.equal(screen.limits == -torch.inf, torch.arange(1008) >= NEURONS)
-        assert screen.copy.shape == (63, 1, 576)
+        assert screen.copy.shape == (63, 1, 4608)
         # on other inputs than those that were drawn, but of their size
         z = torch.randn(500, 64).bfloat16()
         gate = F.linear(z, ffn.gate_proj.weight, ffn.gate_proj.bias)[:, :NEURONS]

@@ -257,19 +257,4 @@ void multiply_add_f16(float* sums, const uint64_t (&own)[6]) {
     multiply_add_as<f16_value>(sums, own);
 }
 
-void multiply_bytes(int* sums, const uint64_t (&own)[6], int start) {
-    const Lanes& all = exchange(own, 6);
-    for (int i = 0; i < 4; ++i) {
-        sums[i] = start;
-        for (int t = 0; t < 4; ++t) {
-            const auto& a = all[lane() / 4 * 4 + t];
-            const auto& b = all[(lane() % 4 * 2 + i % 2) * 4 + t];
-            for (int part = 0; part < 2; ++part)
-                for (int bits = 0; bits < 32; bits += 8)
-                    sums[i] += static_cast<uint8_t>(a[2 * part + i / 2] >> bits) *
-                               static_cast<int8_t>(b[4 + part] >> bits);
-        }
-    }
-}
-
 }  // namespace emulator

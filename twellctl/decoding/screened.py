@@ -8,14 +8,13 @@ from torch import Tensor
 from twellctl.bundle.twell_plan import ceil_div
 from twellctl.bundle.twell_spec import FEW_ROWS
 
-GROUP, SLAB = 32, 64
-UNIT_BYTES = 576  # of 16 neurons and a slab
-COPY_BITS = 8 * UNIT_BYTES / (FEW_ROWS * SLAB)  # of a weight, its scales with it
+GROUP, PANEL = 32, 512  # columns
+COPY_BITS = 4 + 16 / GROUP  # of a weight, its scales with it
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Of one FFN: `copy` uint8 `[row blocks, K / 64, 576]`, `limits` float32 `[16 row blocks]`.
+    """Of one FFN: `copy` uint8 `[row blocks, K / 512, 4608]`, `limits` float32 `[16 row blocks]`.
 
     The first `num_own` neurons have gates of their own. A screen that `is_open` lets all of them
     through: the gate is read whole.
@@ -54,15 +53,17 @@ def copied_input(x: Tensor) -> Tensor:
 
 
 def screen_copy(weight: Tensor) -> Tensor:
-    """The copy of `weight` `[n, K]` as step_screen.cuh says, uint8 `[n / 16, K / 64, 576]`."""
+    """The copy of `weight` `[n, K]` as step_screen.cuh says, uint8 `[n / 16, K / 512, 4608]`.
+
+    Rows and columns that are missing are zeros.
+    """
     n, K = weight.shape
-    blocks = ceil_div(n, FEW_ROWS)
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, blocks * FEW_ROWS - n))
-    values, scales = rounded(padded)
-    # of a row: low or high eight, g; of a column: slab, half, pair, t, which of four
-    values = values.view(blocks, 2, 8, K // SLAB, 2, 2, 4, 4)
-    values = values.permute(0, 3, 2, 6, 4, 5, 7, 1).reshape(blocks, K // SLAB, 512, 2)
-    words = values[..., 0] | values[..., 1] << 4
-    scales = scales.view(blocks, 2, 8, K // SLAB, 2).permute(0, 3, 2, 4, 1)
-    scales = scales.reshape(blocks, K // SLAB, 32).view(torch.uint8)
-    return torch.cat([words, scales], -1)
+    blocks, panels = ceil_div(n, FEW_ROWS), ceil_div(K, PANEL)
+    missing = (0, panels * PANEL - K, 0, blocks * FEW_ROWS - n)
+    values, scales = rounded(torch.nn.functional.pad(weight, missing))
+    # of a row: half, which of eight; of a column: panel, group, word, half of its bytes, which
+    values = values.view(blocks, 2, 8, panels, PANEL // GROUP, 4, 2, 4)
+    low, high = values.permute(6, 0, 3, 2, 1, 4, 5, 7).reshape(2, blocks, panels, 8 * PANEL)
+    scales = scales.view(blocks, 2, 8, panels, PANEL // GROUP).permute(0, 3, 1, 4, 2)
+    scales = scales.reshape(blocks, panels, -1).view(torch.uint8)
+    return torch.cat([low | high << 4, scales], -1)

@@ -4,7 +4,6 @@ namespace emulator {
 
 void multiply_add(float* sums, const uint64_t (&own)[6]);
 void multiply_add_f16(float* sums, const uint64_t (&own)[6]);
-void multiply_bytes(int* sums, const uint64_t (&own)[6], int start);
 void read_transposed(unsigned* m, unsigned smem_row, int num);
 
 }  // namespace emulator
@@ -17,11 +16,6 @@ inline void multiply_add(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2
 inline void multiply_add_f16(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                              unsigned b0, unsigned b1) {
     emulator::multiply_add_f16(sums, {a0, a1, a2, a3, b0, b1});
-}
-
-inline void multiply_bytes(int (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                           unsigned b0, unsigned b1, int start) {
-    emulator::multiply_bytes(sums, {a0, a1, a2, a3, b0, b1}, start);
 }
 
 inline void multiply_add_upper(float (&sums)[4], unsigned a0, unsigned a2, unsigned b0,
