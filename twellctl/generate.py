@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twellctl.decoding.engine import SCREENED, EngineError, Sampling, check_gates
+from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
@@ -141,7 +141,7 @@ def generate(
     chat: bool | None = None,
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    gates: str = SCREENED,
+    gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
     **drawing: Any,
 ) -> Generation:
@@ -219,7 +219,7 @@ def load(
     model: str | Path,
     *,
     chat_template: str | Path | None = None,
-    gates: str = SCREENED,
+    gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
 ) -> Loaded:
     """Load `model` (a folder, an export or a hub id). Raises `TwellError`.

@@ -69,7 +69,7 @@ def generate(
     ] = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    gates: Gates = "screened",
+    gates: Gates = "whole",
 ) -> None:
     """Continue or answer a prompt.
 
@@ -104,7 +104,7 @@ def chat(
     flags: dict[str, Any],
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
-    gates: Gates = "screened",
+    gates: Gates = "whole",
 ) -> None:
     """Talk with a model.
 
