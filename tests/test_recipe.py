@@ -163,9 +163,6 @@ def test_the_saved_recipe_repeats_the_run(tmp_path):
     first = resolve_recipe("standard", {"data": ["a", "b"], "l1": 2e-5, "max_steps": 3})
     save_recipe(first, tmp_path / "recipe.yaml")
     assert resolve_recipe(tmp_path / "recipe.yaml") == first
-    save_recipe(first, tmp_path / "recipe.yaml", "3.00% fire: fine")
-    assert resolve_recipe(tmp_path / "recipe.yaml") == first
-    assert (tmp_path / "recipe.yaml").read_text().startswith("# 3.00% fire: fine\ndata:")
     saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     fields = {flag_name(field.name) for field in dataclasses.fields(Recipe)}
     assert fields - set(saved) == {"compile", "eval-data", "learning-rate", "max-tokens", "seq-len"}

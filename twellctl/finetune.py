@@ -335,9 +335,9 @@ def _save(
             if teacher is not None and trainer.eval_dataset is not None:
                 score = answers_of_run(stage, teacher, trainer.eval_dataset, progress)
                 result = dataclasses.replace(result, answers=score)
-            did = _what_it_did(trainer, recipe, result)
-            save_recipe(public_recipe(recipe), stage / RECIPE_FILE, did)
-            told = settings_of(public_recipe(recipe))
+            public = public_recipe(recipe)
+            save_recipe(public, stage / RECIPE_FILE)
+            told = settings_of(public)
             report = dataclasses.asdict(result) | {"out": result.out.name, "recipe": told}
             (stage / REPORT_FILE).write_text(json_text(report), encoding="utf-8")
             write_card(stage, result.out.name, checkpoint.path)
@@ -372,16 +372,3 @@ def _write_sharded(trainer: SparseTrainer, checkpoint: Checkpoint, folder: Path 
     if folder is not None:
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-
-
-def _what_it_did(trainer: SparseTrainer, recipe: Recipe, result: FineTuned) -> str:
-    """How the coefficient went, in a line."""
-    ended = f"{result.density:.2%} of the neurons fire after {result.num_steps} steps"
-    if recipe.l1_schedule == "constant":
-        return f"{ended}, l1 held at {recipe.l1:g}"
-    logged = [(e["l1"], e["step"]) for e in trainer.state.log_history if "l1" in e]
-    most, step = max(logged, default=(result.l1, result.num_steps))
-    way = (
-        f"began at {recipe.l1:g}, was at most {most:.3g} (step {step}) and ended at {result.l1:.3g}"
-    )
-    return f"{ended}; the goal was {result.target_density:.2%}; l1 {way}"

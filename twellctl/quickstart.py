@@ -41,8 +41,6 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 
 Bar = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
-MAX_DENSITY = 0.15
-MAX_LOSS = 0.15  # nats over the SiLU model
 END = "<|endoftext|>"
 CORPUS_CHARACTERS = 2_000_000
 VOCABULARY = 512
@@ -65,17 +63,6 @@ class QuickStarted:
     sparse_loss: float
     density: float
     text: str
-
-    @property
-    def shortfalls(self) -> list[str]:
-        """What was promised and not met, in words."""
-        missed = []
-        if not self.density < MAX_DENSITY:
-            missed.append(f"density {self.density:.2%} is not below {MAX_DENSITY:.0%}")
-        if not self.sparse_loss - self.silu_loss <= MAX_LOSS:
-            over = self.sparse_loss - self.silu_loss
-            missed.append(f"the loss rose by {over:.3f} nats, more than {MAX_LOSS}")
-        return missed
 
 
 def _unseen(done: int, total: int) -> None:

@@ -11,7 +11,7 @@ import typer
 from twellctl.cli.command import Model, Out, Overwrite, Revision
 from twellctl.cli.flags import made, takes
 from twellctl.cli.use import TemplateArguments, template_arguments
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
 from twellctl.screens import ui
@@ -235,7 +235,4 @@ def quickstart(
         ui.note(f"- {title}")
 
     shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
-    result = run(out, overwrite=overwrite, seed=seed, **shown)
-    screen.quickstarted(result)
-    if result.shortfalls:
-        raise TwellError("; ".join(result.shortfalls))
+    screen.quickstarted(run(out, overwrite=overwrite, seed=seed, **shown))

@@ -216,15 +216,11 @@ def public_recipe(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
 
 
-def save_recipe(recipe: Recipe, path: Path, did: str = "") -> None:
-    """Write all settings that `recipe` has, defaults included.
-
-    `did`, a line of what the run did, comes first, as a comment.
-    """
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write all settings that `recipe` has, defaults included."""
     import yaml
 
-    text = yaml.safe_dump(settings(recipe), sort_keys=False)
-    path.write_text((f"# {did}\n" if did else "") + text, encoding="utf-8")
+    path.write_text(yaml.safe_dump(settings(recipe), sort_keys=False), encoding="utf-8")
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
