@@ -259,9 +259,9 @@ def cli(monkeypatch, capfd):
     What lasts is not said there, however slow the machine is.
     """
     from twellctl.cli.main import main
-    from twellctl.screens import activity
+    from twellctl.screens import ui
 
-    monkeypatch.setattr(activity, "PATIENCE", 600)
+    monkeypatch.setattr(ui, "PATIENCE", 600)
     terminate = signal.getsignal(signal.SIGTERM)
 
     def run(*words) -> tuple[int, str, list[str]]:

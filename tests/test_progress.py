@@ -9,9 +9,9 @@ from finetune_runs import small
 from rich.console import Console
 
 from twellctl.finetune import finetune
-from twellctl.screens import activity, ui
-from twellctl.screens.activity import Activity
+from twellctl.screens import ui
 from twellctl.screens.run import RunScreen
+from twellctl.screens.ui import Activity
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def test_what_lasts_is_said_and_what_does_not_is_not(console, monkeypatch):
     made = console(terminal=False)
     show = Activity._show
     monkeypatch.setattr(Activity, "_show", lambda self, text: (show(self, text), said.set()))
-    monkeypatch.setattr(activity, "PATIENCE", 600)
+    monkeypatch.setattr(ui, "PATIENCE", 600)
     ui.doing("what is soon over")
-    monkeypatch.setattr(activity, "PATIENCE", 0)
+    monkeypatch.setattr(ui, "PATIENCE", 0)
     ui.doing("what lasts")
     assert said.wait(10)
     ui.activity.over()

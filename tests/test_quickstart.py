@@ -54,7 +54,6 @@ def test_a_seed_that_cannot_be_drawn_from_is_refused_at_once(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-
 @pytest.mark.parametrize("stop", [ZeroDivisionError(), KeyboardInterrupt(), Interrupted("at 3")])
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, stop):
     def stopped(*args):
