@@ -16,7 +16,7 @@ from twellctl.fitting.sensitivity import error_costs
 
 SCORES = 1 << 18  # of a layer that are kept
 WINDOWS = 16
-DISTURBED = 8  # of the windows
+DISTURBED = 4  # of the windows
 HALVINGS = 50
 
 
