@@ -29,7 +29,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.files.home import from_home
-from twellctl.files.outputs import NONE_OF_OURS, is_model_of_ours, staged
+from twellctl.files.outputs import not_ours_in_model, staged
 from twellctl.finetune import FineTuned, Interrupted, finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.models.carried import clean_side_file
@@ -65,17 +65,13 @@ class QuickStarted:
     text: str
 
 
-def _unseen(done: int, total: int) -> None:
-    """What shows nothing."""
-
-
 def quickstart(
     out: str | Path,
     *,
     overwrite: bool = False,
     seed: int = 0,
     note: Callable[[str], None] = lambda title: None,
-    progress: Bar = lambda what: contextlib.nullcontext(_unseen),
+    progress: Bar = lambda what: contextlib.nullcontext(lambda done, total: None),
     run: Progress | None = None,
 ) -> QuickStarted:
     """Do the whole job into the folder `out`, in under three minutes on two CPU cores.
@@ -88,7 +84,8 @@ def quickstart(
         raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
-        with staged(out, overwrite=overwrite, not_ours=_not_ours) as stage:
+        how = {"overwrite": overwrite, "not_ours": lambda old: not_ours_in_model(old / "export")}
+        with staged(out, **how) as stage:
             tuned, text = _whole_job(stage, seed, note, progress, run)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
@@ -101,10 +98,6 @@ def quickstart(
         tuned.density,
         text,
     )
-
-
-def _not_ours(folder: Path) -> str | None:
-    return None if is_model_of_ours(folder / "export") else NONE_OF_OURS
 
 
 def _whole_job(

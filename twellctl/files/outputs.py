@@ -6,7 +6,6 @@ and when it is whole the two change places.
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -29,18 +28,12 @@ NONE_OF_OURS = "is none of ours"
 _FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__", ".cache"}
 
 
-def is_model_of_ours(folder: Path) -> bool:
-    """Whether twellctl wrote the model in `folder`: its config.json has a "twell" block."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and "twell" in config
-
-
 def not_ours_in_model(folder: Path) -> str | None:
-    """What twellctl did not write: the model in `folder`, or a folder beside it; None: nothing."""
-    if not is_model_of_ours(folder):
+    """What twellctl did not write: the model in `folder`, or a folder beside it; None: nothing.
+
+    A config.json of ours has a "twell" block.
+    """
+    if not _has_key(folder / "config.json", "twell"):
         return NONE_OF_OURS
     others = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in _FOLDERS)
     return f"holds {others[0]}, which is none of ours" if others else None

@@ -7,7 +7,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 from twellctl.errors import first_line
 
@@ -76,7 +75,8 @@ def find_gpu(driver: Finding, cuda: str | None) -> Finding:
         )
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return Finding("GPU", "ok", ", ".join(map(_describe_gpu, gpus)))
+        told = (f"{g.name} (sm_{g.major}{g.minor}, {g.total_memory / 2**30:.0f} GiB)" for g in gpus)
+        return Finding("GPU", "ok", ", ".join(told))
     if driver.state != "ok":
         return Finding("GPU", "none", "none")
     if cuda is None:
@@ -129,7 +129,3 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _describe_gpu(gpu: Any) -> str:
-    return f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)"
