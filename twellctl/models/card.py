@@ -19,7 +19,7 @@ from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
 from twellctl.models.card_speed import UNTIMED, speed
-from twellctl.models.carried import CARD, REPORT_FILE
+from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
 from twellctl.models.verdict import verdict_of
 
@@ -316,8 +316,5 @@ def _is_number(value: Any) -> bool:
 
 def _report(folder: Path) -> dict[str, Any]:
     """What fine-tuning ended with; nothing for a model that was not fine-tuned."""
-    try:
-        report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return report if isinstance(report, dict) and _is_number(report.get("density")) else {}
+    report = json_object(folder / REPORT_FILE) or {}
+    return report if _is_number(report.get("density")) else {}

@@ -83,7 +83,7 @@ def _copy_side_file(source: Path, target: Path) -> None:
 def clean_side_file(path: Path) -> None:
     """Take out of a settings file what is of a machine or leads to code, and a name that only
     newer versions of transformers know."""
-    content = _json_object(path) if path.name.endswith("_config.json") else None
+    content = json_object(path) if path.name.endswith("_config.json") else None
     if content is None:
         return
     kept = {k: v for k, v in content.items() if k not in (*_OF_A_MACHINE, *_CODE)}
@@ -95,18 +95,18 @@ def clean_side_file(path: Path) -> None:
         path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
-def _json_object(path: Path) -> dict | None:
-    """The object in a JSON file; None if it holds none, which is not for us to judge."""
+def json_object(path: Path) -> dict | None:
+    """The object in a JSON file; None if there is none, which is not for us to judge."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
 def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer of a model folder has one."""
-    config = folder / "tokenizer_config.json"
-    content = (_json_object(config) if config.is_file() else None) or {}
-    in_config = content.get("chat_template")
-    return bool(in_config) or any((folder / name).is_file() for name in CHAT_TEMPLATES)
+    content = json_object(folder / "tokenizer_config.json") or {}
+    return bool(content.get("chat_template")) or any(
+        (folder / name).is_file() for name in CHAT_TEMPLATES
+    )
