@@ -4,7 +4,6 @@ https://github.com/guidance-ai/llguidance says which of JSON Schema it knows. An
 with given tokens.
 """
 
-import importlib.metadata
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from twellctl.files.strict_json import to_json
+from twellctl.here.machine import version_of
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
 
 FIELD = "response_format"
@@ -46,7 +46,8 @@ class Guides:
 
     def __call__(self, schema: dict[str, Any]) -> Callable[[], "SchemaGuide"]:
         """What gives each text its guide; `ApiError` for a schema that is none."""
-        if not _has_llguidance():
+        found = version_of("llguidance")
+        if found is None or Version(found) < _LEAST:
             why = "no llguidance here is new enough"
             raise unsupported(FIELD, f"{why}: pip install 'llguidance>=1.9'")
         from llguidance import LLMatcher
@@ -75,14 +76,6 @@ class Guides:
                     backend.to_str(), n_vocab=self._vocab_size, eos_token=self._ends
                 )
         return self._known
-
-
-def _has_llguidance() -> bool:
-    try:
-        found = importlib.metadata.version("llguidance")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return Version(found) >= _LEAST
 
 
 class SchemaGuide:
