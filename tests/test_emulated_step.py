@@ -46,9 +46,10 @@ MORE = {
         1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800, blocks=96
     ),
     "many fire": case(1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6, blocks=96),
-    "3584, screened": case(  # two row blocks of some warps
-        *(3584, 128, 28, 4, 17000, 1, 400),
+    "3584, screened": case(  # two row blocks of some warps, and more units than the ring holds
+        *(3584, 128, 28, 4, 9 * 16 * 113 + 456, 1, 400),
         **{"gate_mean": -1.5, "missed": -0.4, "seed": 16, "blocks": 113, "form": "screened"},
+        mapped=456,
     ),
     "e4m3, small x": case(1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15, blocks=96),
     "3584": case(3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16, blocks=113),

@@ -1,5 +1,6 @@
 """eval on tasks: answers against likelihoods computed one by one, files, and lm-eval."""
 
+import gzip
 import json
 import math
 import random
@@ -148,7 +149,8 @@ def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
 def test_the_screen_says_what_was_cut_and_what_is_guessed(cli, relu_llama, tmp_path):
     rows = [{"query": stdlib_texts(1)[0][:3000], "choices": ["a", "b"], "gold": n} for n in (0, 1)]
     written(tmp_path / "tasks" / "long.jsonl", rows)
-    written(tmp_path / "tasks" / "short.jsonl", [GOOD] * 40)
+    packed = gzip.compress(f"{json.dumps(GOOD)}\n".encode() * 40)
+    (tmp_path / "tasks" / "short.jsonl.gz").write_bytes(packed)
     code, out, err = cli(
         "eval", relu_llama, "--reference", relu_llama, "--tasks", tmp_path / "tasks"
     )

@@ -139,10 +139,18 @@ def test_rows_of_tokens_that_are_hardly_there_stay(make_model, kind, tied):
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "said"), [("muon", 4, True), ("muon", 40, False), ("adamw", 4, False)]
+    ("kind", "blocks", "adapter", "said"),
+    [
+        ("muon", 4, "", True),
+        ("muon", 40, "", False),
+        ("muon", 4, "lora_A.", False),
+        ("adamw", 4, "", False),
+    ],
 )
-def test_muon_with_few_tokens_a_step_is_said_to_be_slow(kind, blocks, said):
+def test_muon_with_few_tokens_a_step_is_said_to_be_slow(kind, blocks, adapter, said):
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=64), device=torch.device("cpu"))
+    trained = [(f"model.layers.0.{adapter}weight", nn.Parameter(torch.zeros(2, 2)))]
+    model.named_parameters = lambda: trained
     found = slow_on_cpu(model, kind, 16 * blocks)
     assert (found is not None) == said
     if said:

@@ -144,6 +144,8 @@ struct Step : Neurons {
                         await_x(x, norm, l, phase, tag);
                         sync_consumers();
                         screen(layer(l), share.first, share.num);
+                        // the map's units wait for what was there before them, which not all warps saw
+                        if (mapped().num > 0) sync_consumers();
                     }
                 int num_units = screens ? 0 : share.num * kQuadUnits;
                 if (FORM != kDenseForm && phase == 2 && mapped().num > 0)

@@ -100,7 +100,7 @@ struct Screened : Rows {
                 __syncwarp();
                 if (lane < kWarps) barrier_arrive(empty(in));  // for the other warps, too
             }
-            const float sum = sum_of_row(sums);
+            const float sum = sum_of_row(sums, lane);
             const unsigned all = __ballot_sync(~0u, lane % 2 == 0 && !(sum <= limits[b]));
             if (lane == 0) at<unsigned>(kMasks)[b * kWarps + warp] = all;
         }
@@ -178,24 +178,11 @@ struct Screened : Rows {
     }
 
     // Over the lanes that share rows. Lanes 2 r and 2 r + 1 have row r's.
-    __device__ __forceinline__ float sum_of_row(const float (&sums)[8]) const {
-        float four[4], two[2];
-        halve<4>(four, sums);
-        halve<2>(two, four);
-        float one[1];
-        halve<1>(one, two);
-        return one[0] + __shfl_xor_sync(~0u, one[0], 1);
-    }
-
-    // Of 2 N sums each lane keeps N, those of the lane 2 N away on top.
-    template <int N>
-    __device__ __forceinline__ void halve(float (&kept)[N], const float (&sums)[2 * N]) const {
-        const bool high = thread() / (2 * N) % 2;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const float given = high ? sums[i] : sums[N + i];
-            kept[i] = (high ? sums[N + i] : sums[i]) + __shfl_xor_sync(~0u, given, 2 * N);
-        }
+    __device__ __forceinline__ static float sum_of_row(float (&sums)[8], int lane) {
+        exchange_halves(sums, 4, lane & 8, 8);
+        exchange_halves(sums, 2, lane & 4, 4);
+        exchange_halves(sums, 1, lane & 2, 2);
+        return sums[0] + __shfl_xor_sync(~0u, sums[0], 1);
     }
 };
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_spec import (
-    ATTEND_BLOCK,
     ATTEND_LOADS,
     HEAD_DIMS,
     HEADS_A_BLOCK,
@@ -27,7 +26,7 @@ from twellctl.bundle.twell_spec import (
 )
 
 LONGEST_ROW = 32 * NORM_WARPS * NORM_PARTS * 8  # K of the norms
-_MAX_WARPS, _MAX_SPLITS = ATTEND_BLOCK // 32, 64
+_MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
 _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do

@@ -119,7 +119,7 @@ class KernelDecoder:
                         down.turn()
         elif _is_over_twell(model):
             raise ValueError("this model runs over TwELL already: make its dense form before")
-        screens = sparse and gates == SCREENED and why_not_screened(model) is None
+        screens = sparse and gates == SCREENED and self._may_screen()
         self.screens = open_screens(model) if screens else None
         self._plain = HFDecoder(model, head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
@@ -286,13 +286,22 @@ class KernelDecoder:
         dense = {"one dense kernel": make(form="dense", num_own=sizes.N)}
         if not self._sparse:
             return dense
-        own = max(own_neurons(ffn) for ffn in gated_ffns(self._model))
-        takes = partial(takes_mapped, sizes, own, limits=self._limits)
-        forms = {"one kernel": make(form="sparse", num_own=own if takes("sparse") else sizes.N)}
-        if self.screens and takes("screened"):
+        own = self._own_neurons
+        takes = takes_mapped(sizes, own, "sparse", self._limits)
+        forms = {"one kernel": make(form="sparse", num_own=own if takes else sizes.N)}
+        if self.screens:
             screened = make(form="screened", num_own=own, screens=self.screens.layers)
             forms["one screened kernel"] = screened
         return forms | dense
+
+    @property
+    def _own_neurons(self) -> int:
+        return max(own_neurons(ffn) for ffn in gated_ffns(self._model))
+
+    def _may_screen(self) -> bool:
+        if why_not_screened(self._model) is not None:
+            return False
+        return takes_mapped(step_sizes(self._model), self._own_neurons, "screened", self._limits)
 
     def _linear(
         self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False

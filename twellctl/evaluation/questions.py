@@ -18,7 +18,7 @@ from typing import Any
 
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.files.home import from_home
-from twellctl.text.files import read_rows
+from twellctl.text.files import kind_of, read_rows
 
 SUFFIXES = (".jsonl", ".json")
 _REMEDY = "correct or leave out this line"
@@ -92,7 +92,7 @@ def _files(path: Path) -> list[Path]:
                 f"lm_eval --model hf --model_args pretrained=MODEL --tasks {bounded(path.name, 80)}"
             )
         return [path]
-    found = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES)
+    found = sorted(p for p in path.iterdir() if p.is_file() and kind_of(p) in SUFFIXES)
     if not found:
         raise TwellError(f"{path} holds no {' or '.join(SUFFIXES)} file: give a folder of tasks")
     return found
@@ -109,7 +109,7 @@ def _read_task(file: Path, limit: int | None) -> Task:
             )
     if not questions:
         raise TwellError(f"{file} holds no question: give a file with some, or leave it out")
-    return Task(file.stem, tuple(questions[:limit]))
+    return Task(file.stem.removesuffix(kind_of(file)), tuple(questions[:limit]))
 
 
 def _question(row: Any, where: str) -> AnyQuestion:

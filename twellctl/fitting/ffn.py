@@ -1,6 +1,5 @@
 """The weights of one gated FFN, as fitting holds and changes them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import gate_and_up
-
-Activation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

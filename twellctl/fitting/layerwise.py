@@ -139,7 +139,8 @@ class Layer:
     def with_signs(self, z: Tensor, generator: torch.Generator) -> Tensor:
         """What its FFN gives for `[B, L, K]` if each neuron's part has a random sign."""
         hidden = activation_of(self.ffn)(self.weights.gates(z)) * self.weights.ups(z)
-        signs = torch.randint(0, 2, hidden.shape, generator=generator, device=z.device) * 2 - 1
+        how = {"generator": generator, "device": z.device, "dtype": torch.int8}
+        signs = torch.randint(0, 2, hidden.shape, **how) * 2 - 1
         return (hidden * signs) @ self.weights.down.T
 
     def _with_ffn(self, forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ TOKENS_AT_ONCE = 2048  # of logits
 def error_costs(layerwise: Layerwise, ids: Tensor) -> list[float]:
     """KL in nats a token over the squared relative error of each layer's output.
 
-    `ids` `[B, L]` are windows of text. Holds the states of as many windows as there are layers.
+    `ids` `[B, L]` are windows of text. Holds their states once for each layer, for a moment thrice.
     """
     generator = torch.Generator(layerwise.device).manual_seed(0)
     states = layerwise.first_states(ids)[None]  # [1 + layers so far, B, L, K], undisturbed first

@@ -225,6 +225,8 @@ def slow_on_cpu(model: PreTrainedModel, kind: str, step_tokens: int) -> str | No
     as_tokens = 2 * model.config.hidden_size
     if kind != "muon" or model.device.type != "cpu" or 2 * as_tokens <= step_tokens:
         return None
+    if not any(p.requires_grad and _is_inside(n, p) for n, p in model.named_parameters()):
+        return None
     return (
         f"Muon takes as long here as some {as_tokens} tokens do, and a step has {step_tokens}: "
         "--optimizer adamw, or a larger --batch-size, trains on more tokens a second"
