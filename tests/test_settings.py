@@ -11,7 +11,7 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
 from twellctl.cli.flags import made, takes
 from twellctl.errors import UsageError
-from twellctl.settings import refuse_wrong, setting
+from twellctl.settings import chosen, refuse_wrong, setting
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ def ran(decorate, *words: str) -> tuple[dict, str]:
     done = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output
     return got, " ".join(done.output.split())
+
+
+def test_a_call_with_a_misspelt_argument_names_those_there_are():
+    assert chosen(One, {"seed": 3}) == One(seed=3)
+    with pytest.raises(TypeError, match=r"^there is no argument 'sed', but seed, name, sizes"):
+        chosen(One, {"sed": 3})
+    with pytest.raises(UsageError, match="size must be >= 8, got 0"):
+        chosen(One, {"sizes": (8, 0)})
 
 
 def test_flags_are_those_given():

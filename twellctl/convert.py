@@ -22,7 +22,7 @@ from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
 from twellctl.report.notebook import Shown
-from twellctl.settings import refuse_wrong
+from twellctl.settings import chosen
 from twellctl.text.reading import text_files
 from twellctl.training.recipe import run_folder
 
@@ -67,8 +67,7 @@ def convert(
     weights' files are copied. The result loads with plain
     `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
-    out, fit = from_home(out), Fit(**settings)
-    refuse_wrong(fit)
+    out, fit = from_home(out), chosen(Fit, settings)
     if not fit.data and settings.keys() - {"data"}:
         raise UsageError(f"{min(settings.keys() - {'data'})} is of a fit: give it text with data")
     if not fit.data:

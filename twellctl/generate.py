@@ -10,7 +10,7 @@ from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
-from twellctl.settings import refuse_wrong, setting
+from twellctl.settings import chosen, setting
 from twellctl.text.tokens import Detokenizer, check_ids, encode_prompt
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def generate(
     the context allows; temperature 0, the default, takes the likeliest token each time. `gates` as
     of `load`. Raises `TwellError`.
     """
-    refuse_wrong(Drawing(**drawing))
+    chosen(Drawing, drawing)
     _check_text(prompt)
     loaded = load(model, chat_template=chat_template, gates=gates, note=note)
     return loaded.generate(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs, **drawing)
@@ -180,8 +180,7 @@ class Loaded:
         `prompt` may be a conversation, too, whose next turn is the model's; it is cut where the
         context ends. One at a time: the one before must have been read to its end, or closed.
         """
-        how = Drawing(**drawing)
-        refuse_wrong(how)
+        how = chosen(Drawing, drawing)
         _check_text(prompt)
         has_template = self.tokenizer.chat_template is not None
         if (isinstance(prompt, list) or chat) and not has_template:

@@ -25,7 +25,7 @@ from twellctl.serving.openai_server import Limits, Traffic, make_app
 from twellctl.serving.plan import ServedModel
 from twellctl.serving.preparing import in_daemon_thread
 from twellctl.serving.settings import Serving
-from twellctl.settings import refuse_wrong
+from twellctl.settings import chosen
 from twellctl.text.tokens import encode_text
 
 OnReady = Callable[[ServedModel, str], None]
@@ -63,8 +63,7 @@ def serve_local(
     the server's URL, which ends in its port, once requests are taken; `log` with a line for each
     request that was answered. Port 0 takes a free one. Signals are only heeded in the main thread.
     """
-    how = Serving(**settings)
-    refuse_wrong(how)
+    how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
     for name in names:
         if not name or not name.isprintable():

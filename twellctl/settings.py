@@ -7,10 +7,11 @@ import types
 import typing
 from dataclasses import Field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twellctl.errors import UsageError, shown
 
+Kind = TypeVar("Kind")
 _SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
@@ -59,6 +60,19 @@ def kind_of(field: Field) -> tuple[type, bool, bool]:
         kind = typing.get_args(kind)[0]
     many = typing.get_origin(kind) in (list, tuple)
     return (typing.get_args(kind)[0] if many else kind), optional, many
+
+
+def chosen(kind: type[Kind], values: dict[str, Any]) -> Kind:
+    """The settings of a Python call. `TypeError` names one that there is not, and those there are;
+    `UsageError` one that is not what it may be.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            raise TypeError(f"there is no argument {name!r}, but {', '.join(names)}")
+    made = kind(**values)
+    refuse_wrong(made)
+    return made
 
 
 def refuse_wrong(settings: Any) -> None:

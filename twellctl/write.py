@@ -20,7 +20,7 @@ from twellctl.files.workspace import workspace_beside
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
-from twellctl.settings import refuse_wrong, setting
+from twellctl.settings import chosen, setting
 from twellctl.text.reading import read_prompts
 from twellctl.text.tokens import check_ids, encode_prompt
 from twellctl.text.written import WrittenFile, is_written_file
@@ -108,8 +108,7 @@ def write(
     to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
     replaces what this command wrote, once there is a first line. Raises `TwellError`.
     """
-    out, how = from_home(out), Writing(**settings)
-    refuse_wrong(how)
+    out, how = from_home(out), chosen(Writing, settings)
     _check_out(out, overwrite)
     was_there = out.exists()
     checkpoint = open_checkpoint(model, revision=revision)

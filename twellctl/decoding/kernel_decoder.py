@@ -25,7 +25,7 @@ neurons. In FP8 W_down is there in both layouts.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ class KernelDecoder:
             forms["one screened kernel"] = screened
         return forms | dense
 
-    @property
+    @cached_property
     def _own_neurons(self) -> int:
         return max(own_neurons(ffn) for ffn in gated_ffns(self._model))
 

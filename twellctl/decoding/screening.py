@@ -3,9 +3,9 @@
 A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
 neuron on some of the tokens, with x in 8 bits as it is beside the copy. The limit is its mean less
 2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
-on the others. A layer that misses more than a fifth of MOST_MISSED takes more deviations (MARGINS),
-for of text of other kinds up to three times as much was missed. If it misses more than MOST_MISSED
-even so it reads its gate whole.
+on the others. A layer that misses more than NEXT_TO_NOTHING takes more deviations (MARGINS), for of
+text of other kinds up to three times as much was missed. If it misses more than MOST_MISSED even so
+it reads its gate whole.
 """
 
 import logging
@@ -28,6 +28,7 @@ from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, 
 logger = logging.getLogger(__name__)
 MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
 MOST_MISSED = 1e-6
+NEXT_TO_NOTHING = MOST_MISSED / 5
 _ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
 
 
@@ -56,7 +57,7 @@ class Screens:
 def open_screens(model: PreTrainedModel, margins: Sequence[float] = MARGINS) -> Screens | None:
     """The screens of all gated FFNs of a ReLU model in bf16, on its device; seconds.
 
-    Of `margins` each layer takes the first by which it misses next to nothing, else the last. None
+    Of `margins` each layer takes the first by which it misses NEXT_TO_NOTHING, else the last. None
     where their copies would take more than half of the memory that is free.
     """
     size = COPY_BITS / 16 * sum(ffn.down_proj.weight.nbytes for ffn in gated_ffns(model))
@@ -123,7 +124,7 @@ def _screen_of(
             limits -= gate_bias.float()
         may_fire = ~(about <= limits)
         lost = (size * (fires(gates) & ~may_fire)).sum() / size.sum().clamp(min=1e-30)
-        if lost <= MOST_MISSED / 5:
+        if lost <= NEXT_TO_NOTHING:
             break
     blocks = -(-num_own // FEW_ROWS)
     limits = F.pad(limits, (0, blocks * FEW_ROWS - num_own), value=-torch.inf)

@@ -15,7 +15,7 @@ from twellctl.fitting.fit import LOGIT_TOKENS
 from twellctl.fitting.settings import Fit, rank_of_map
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device
-from twellctl.settings import refuse_wrong
+from twellctl.settings import chosen
 
 OVERHEAD = 2.5  # over the time of products: 2.2 to 3.0 on an H100 (1.5B and 0.5B)
 LOGITS = 5  # tensors of their size that are held at the end
@@ -51,8 +51,7 @@ class Plan:
 
 def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> Plan:
     """Of fitting `model` with `settings` on the device that this process would take."""
-    fit = Fit(**settings)
-    refuse_wrong(fit)
+    fit = chosen(Fit, settings)
     if not fit.data:
         raise UsageError("nothing is fitted without text: give --data FILE")
     checkpoint = open_checkpoint(model, revision=revision)
