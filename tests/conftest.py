@@ -231,7 +231,7 @@ def exported(export_llama, tmp_path) -> Path:
 @pytest.fixture
 def no_answers(monkeypatch):
     """A run compares no answers at its end, which would take as long as its steps."""
-    monkeypatch.setattr("twellctl.training.answers.prompts_in", lambda *given: [])
+    monkeypatch.setattr("twellctl.training.teacher.prompts_in", lambda *given: [])
 
 
 @pytest.fixture

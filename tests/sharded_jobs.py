@@ -35,7 +35,7 @@ from twellctl.errors import TwellError
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.training import answers, build, optimizer, replicas, sharded_weights, trainer
+from twellctl.training import build, optimizer, replicas, sharded_weights, teacher, trainer
 from twellctl.training.optimizer import make_optimizer
 from twellctl.training.processes import check_same, from_all
 from twellctl.training.progress import Progress
@@ -85,7 +85,7 @@ def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
     to `resume`; which processes record the parts of their steps, for the others cannot
     (`recorded_by`).
     """
-    answers.prompts_in = lambda *given: []  # which would take as long as the steps
+    teacher.prompts_in = lambda *given: []  # which would take as long as the steps
     sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
     replicas.SMALL = how.get("small", replicas.SMALL)
     if "recorded_by" in how:

@@ -15,8 +15,7 @@ from twellctl.bench import subject as module
 from twellctl.bench.decode import bench_decode
 from twellctl.bench.random_model import make_model
 from twellctl.bench.settings import DecodeSettings
-from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.profile import profile

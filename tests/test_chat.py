@@ -11,9 +11,8 @@ import time
 import pytest
 from other_processes import SLOW_STEPS
 
-from twellctl.chat import Chat
 from twellctl.errors import TwellError
-from twellctl.generate import load
+from twellctl.generate import Chat, load
 
 
 @pytest.fixture(scope="module")

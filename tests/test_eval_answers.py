@@ -13,7 +13,7 @@ import twellctl.evaluation.agreement as agreement
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.evaluate import evaluate
-from twellctl.evaluation import limited, written
+from twellctl.evaluation import limited, questions
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import Asked, Coded
 from twellctl.models import verdict
@@ -120,16 +120,16 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
     ],
 )
 def test_what_counts_as_right(match, answer, text, is_right):
-    assert written.matches(Asked("?", answer, match), text) == is_right
+    assert questions.matches(Asked("?", answer, match), text) == is_right
 
 
 def test_code_is_cut_out_of_an_answer():
     whole = Coded("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
     free = Coded("Write a function f.", "f", "assert f(4) == 2")
-    assert written.prompt_of(whole).startswith("Complete this Python function. Answer with the")
-    assert written.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
+    assert questions.prompt_of(whole).startswith("Complete this Python function. Answer with the")
+    assert questions.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
     good = "def f(x):\n    return math.sqrt(x)"
-    found = written.right(
+    found = questions.right(
         [whole, whole, whole, free, free, whole],
         [
             f"Sure:\n```python\nprint(1)\n```\n```python\n{good}\n```\nDone.",

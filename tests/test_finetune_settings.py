@@ -22,7 +22,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.text.blocks import read_blocks, token_stream, write_tokens
 from twellctl.training import runs
-from twellctl.training.arguments import micro_batch
+from twellctl.training.build import micro_batch
 from twellctl.training.optimizer import default_rate
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
@@ -147,7 +147,7 @@ class SeesTwoGpus(TrainingArguments):
 
 
 def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("twellctl.training.arguments.TrainingArguments", SeesTwoGpus)
+    monkeypatch.setattr("twellctl.training.build.TrainingArguments", SeesTwoGpus)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     notes, sizes = [], []
 

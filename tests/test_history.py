@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.training.progress import Progress
-from twellctl.training.recipe import run_folder
-from twellctl.training.trackers import check_report_to
+from twellctl.training.recipe import check_report_to, run_folder
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 

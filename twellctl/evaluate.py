@@ -13,8 +13,7 @@ from twellctl.evaluation.agreement import compare_answers, prompts_in, score_ans
 from twellctl.evaluation.questions import Task, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
-from twellctl.evaluation.text import score_text
-from twellctl.evaluation.windows import facts, window_length
+from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint

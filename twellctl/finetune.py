@@ -30,12 +30,10 @@ from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.loading import as_stored, load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.report.notebook import Shown
-from twellctl.training.answers import answers_of_run
-from twellctl.training.arguments import micro_batch
-from twellctl.training.build import build_trainer, for_model
-from twellctl.training.history import History
-from twellctl.training.launcher import as_launched
+from twellctl.training.build import build_trainer, for_model, micro_batch
+from twellctl.training.history import History, NoStepLeft, SparsityCallback
 from twellctl.training.processes import (
+    as_launched,
     check_same,
     in_all,
     in_the_first,
@@ -47,6 +45,7 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
     Recipe,
+    check_report_to,
     file_of,
     public_recipe,
     recipe_to_resume,
@@ -67,10 +66,8 @@ from twellctl.training.runs import (
     run_inputs,
 )
 from twellctl.training.sharded_weights import write_sharded
-from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
-from twellctl.training.teacher import Teacher, choose_teacher
+from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher
 from twellctl.training.termination import answered
-from twellctl.training.trackers import check_report_to
 from twellctl.training.trainer import SparseTrainer
 
 WORSE = 0.1  # nats that a run which ends worse than guessing may have lost

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.decoding.opening import open_scheduler, told_of_decoder
 from twellctl.errors import TwellError
 from twellctl.firing.counts import FiredMeter

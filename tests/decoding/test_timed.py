@@ -5,9 +5,9 @@ import time
 import pytest
 from history_decoder import HistoryDecoder, expected
 
+from twellctl.bench.decode_runs import timed_run
 from twellctl.decoding.engine import EngineError
 from twellctl.decoding.scheduler import Scheduler
-from twellctl.decoding.timed import timed_run
 
 
 class Slow(HistoryDecoder):

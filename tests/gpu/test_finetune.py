@@ -9,7 +9,7 @@ from twellctl.convert import convert
 from twellctl.finetune import finetune
 from twellctl.models.loading import load_model
 from twellctl.training import build
-from twellctl.training.arguments import trainer_arguments
+from twellctl.training.build import trainer_arguments
 from twellctl.training.captured_part import CapturedPart
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.teacher import Teacher

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from twellctl.bench.decode_runs import timed_run
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
-from twellctl.decoding.timed import timed_run
 from twellctl.models.quantised import round_model
 
 pytestmark = pytest.mark.gpu

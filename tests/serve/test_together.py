@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from twellctl.serving.together import together
+from twellctl.serving.completion import together
 
 
 class Source:

@@ -6,8 +6,8 @@ import pytest
 from serving_client import UNDECODED, Scripted, chat, complete, running
 
 from twellctl.decoding.engine import Token
+from twellctl.serving.logprobs import TokenSpelling
 from twellctl.serving.plan import ServedModel
-from twellctl.serving.token_spelling import TokenSpelling
 
 TEXT = "for x in [é, 日本]:\n    print(x)"
 

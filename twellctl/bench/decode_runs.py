@@ -8,7 +8,9 @@ Steps are timed from token to token on the host.
 """
 
 import gc
+import time
 from collections.abc import Callable, Sequence
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,10 +26,11 @@ from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
+from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.screening import Screens
-from twellctl.decoding.timed import TimedRun, timed_run
 from twellctl.models.quantised import round_model
 
 ENGINE_DENSE, ENGINE_TWELL = "dense", "twell"
@@ -35,6 +38,43 @@ ENGINE_DENSE_FP8, ENGINE_TWELL_FP8 = "dense FP8", "twell FP8"
 SHORT_RUN = 8  # tokens that warm a form up, if it is slow
 
 Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """The tokens after each prompt; the time of each step that continued all of them, in seconds.
+
+    A step is timed from the end of the one before to its own, tokens on the host.
+    """
+
+    tokens: list[list[int]]
+    step_seconds: list[float]
+
+
+def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: int) -> TimedRun:
+    """Continue `prompts` by `num_tokens` each, end tokens or not; all must be able to run at once.
+
+    Raises `EngineError`.
+    """
+    if len(prompts) > scheduler.max_running:
+        said = f"{scheduler.max_running} prompts can be continued at once, got {len(prompts)}"
+        raise EngineError(said)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    seconds, last = [], None
+    for events in scheduler.run(prompts, Sampling(num_tokens, 0, ignore_eos=True)):
+        now = time.perf_counter()
+        told = 0
+        for sequence, event in events:
+            if isinstance(event, EngineError):
+                raise event
+            if event is not None:
+                tokens[sequence.client].append(event.id)
+                told += 1
+        whole = told == len(prompts) and min(map(len, tokens)) > 1
+        if whole and last is not None:
+            seconds.append(now - last)
+        last = now if told else last
+    return TimedRun(tokens, seconds)
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ def finetune(
     Flags win over the recipe, the recipe over the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
     """
-    from twellctl.training.recipe import file_of, recipe_to_resume, resolve_recipe
-    from twellctl.training.trackers import check_report_to
+    from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
     if more and ("data" not in flags or "eval-data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")

@@ -6,13 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl.chat import Answering, Chat
 from twellctl.cli import interrupts
 from twellctl.cli.command import Model
 from twellctl.cli.flags import made, takes
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.strict_json import parse_json
-from twellctl.generate import Drawing
+from twellctl.generate import Answering, Chat, Drawing
 from twellctl.screens import ui
 from twellctl.screens.use import diagnosed, end, generated, log, serving
 from twellctl.serving.settings import Serving

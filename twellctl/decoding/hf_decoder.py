@@ -1,25 +1,87 @@
 """Any causal model of transformers through its own forward, over a cache in pages: the plain form.
 
 Attention sees the whole block table of a row, gathered; what is not its own is masked. Slow and
-simple, on any device and in any dtype: the judge of faster decoders.
+simple, on any device and in any dtype: the judge of faster decoders. What fires is counted by
+hooks. Models whose state is not in pages go one sequence at a time (`LoneDecoder`).
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from twellctl.bundle.twell_config import mapped_neurons
+from twellctl.bundle.twell_format import fires
+from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.fired_counts import FiredCounts
-from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
-from twellctl.decoding.pages import pages_for
+from twellctl.decoding.pages import PagedCache, cache_argument, cached_shapes, pages_for
 from twellctl.models.defaults import context_of
+
+
+class FiredCounts:
+    """Counts at the activations of a model's gated FFNs, in forwards inside `counted`.
+
+    Where a layer has several FFNs (experts), or an activation is none that is zero below zero (SiLU
+    is not), none is metered. One that runs over TwELL's kernels
+    never shows its activation: the gates of the last tokens are computed a second time.
+    `neurons`: how many each layer has, known from the first forward on. `mapped`: so many of them
+    always fire (twell_config.py), and are no news.
+    """
+
+    def __init__(self, model: nn.Module, num_hidden_layers: int):
+        ffns, below = gated_ffns(model), torch.tensor([-1.0])
+        is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
+        self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
+        self.neurons = [1] * len(self._ffns)
+        self.mapped = mapped_neurons(model.config)
+        self._counts: list[Tensor | None] = [None] * len(self._ffns)
+
+    @contextlib.contextmanager
+    def counted(self, num_rows: int) -> Iterator[None]:
+        """A forward of so many rows is made inside."""
+        with contextlib.ExitStack() as hooks:
+            for i, ffn in enumerate(self._ffns):
+                hooks.callback(self._hook(i, ffn, num_rows).remove)
+            yield
+
+    def of_last_tokens(self, num_rows: int, device: torch.device) -> Tensor:
+        """int32 `[L, num_rows]`, of the forward counted last."""
+        if not self._counts:
+            return torch.empty((0, num_rows), dtype=torch.int32, device=device)
+        return torch.stack(self._counts)
+
+    def _count(self, i: int, fired: Tensor) -> None:
+        own = fired[..., : fired.shape[-1] - self.mapped]
+        self._counts[i] = own.sum(-1, dtype=torch.int32) + self.mapped
+        self.neurons[i] = fired.shape[-1]
+
+    def _hook(self, i: int, ffn: nn.Module, num_rows: int) -> RemovableHandle:
+        activation = activation_of(ffn)
+
+        def last(tokens: Tensor) -> Tensor:
+            return tokens.reshape(num_rows, -1, tokens.shape[-1])[:, -1]
+
+        def look_at_activation(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
+            self._count(i, last(active) != 0)
+
+        def compute_gates(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            x = last(inputs[0])
+            first, *second = gate_and_up(ffn)
+            gate = first(x) if second else first(x).chunk(2, -1)[0]
+            self._count(i, fires(gate))
+
+        if getattr(ffn, "twell_sources", ""):
+            return ffn.register_forward_pre_hook(compute_gates)
+        return activation.register_forward_hook(look_at_activation)
+
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
@@ -193,3 +255,45 @@ def _rope_by_length(model: PreTrainedModel) -> str | None:
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
                 return kind
     return None
+
+
+class LoneDecoder:
+    """A `Decoder` (decoder.py) of one row; tables and positions are not looked at."""
+
+    page_bytes = 0
+    max_rows = 1
+    capturable = False
+    kernels = None
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config()
+        self.device = model.device
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.context = config.max_position_embeddings
+        self.prefill_chunk = self.context  # states that recur are not continued by many tokens
+        self._model, self._cache_argument = model, cache_argument(model)
+        self._fired = FiredCounts(model, config.num_hidden_layers)
+        self.neurons, self.mapped = self._fired.neurons, self._fired.mapped
+
+    def open_cache(self, num_pages: int) -> None:
+        """There is none: transformers' grows with each sequence."""
+
+    def widths(self, max_pages: int) -> list[int]:
+        return [max_pages]
+
+    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        self._cache = DynamicCache(config=self._model.config)
+        return self._forward(tokens)
+
+    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        return self._forward(tokens[None])
+
+    def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with self._fired.counted(1):
+            done = self._model(
+                input_ids=tokens.to(torch.long),
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_argument: self._cache},
+            )
+        return done.logits[:, -1], self._fired.of_last_tokens(1, self.device)

@@ -11,9 +11,8 @@ from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.engine import WHOLE
-from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError

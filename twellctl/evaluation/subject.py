@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import TwellError
-from twellctl.evaluation import choices, written
+from twellctl.evaluation import choices, questions
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import Task
 from twellctl.evaluation.results import Marks
@@ -43,7 +43,7 @@ class Wrote:
             found.append(
                 Marks(
                     task.name,
-                    written.right(task.questions, texts, progress),
+                    questions.right(task.questions, texts, progress),
                     () if task.kind == "tests" else tuple(q.answer for q in task.questions),
                     cut=sum(not answer.ended for answer in ours),
                     kind=task.kind,
@@ -98,7 +98,7 @@ class Subject:
     def write(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> Wrote:
         """Its answers to the questions of `tasks`, in its own words."""
         name = self.checkpoint.name
-        asked = [written.prompt_of(question) for task in tasks for question in task.questions]
+        asked = [questions.prompt_of(question) for task in tasks for question in task.questions]
         prompts = [self.encoded(prompt) for prompt in asked]
         if not prompts:
             return Wrote(name, [], [])

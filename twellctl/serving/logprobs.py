@@ -1,10 +1,90 @@
-"""Log-probabilities in OpenAI's two forms, and the densities of our own. No HTTP."""
+"""Log-probabilities in OpenAI's two forms, with single tokens as text and bytes; our densities.
 
+No torch, no HTTP.
+"""
+
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from twellctl.serving.completion import PlacedToken
-from twellctl.serving.token_spelling import Spelling, TokenSpelling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece's spelling of one byte
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A token's text and its bytes; None if they are part of a character and cannot be told."""
+
+    text: str
+    bytes: bytes | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the token is whole characters."""
+        return self.bytes is not None and self.text.encode() == self.bytes
+
+    def escaped(self) -> str:
+        r"""The text; for parts of a character their bytes, as `\xe2\x80`."""
+        if self.is_whole or self.bytes is None:
+            return self.text
+        return "".join(f"\\x{byte:02x}" for byte in self.bytes)
+
+
+class TokenSpelling:
+    """The spelling of every token of a tokenizer, as it stands within a text; remembered."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._tokenizer = tokenizer
+        # some tokenizers drop a leading space: nothing is spelled at the beginning of a text
+        self._before = tokenizer.encode("a", add_special_tokens=False)
+        self._num_before = len(self._decode([]))
+        self._known: dict[int, Spelling] = {}
+
+    def __call__(self, token: int) -> Spelling:
+        if token not in self._known:
+            self._known[token] = self._spell(token)
+        return self._known[token]
+
+    def _spell(self, token: int) -> Spelling:
+        text = self._decode([token])[self._num_before :]
+        if _UNDECODED not in text:
+            return Spelling(text, text.encode())
+        return Spelling(text, self._bytes(token, text))
+
+    def _bytes(self, token: int, text: str) -> bytes | None:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if fallback := _BYTE_FALLBACK.fullmatch(name):
+            return bytes([int(fallback[1], 16)])
+        letters = _byte_letters()
+        if not all(letter in letters for letter in name):
+            return None
+        found = bytes(letters[letter] for letter in name)
+        return found if found.decode(errors="replace") == text else None
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(
+            [*self._before, *tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letter that a byte-level tokenizer writes for each byte that UTF-8 can hold."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # every first byte of two, three and four, and every byte that can follow
+    points = [*range(0x900), *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x10000)]
+    text = "".join(map(chr, points))
+    ((letters, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return dict(zip(letters, text.encode(), strict=True))
+
 
 _LEAST = -9999.0  # OpenAI's number for what has no chance: JSON has no infinity
 

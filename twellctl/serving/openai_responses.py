@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twellctl.serving.completion import Call, Piece, PlacedToken
-from twellctl.serving.logprobs import chat_logprobs, densities, text_logprobs
+from twellctl.serving.logprobs import TokenSpelling, chat_logprobs, densities, text_logprobs
 from twellctl.serving.openai_requests import Options
-from twellctl.serving.token_spelling import TokenSpelling
 
 
 @dataclass

@@ -11,7 +11,7 @@ from aiohttp import web
 from twellctl.decoding.engine import EngineClosed
 from twellctl.files.strict_json import to_json
 from twellctl.serving.access import Access, guard, reading
-from twellctl.serving.completion import Piece, complete, joined
+from twellctl.serving.completion import Piece, complete, joined, together
 from twellctl.serving.http_errors import answer_errors, json_response
 from twellctl.serving.measured import access_log, current, measuring, note_failure
 from twellctl.serving.metrics import Metrics
@@ -29,7 +29,6 @@ from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat
 from twellctl.serving.preparing import Preparing
 from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.responses_api import ResponseAnswer, parse_response
-from twellctl.serving.together import together
 from twellctl.serving.tools import with_calls
 from twellctl.text.tokens import Detokenizer, StopStrings
 

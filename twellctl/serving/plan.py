@@ -9,9 +9,9 @@ from typing import Any
 
 from twellctl.decoding.engine import Engine, Guide, Sampling
 from twellctl.serving.guides import Given, Guides
+from twellctl.serving.logprobs import TokenSpelling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
-from twellctl.serving.token_spelling import TokenSpelling
 from twellctl.serving.tools import knows_tools
 from twellctl.text.tokens import chat_text, encode_text, encode_written, longest_token, surely_more
 

@@ -6,6 +6,7 @@ recipe, the recipe over the default. All that is wrong is said at once.
 
 import dataclasses
 import difflib
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,3 +290,24 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
     if recipe.lora_ffn and not recipe.lora_rank:
         wrong.append("lora-ffn needs a lora-rank above 0")
     return wrong
+
+
+# the Trainer's names; the module to find is called so, and the package, but for those of _OTHERS
+TRACKERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow",
+    "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+_OTHERS = {"azure_ml": ("azureml", "azureml-mlflow"), "flyte": ("flytekit", "flytekit")}
+
+
+def check_report_to(name: str) -> None:
+    """`UsageError` for a tracker that nobody knows, or that is not installed."""
+    if name in ("none", "all"):
+        return
+    if name not in TRACKERS:
+        raise UsageError(
+            f"report-to {name!r} is unknown: take one of {', '.join(TRACKERS)}, all or none"
+        )
+    module, package = _OTHERS.get(name, (name, name.replace("_", "-")))
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(f"report-to {name}: {package} is not installed: pip install {package}")

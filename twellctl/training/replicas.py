@@ -1,6 +1,6 @@
 """Replicas of a model in several processes: their gradients become the means over all of them.
 
-Where one process alone steps a matrix (`muon_owners`), it alone gets the mean: half of the bytes.
+Where one process alone steps a matrix (`optimizer`), it alone gets the mean: half of the bytes.
 
 A large gradient is sent while the backward pass that completes it goes on below it; the small ones
 are sent together at the end. Large ones go in one order, from the last parameter to the first: the

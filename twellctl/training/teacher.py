@@ -1,13 +1,19 @@
-"""The model that fine-tuning distils from: which one it is, and that it fits."""
+"""The model that fine-tuning distils from: which one, that it fits, how alike a run answers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError, UsageError
+from twellctl.evaluation.agreement import MAX_TOKENS, compare_answers, prompts_in
+from twellctl.evaluation.results import AnswerScore
+from twellctl.evaluation.windows import dtype_for
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.loading import default_device, load_model
+from twellctl.models.loading import default_device, load_model, load_tokenizer
+from twellctl.text.blocks import Blocks
+from twellctl.training.progress import Progress
 from twellctl.training.recipe import UNNAMED_TEACHER, Recipe
 from twellctl.training.sharded_weights import load_sharded
 
@@ -62,3 +68,27 @@ def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:
             "give one with the same tokenizer, or --teacher none"
         )
     return Teacher(teacher)
+
+
+def answers_of_run(
+    folder: Path, teacher: Teacher, held_out: Blocks, progress: Progress
+) -> AnswerScore | None:
+    """Of the model in `folder`, as others will load it; None, with a note, where it fails.
+
+    Answers are no longer than a block, so that a run of short ones ends soon.
+    """
+    progress.doing("comparing answers with the teacher's")
+    device = default_device()
+    try:
+        checkpoint = open_checkpoint(folder)
+        tokenizer = load_tokenizer(checkpoint)
+        blocks = [held_out[i]["input_ids"] for i in range(len(held_out))]
+        prompts = prompts_in(tokenizer, blocks)
+        if not prompts:
+            return None
+        model = load_model(checkpoint, dtype=dtype_for(device), device=device)
+        most = min(MAX_TOKENS, len(blocks[0]))
+        return compare_answers(model, teacher.load(), tokenizer, prompts, most)
+    except (TwellError, torch.OutOfMemoryError) as error:  # the model is worth more
+        progress.note(f"answers were not compared ({error}): twellctl eval --reference does it")
+        return None

@@ -27,7 +27,7 @@ from twellctl.training.priced_gates import PricedGates
 from twellctl.training.replicas import Replicas
 from twellctl.training.runs import drop_old_checkpoints, mark_complete
 from twellctl.training.sharded_checkpoints import is_sharded_checkpoint, read_training_state
-from twellctl.training.sharding import local
+from twellctl.training.sharded_weights import local
 from twellctl.training.sparsity import FfnPenalty
 
 SCHEDULER_FILE = "scheduler.pt"  # in a checkpoint, as transformers calls it
