@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from twellctl.bundle import twell_driver, twell_launch
-from twellctl.bundle.twell_driver import clusters_at_once, start
-from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet
+from twellctl.bundle import twell_launch
+from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, clusters_at_once, start
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError
 from twellctl.bundle.twell_plan import Limits
 
@@ -59,14 +58,14 @@ def driver(monkeypatch):
     def put(formats: Sequence[str], answer: int = 0) -> Driver:
         made = Driver(formats, answer)
         called = ANSWER(made.launch)
-        monkeypatch.setattr(twell_driver, "_launch_kernel", lambda: called)
+        monkeypatch.setattr(twell_launch, "_launch_kernel", lambda: called)
         return made
 
     return put
 
 
 def test_the_structs_are_cudas():
-    config, attribute = twell_driver._Config, twell_driver._Attribute
+    config, attribute = twell_launch._Config, twell_launch._Attribute
     assert ctypes.sizeof(config) == CONFIG.size == 56
     assert ctypes.sizeof(attribute) == ATTRIBUTE.size == 72
     names = ("grid", "block", "smem_bytes", "stream", "attributes", "num_attributes")
@@ -152,7 +151,7 @@ def test_threads_do_not_meet(driver):
     made.launch = meanwhile
     called = ANSWER(lambda *call: made.launch(*call))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twell_driver, "_launch_kernel", lambda: called)
+        patch.setattr(twell_launch, "_launch_kernel", lambda: called)
         start(1, (1,), 64, (7,), 0, 0)
     assert [(sizes[0], found) for sizes, *_, found, _ in made.calls] == [(2, [8]), (1, [7])]
 
@@ -171,7 +170,7 @@ def test_how_many_clusters_run_at_the_same_time(monkeypatch):
 
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     called = kind(answer)
-    monkeypatch.setattr(twell_driver, "_max_active_clusters", lambda: called)
+    monkeypatch.setattr(twell_launch, "_max_active_clusters", lambda: called)
     assert clusters_at_once(2**62, 4, 256, 100_000) == 30
     assert asked == [([4, 1, 1, 256, 1, 1, 100_000], 2**62, (CLUSTER_DIMENSION, 4, 1, 1))]
     with pytest.raises(KernelError, match=r"^cuOccupancyMaxActiveClusters answers 1 for 4 blocks$"):

@@ -16,14 +16,13 @@ from list_builder import build_lists, from_bf16
 from list_reference import Shape
 from test_emulated_grad import asked, on_cpu, small
 
-from twellctl.bundle import twell_e4m3, twell_heavy, twell_sequence
+from twellctl.bundle import twell_e4m3, twell_sequence, twell_walk
 from twellctl.bundle.twell_e4m3 import quantise_inputs, quantise_rows
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_heavy import plan_heavy_walk
 from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
 from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
-from twellctl.bundle.twell_walk import plan_walk
+from twellctl.bundle.twell_walk import plan_heavy_walk, plan_walk
 
 pytestmark = needs_emulator
 H200 = Limits(132, 232448, (9, 0))
@@ -155,7 +154,7 @@ class Walks:
 @contextmanager
 def without_maps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (twell_sequence, twell_heavy):
+        for module in (twell_sequence, twell_walk):
             patch.setattr(module, "tensor_map", Map)
         yield
 

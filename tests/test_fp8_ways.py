@@ -10,11 +10,18 @@ from test_fp8 import spread, weight_of
 from test_ways import OF_HOPPER
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route, twell_run
+from twellctl.bundle import (
+    twell_ffn,
+    twell_fp8,
+    twell_model,
+    twell_reasons,
+    twell_route,
+    twell_ways,
+)
+from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
-from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_by_tokens, ways_of
 
@@ -76,9 +83,9 @@ def operator(monkeypatch, tmp_path):
         return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
 
     monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
-    for module in (twell_run, twell_reasons):
+    for module in (twell_ways, twell_reasons):
         monkeypatch.setattr(module, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: None)
+    monkeypatch.setattr(twell_ways, "kernels_for", lambda sources, index: None)
     monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

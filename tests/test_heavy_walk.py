@@ -9,9 +9,9 @@ from launched import Launches
 from torch import Tensor
 
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_heavy import FEW_HEAVY, Heavy, launch_heavy_walk, plan_heavy_walk
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
+from twellctl.bundle.twell_walk import FEW_HEAVY, Heavy, launch_heavy_walk, plan_heavy_walk
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))

@@ -5,7 +5,7 @@ import torch
 from launched import Launches, Map, assert_taken
 from torch import Tensor
 
-from twellctl.bundle import twell_heavy, twell_sequence
+from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_e4m3 import BARE_TOKENS, dense_e4m3_ffn, quantise_block
 from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import hopper_ffn
@@ -30,7 +30,7 @@ def launches(M: int, K: int, N: int, *, biases: bool = True) -> list[tuple]:
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    for module in (twell_sequence, twell_heavy):
+    for module in (twell_sequence, twell_walk):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 
@@ -65,7 +65,7 @@ def test_many_neurons_take_several_panels():
 
 def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
-    monkeypatch.setattr(twell_heavy, "heavy_window", lambda M, N, K, **k: 50)
+    monkeypatch.setattr(twell_walk, "heavy_window", lambda M, N, K, **k: 50)
     made = launches(300, 64, 96)
     tokens = [args[2] for name, _, _, args, _ in made if name == "plan_cluster"]
     assert tokens == [128, 128, 44]
@@ -118,7 +118,7 @@ def test_rows_of_e4m3_count_shorts_where_bf16_counts_columns():
 
 def test_scales_go_with_their_chunk_and_rows_of_e4m3_with_their_window(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
-    monkeypatch.setattr(twell_heavy, "heavy_window", lambda M, N, K, **k: 50)
+    monkeypatch.setattr(twell_walk, "heavy_window", lambda M, N, K, **k: 50)
     made = launches_e4m3(300, 128, 96)
     (scales,) = (args[-1] for name, _, _, args, _ in made if name == "quantise_rows")
     downs = [args[-2] for name, _, _, args, _ in made if name == "down_e4m3"]

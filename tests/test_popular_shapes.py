@@ -28,16 +28,15 @@ from twellctl.bundle import (
     twell_ffn,
     twell_launch,
     twell_reasons,
-    twell_run,
     twell_walk,
     twell_ways,
 )
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
-from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
+from twellctl.bundle.twell_ways import run_by_route
 from twellctl.bundle.twell_weights import E4M3_STEP, FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
 from twellctl.decoding.kernel_decoder import KernelDecoder
@@ -135,7 +134,7 @@ def judge(device, monkeypatch) -> Judge:
     """In the place of the kernels of `device`, for the operator and for the engine."""
     made = Judge(DEVICES[device])
     monkeypatch.setattr(twell_launch, "_encode", lambda *sizes: Map(None, 0))
-    for module in (twell_run, kernel_decoder, kernel_fit):
+    for module in (twell_ways, kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: made)
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     monkeypatch.setattr(kernel_fit, "takes_hopper_kernels", lambda index: made.limits.hopper)
@@ -171,7 +170,7 @@ def run_all(*given) -> str:
 @of_shapes_on_devices
 def test_all_ways_of_the_operator(judge, shape, monkeypatch):
     assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_run, "choose", run_all)
+    monkeypatch.setattr(twell_ways, "choose", run_all)
     ffn = ffn_of(shape)
     for M in TOKENS:
         for density in DENSITIES:
@@ -191,7 +190,7 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     if N % E4M3_STEP or K % E4M3_STEP:
         pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
     assert why_unfit(K // 2, N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_run, "choose", run_all)
+    monkeypatch.setattr(twell_ways, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
     monkeypatch.setattr(

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_run, twell_ways
+from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_ways
+from twellctl.bundle.twell_cache import reasons_said, say_once
 from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_few import few_kernels, plan_few, takes_few
 from twellctl.bundle.twell_ffn import (
@@ -24,11 +25,10 @@ from twellctl.bundle.twell_ffn import (
 )
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
-from twellctl.bundle.twell_log import reasons_said, say_once
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_run import run_by_route
 from twellctl.bundle.twell_sequence import HOPPER_KERNELS, dense_ffn
 from twellctl.bundle.twell_walk import WALK_KERNELS
+from twellctl.bundle.twell_ways import run_by_route
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
@@ -284,8 +284,8 @@ def test_what_is_not_taken(on_gpu):
 @pytest.mark.parametrize("M", [1, 64, 65, 4097])
 @pytest.mark.parametrize("route", ["twell", "dense"])
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
-    monkeypatch.setattr(twell_run, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_run, "kernels_for", lambda sources, index: "kernels")
+    monkeypatch.setattr(twell_ways, "device_limits", lambda index: H200)
+    monkeypatch.setattr(twell_ways, "kernels_for", lambda sources, index: "kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

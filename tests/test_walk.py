@@ -6,11 +6,17 @@ import pytest
 import torch
 from launched import Launches, Map
 
-from twellctl.bundle import twell_heavy, twell_sequence, twell_walk
-from twellctl.bundle.twell_heavy import FEW_HEAVY
+from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
-from twellctl.bundle.twell_walk import MOST_PAIRS, plan_walk, suits_walk, takes_walk, walk_gate_ffn
+from twellctl.bundle.twell_walk import (
+    FEW_HEAVY,
+    MOST_PAIRS,
+    plan_walk,
+    suits_walk,
+    takes_walk,
+    walk_gate_ffn,
+)
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
@@ -19,7 +25,7 @@ SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 143
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    for module in (twell_sequence, twell_heavy):
+    for module in (twell_sequence, twell_walk):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twellctl.bundle import twell_route, twell_run
+from twellctl.bundle import twell_route, twell_ways
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice
-from twellctl.bundle.twell_run import run_by_route
-from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, ways_by_tokens, ways_of
+from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, run_by_route, ways_by_tokens, ways_of
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
@@ -119,7 +118,7 @@ def operator(monkeypatch, tmp_path):
         "kernels_for": lambda sources, index: None,
         "_sampled_density": count,
     }.items():
-        monkeypatch.setattr(twell_run, name, stand_in)
+        monkeypatch.setattr(twell_ways, name, stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(twell_route, "measure", measure)

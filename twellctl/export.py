@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twellctl.bundle.twell_config import FP16, check_twell, least_sharpness
-from twellctl.bundle.twell_fp8_config import QUANTIZE, quantization_config
+from twellctl.bundle.twell_config import (
+    FP16,
+    QUANTIZE,
+    check_twell,
+    least_sharpness,
+    quantization_config,
+)
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.files.home import from_home
 from twellctl.files.outputs import staged

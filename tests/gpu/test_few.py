@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_run, twell_ways
+from twellctl.bundle import twell_ffn, twell_ways
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     few_gated,
@@ -371,7 +371,7 @@ def test_the_operator_takes_them(sources, way, monkeypatch):
         taken.append(way in runs)
         return way if way in runs else "dense"
 
-    monkeypatch.setattr(twell_run, "choose", choose)
+    monkeypatch.setattr(twell_ways, "choose", choose)
     torch.manual_seed(0)
     tokens = [*TOKENS, FEW_TOKENS + 1, 100]
     for M in tokens:
@@ -411,7 +411,7 @@ def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn
         for way in ("walk_gate", "lists"):
-            monkeypatch.setattr(twell_run, "choose", lambda *given, way=way: way)
+            monkeypatch.setattr(twell_ways, "choose", lambda *given, way=way: way)
             y = sparse_ffn(
                 *(problem.x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up),
                 ffn.b_down,

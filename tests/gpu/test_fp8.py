@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_e4m3 import BARE_TOKENS
 from twellctl.bundle.twell_ffn import register_sources, rounded_linear
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, fp8_linear, round_rows, round_weight
-from twellctl.bundle.twell_log import reasons_said
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.here.resources import kernel_files

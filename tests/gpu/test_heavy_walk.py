@@ -6,11 +6,10 @@ from on_gpu import HOPPER
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_heavy import FEW_HEAVY, plan_heavy_walk
 from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_plan import hopper_cap
 from twellctl.bundle.twell_sequence import hopper_ffn
-from twellctl.bundle.twell_walk import walk_gate_ffn
+from twellctl.bundle.twell_walk import FEW_HEAVY, plan_heavy_walk, walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
 
 pytestmark = HOPPER

@@ -14,18 +14,17 @@ from on_gpu import HOPPER
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_e4m3 import BARE_TOKENS, dense_e4m3_ffn, quantise_rows
 from twellctl.bundle.twell_ffn import known_choices, sparse_fp8_ffn
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, joined, round_rows, round_weight
-from twellctl.bundle.twell_heavy import FEW_HEAVY
 from twellctl.bundle.twell_launch import device_limits, register_sources
-from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import hopper_ffn, launch_gate_pack, packed_buffers
 from twellctl.bundle.twell_spec import E4M3_END
-from twellctl.bundle.twell_walk import plan_walk, takes_walk, walk_gate_ffn
+from twellctl.bundle.twell_walk import FEW_HEAVY, plan_walk, takes_walk, walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export

@@ -14,7 +14,7 @@ from popular_shapes import SHAPES, Shape
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_ffn, twell_run
+from twellctl.bundle import twell_ffn, twell_ways
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
 from twellctl.bundle.twell_nvrtc import what_is_missing
@@ -143,7 +143,7 @@ def test_the_operator(popular, monkeypatch):
             found[name].append(run())
         return next(iter(runs))
 
-    monkeypatch.setattr(twell_run, "choose", run_all)
+    monkeypatch.setattr(twell_ways, "choose", run_all)
     for number, ffn in enumerate(gated_ffns(popular.model)):
         w_gate, w_up, w_down = weights_of(ffn)
         w_down = by_rows_of_neurons(w_down)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_run
+from twellctl.bundle import twell_ffn, twell_ways
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
@@ -49,7 +49,7 @@ def route(request, monkeypatch) -> str:
     def choose(kind, capturing, runs, by_rule, count_density) -> str:
         return next((name for name in runs if name in wanted), by_rule())
 
-    monkeypatch.setattr(twell_run, "choose", choose)
+    monkeypatch.setattr(twell_ways, "choose", choose)
     return "twell"
 
 

@@ -31,11 +31,11 @@ from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense
 from twellctl.bench.device import bench_device, device_name
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
 from twellctl.bench.twell_side import shared_copy
+from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import ROUTES, TILE
 from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
-from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import by_rows_of_neurons, lay_weights, put_over_twell, use_kernels
 from twellctl.bundle.twell_train import AddL1Gradient
 from twellctl.firing.counts import LayerCount

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from twellctl.bundle.twell_fp8_config import quantization_config
+from twellctl.bundle.twell_config import quantization_config
 from twellctl.errors import TwellError
 from twellctl.vllm import installed
 from twellctl.vllm.installed import find_vllm, requirement

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from popular_shapes import SHAPES
 
+from twellctl.bundle.twell_cache import say_once
 from twellctl.bundle.twell_fp8 import fp8_ffn
-from twellctl.bundle.twell_log import say_once
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
 from twellctl.bundle.twell_ways import Problem, ways_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import mapped_neurons
-from twellctl.bundle.twell_log import reasons_said
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing.counts import FiredMeter
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from twellctl.bundle.twell_fp8_config import QUANTIZE
+from twellctl.bundle.twell_config import QUANTIZE
 from twellctl.decoding.engine import GATES, SCREENED
 from twellctl.errors import UsageError
 from twellctl.settings import flag_name, refuse_wrong, setting

@@ -10,7 +10,7 @@ the activation of the model that this one was made from, `source` its id on the 
 `map_neurons` is of a fitted model: so many of the last neurons of every FFN always fire, for they
 share one gate row; together they are a linear map of what the FFN reads. They are not part of any
 density.
-`rounded_from` names the model whose weights an FP8 export has (twell_fp8_config.py).
+`rounded_from` names the model whose weights an FP8 export has (the end of this file).
 
 The last three are of a ReLU model in *SiLU form*, which every export has: `hidden_act` is silu, and
 of a neuron of sharpness k the gate row is times k, the up row is times share / k, and W_down is
@@ -108,3 +108,43 @@ def _check_silu_form(twell: dict, num_layers: int) -> None:
         for k in (k for numbers in lists for k in numbers):
             if type(k) is not int or not 0 < k <= 1 << 16 or k & (k - 1) or 1 < k < least:
                 raise ValueError(f'"twell" must hold {key} that are powers of two, got {k!r}')
+
+
+# ---- FP8 exports
+#
+# The format is `float-quantized` of compressed-tensors, which transformers (with that package) and
+# vLLM read as a dense FP8 model. Each linear layer but those of `ignore` stores a weight in e4m3
+# [N, K] and a weight_scale, float32 [N, 1]: the layer's weight is weight * weight_scale. It rounds
+# its input to e4m3 as it comes, with a scale for each token.
+
+QUANTIZE = ("fp8",)  # what export --quantize takes
+WEIGHT_SCALE = ".weight_scale"  # behind the name of a layer
+_METHOD = "compressed-tensors"
+_E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def quantization_config(ignore: list[str]) -> dict:
+    """The block "quantization_config"; `ignore` names the linear layers that stay as they are."""
+    scheme = {
+        "targets": ["Linear"],
+        "weights": _E4M3 | {"strategy": "channel", "dynamic": False},
+        "input_activations": _E4M3 | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": _METHOD,
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ignore,
+    }
+
+
+def is_fp8(config: dict) -> bool:
+    """Whether `config`, of a config.json, is of an FP8 export."""
+    found = config.get("quantization_config")
+    return (
+        isinstance(found, dict)
+        and "twell" in config
+        and isinstance(found.get("ignore"), list)
+        and found == quantization_config(found["ignore"])
+    )

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .twell_cache import reasons_said, say_once
 from .twell_config import SLOTS, TILE
 from .twell_e4m3 import dense_e4m3_linear
 from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, why_no_products
 from .twell_launch import kernels_for, register_sources
-from .twell_log import reasons_said, say_once
 from .twell_reasons import (
     check_numbers,
     most_trained_tokens,
@@ -36,9 +36,8 @@ from .twell_reasons import (
     why_not_trained,
 )
 from .twell_route import known_choices, requested
-from .twell_run import aligned, run_by_route
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_ways import Way, dense_products
+from .twell_ways import Way, aligned, dense_products, run_by_route
 from .twell_weights import FFN
 
 # unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: with a

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .twell_cache import say_once
 from .twell_format import keep_fired
 from .twell_launch import device_limits
-from .twell_log import say_once
 from .twell_weights import in_one
 
 E4M3 = torch.float8_e4m3fn

@@ -16,9 +16,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .twell_config import is_fp8, quantization_config
 from .twell_ffn import rounded_linear
 from .twell_fp8 import E4M3, Fp8Weight
-from .twell_fp8_config import is_fp8, quantization_config
 
 METHOD = f"fp8 of {__name__}"  # each copy of this code makes layers of its own
 

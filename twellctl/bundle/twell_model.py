@@ -27,12 +27,11 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
-from .twell_config import check_twell, is_silu_form, stays_silu
+from .twell_cache import say_once
+from .twell_config import check_twell, is_fp8, is_silu_form, stays_silu
 from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
-from .twell_fp8_config import is_fp8
 from .twell_fp8_linear import Fp8Linear, refuse_gradients, with_own_layers
 from .twell_launch import device_limits
-from .twell_log import say_once
 from .twell_route import check_route, requested
 from .twell_train import FfnMeter
 from .twell_weights import E4M3_STEP, lay_together

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .twell_cache import say_once
 from .twell_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import few_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
-from .twell_log import say_once
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested

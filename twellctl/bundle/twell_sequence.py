@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_e4m3 import quantise_rows
-from .twell_heavy import Heavy, heavy_products, launch_heavy_walk
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
@@ -49,6 +48,7 @@ from .twell_spec import (
     UP_BLOCK,
     WEIGHT_BOX_ROWS,
 )
+from .twell_walk import Heavy, heavy_products, launch_heavy_walk
 from .twell_weights import FFN, end_of
 
 HOPPER_KERNELS = (

@@ -24,7 +24,6 @@ from .twell_grad_plan import (
     order_heavy_smem,
     training_cap,
 )
-from .twell_heavy import Heavy, heavy_products
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_sequence import (
@@ -43,6 +42,7 @@ from .twell_spec import (
     GRAD_PAIRS_BLOCK,
     GRAD_SUMS_BLOCK,
 )
+from .twell_walk import Heavy, heavy_products
 from .twell_weights import FFN
 
 GRAD_KERNELS = (

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.bundle.twell_config import is_silu_form, least_sharpness
-from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_config import is_fp8, is_silu_form, least_sharpness
 from twellctl.errors import TwellError, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile

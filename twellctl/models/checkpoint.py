@@ -9,8 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from twellctl.bundle.twell_config import SILU_FORM, check_twell, is_silu_form, new_twell, stays_silu
-from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_config import (
+    SILU_FORM,
+    check_twell,
+    is_fp8,
+    is_silu_form,
+    new_twell,
+    stays_silu,
+)
 from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json

@@ -5,8 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from twellctl.bundle.twell_config import MAX_COLUMNS
-from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_config import MAX_COLUMNS, is_fp8
 from twellctl.errors import TwellError, shown
 from twellctl.models.shards import FLOATS, TensorInfo
 

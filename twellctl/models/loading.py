@@ -28,7 +28,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
-from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_config import is_fp8
 from twellctl.bundle.twell_fp8_linear import with_own_layers
 from twellctl.bundle.twell_model import read_as_relu
 from twellctl.errors import TwellError, bounded, reason

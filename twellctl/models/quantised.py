@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twellctl.bundle.twell_config import WEIGHT_SCALE
 from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_fp8_config import WEIGHT_SCALE
 from twellctl.bundle.twell_fp8_linear import Fp8Linear, put_in_fp8
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint

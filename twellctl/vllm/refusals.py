@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from twellctl.bundle.twell_config import check_twell, is_silu_form
-from twellctl.bundle.twell_fp8_config import is_fp8
+from twellctl.bundle.twell_config import check_twell, is_fp8, is_silu_form
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
 
