@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.errors import UsageError
-from twellctl.evaluation.agreement import MAX_TOKENS, score_answers, spread
+from twellctl.evaluation.agreement import score_answers, spread
 from twellctl.evaluation.answers import answers
 from twellctl.evaluation.results import AnswerScore
+from twellctl.evaluation.settings import Comparing
 from twellctl.evaluation.subject import Doing, Progress, Subject
 from twellctl.models.loading import default_device
 from twellctl.report.notebook import Shown
+from twellctl.settings import chosen
 from twellctl.text.reading import read_prompts
 
 PROMPTS = (
@@ -56,23 +57,20 @@ def compare(
     base: str | Path,
     sparse: str | Path,
     *,
-    prompts: str | Path | None = None,
-    limit: int | None = None,
-    max_tokens: int = MAX_TOKENS,
     chat_template_kwargs: dict[str, Any] | None = None,
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total: None,
+    **settings: Any,
 ) -> Compared:
     """Let both models, SiLU or ReLU, answer prompts greedily, `max_tokens` each at most.
 
-    `prompts` is a jsonl file, of which `limit` are asked at even strides (`ASKED`); without one it
-    is `PROMPTS`. Raises `TwellError`, for models with different tokenizers too.
+    `settings` are the fields of `Comparing`. `prompts` is a jsonl file, of which `limit` are asked
+    at even strides (`ASKED`); without one it is `PROMPTS`. Raises `TwellError`, for models with
+    different tokenizers too.
     """
-    for name, value in (("limit", limit), ("max-tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be >= 1, got {value}")
-    asked = list(PROMPTS) if prompts is None else read_prompts(prompts)
-    asked = spread(asked, limit or ASKED)
+    how = chosen(Comparing, settings)
+    asked = list(PROMPTS) if how.prompts is None else read_prompts(how.prompts)
+    asked = spread(asked, how.limit or ASKED)
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in asked]
     models = [Subject.opened(name, chat_template_kwargs) for name in (base, sparse)]
     one, other = models
@@ -84,7 +82,7 @@ def compare(
     encoded = [one.encoded(prompt) for prompt in asked]
     for model in models:
         doing(f"{model.checkpoint.name} answers {len(asked)} prompts")
-        found.append(answers(model.model, model.tokenizer, encoded, max_tokens, progress))
+        found.append(answers(model.model, model.tokenizer, encoded, how.max_tokens, progress))
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)
     pairs = []

@@ -12,66 +12,64 @@ from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
 from twellctl.evaluation.questions import Task, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
+from twellctl.evaluation.settings import Evaluating, Paths, listed
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
+from twellctl.settings import chosen
 from twellctl.text.reading import read_prompts, read_texts
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 COMPARED_ANSWERS = 64  # at most, without --limit
-Paths = str | Path | Sequence[str | Path]
 
 
 def evaluate(
     model: str | Path,
     data: Paths = (),
     *,
-    reference: str | Path | None = None,
     tasks: Paths = (),
-    prompts: str | Path | None = None,
-    run_code: bool = False,
-    text_column: str = "text",
-    windows: int = 128,
-    seq_len: int | None = None,
-    limit: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     device: torch.device | None = None,
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total: None,
     note: Doing = lambda text: None,
+    **settings: Any,
 ) -> Evaluation:
     """Measure `model`, ReLU or SiLU, on windows of the text in `data`, on answers and on `tasks`.
 
-    `data`, `windows` and `seq_len` are as in `profile`. `reference` is measured beside it: a model
-    with the same tokenizer, such as the one it was made from; where the model answers in its own
-    words it is the source that config.json names, if none is given. `tasks` are files of questions
-    (`twellctl.evaluation.questions`) or folders of them; the first
-    `limit` questions of each are asked. What is written for tests is run if `run_code` allows it.
+    `settings` are the fields of `Evaluating`, of which those of text are as in `profile`.
+    `reference` is measured beside it: a model with the same tokenizer, such as the one it was made
+    from; where the model answers in its own words it is the source that config.json names, if none
+    is given. `tasks` are files of questions (`twellctl.evaluation.questions`) or folders of them;
+    the first `limit` questions of each are asked. What is written for tests is run if `run_code`
+    allows it.
 
     Both models answer `limit` of the jsonl file `prompts` (`COMPARED_ANSWERS` of them), else the
     tasks, else what opens the windows. Computes in bf16 on CUDA, in float32 on the CPU. `doing`
     receives what comes next, `progress(done, total)` windows, choices, answers or programs, `note`
     what is worth knowing. Raises `TwellError`.
     """
-    data, tasks = _listed(data), _listed(tasks)
-    if not data and not tasks and prompts is None:
+    how = chosen(Evaluating, settings | {"data": listed(data), "tasks": listed(tasks)})
+    if not (how.data or how.tasks or how.prompts):
         raise UsageError("nothing to evaluate on: give --data, --tasks or --prompts")
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be >= 1, got {limit}")
-    if limit is not None and not tasks and prompts is None:
+    if how.limit is not None and not (how.tasks or how.prompts):
         raise UsageError("limit is for tasks and prompts, and none are given")
-    questions = read_tasks(tasks, limit)
-    asked = () if prompts is None else spread(read_prompts(prompts), limit or COMPARED_ANSWERS)
+    questions, asked = read_tasks(how.tasks, how.limit), []
+    if how.prompts is not None:
+        asked = spread(read_prompts(how.prompts), how.limit or COMPARED_ANSWERS)
     own_words = [task for task in questions if task.kind != "choices"]
-    _check_code([task for task in own_words if task.kind == "tests"], run_code, note)
-    given, names = chat_template_kwargs, [name for name in (model, reference) if name is not None]
+    _check_code([task for task in own_words if task.kind == "tests"], how.run_code, note)
+    given, names = (
+        chat_template_kwargs,
+        [name for name in (model, how.reference) if name is not None],
+    )
     subjects = [Subject.opened(name, given) for name in names]
-    if reference is None and (own_words or asked):
+    if how.reference is None and (own_words or asked):
         subjects += _source(subjects[0].checkpoint, given, note)
-    text = _windows(subjects, data, text_column, windows, seq_len) if data else None
-    _check_tokenizers(subjects, data, text_column)
+    text = _windows(subjects, how) if how.data else None
+    _check_tokenizers(subjects, how)
     for subject in subjects:
         doing(f"loading {subject.checkpoint.name}")
         subject.load(device or default_device())
@@ -92,9 +90,9 @@ def evaluate(
         model=str(model),
         fingerprint=fingerprint(subjects[0].checkpoint),
         reference=subjects[1].checkpoint.name if len(subjects) > 1 else None,
-        data=tuple(data),
+        data=tuple(how.data),
         **facts(subjects[0].model),
-        limit=limit,
+        limit=how.limit,
         text=result,
         answers=agreement,
         tasks=tuple(
@@ -161,28 +159,18 @@ def _agreement(
     return compare_answers(own.model, other.model, own.tokenizer, prompts, progress=progress)
 
 
-def _listed(given: Paths) -> list[str]:
-    return [str(path) for path in ([given] if isinstance(given, str | Path) else given)]
-
-
-def _windows(
-    subjects: Sequence[Subject],
-    data: list[str],
-    text_column: str,
-    windows: int,
-    seq_len: int | None,
-) -> GroupedWindows:
+def _windows(subjects: Sequence[Subject], how: Evaluating) -> GroupedWindows:
     """Windows of the text that all `subjects` can read."""
     # at least 2: one token has no next one
-    lengths = [window_length(one.checkpoint, windows, seq_len, least=2) for one in subjects]
+    lengths = [window_length(one.checkpoint, how.seq_len, least=2) for one in subjects]
     own = subjects[0]
-    vocabulary = own.checkpoint.config.get("vocab_size")
-    return grouped_windows(data, text_column, own.tokenizer, windows, min(lengths), vocabulary)
+    sizes = how.windows, min(lengths), own.checkpoint.config.get("vocab_size")
+    return grouped_windows(how.data, how.text_column, own.tokenizer, *sizes)
 
 
-def _check_tokenizers(subjects: Sequence[Subject], data: list[str], text_column: str) -> None:
+def _check_tokenizers(subjects: Sequence[Subject], how: Evaluating) -> None:
     own, *others = subjects
     for other in others:
-        paths = [path for _, path in map(kind_and_path, data)]
-        texts = islice(read_texts(paths, text_column, own.tokenizer), COMPARED_TEXTS)
+        paths = [path for _, path in map(kind_and_path, how.data)]
+        texts = islice(read_texts(paths, how.text_column, own.tokenizer), COMPARED_TEXTS)
         own.refuse_other_tokenizer(other, texts)

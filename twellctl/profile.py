@@ -6,39 +6,44 @@ Density by position in the window and by kind of text is counted in the same pas
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from twellctl.errors import UsageError
+from twellctl.evaluation.settings import Paths, Reading, listed
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import Profile
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device, fingerprint, load_model, load_tokenizer
+from twellctl.settings import chosen
 
 
 def profile(
     model: str | Path,
-    data: str | Path | list[str | Path],
+    data: Paths,
     *,
-    text_column: str = "text",
-    windows: int = 128,
-    seq_len: int | None = None,
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    **settings: Any,
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
     `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
-    `seq_len` None is 1024, or the model's context where that is shorter. Computes in bf16 on CUDA,
+    `settings` are the fields of `Reading`; `seq_len` None is 1024, or the model's context where
+    that is shorter. Computes in bf16 on CUDA,
     in float32 on the CPU. `progress(done, total)` receives windows. Raises `TwellError`.
     """
+    how = chosen(Reading, settings | {"data": listed(data)})
+    if not how.data:
+        raise UsageError("no text to read: give --data FILE")
     checkpoint = open_checkpoint(model)
     checkpoint.require_relu()
-    seq_len = window_length(checkpoint, windows, seq_len)
+    seq_len = window_length(checkpoint, how.seq_len)
     tokenizer = load_tokenizer(checkpoint)
-    data = [str(path) for path in ([data] if isinstance(data, str | Path) else data)]
-    vocabulary = checkpoint.config.get("vocab_size")
-    text = grouped_windows(data, text_column, tokenizer, windows, seq_len, vocabulary)
+    sizes = how.windows, seq_len, checkpoint.config.get("vocab_size")
+    text = grouped_windows(how.data, how.text_column, tokenizer, *sizes)
 
     device = device or default_device()
     loaded = load_model(checkpoint, dtype=dtype_for(device), device=device)
@@ -53,7 +58,7 @@ def profile(
     return Profile(
         model=str(model),
         fingerprint=fingerprint(checkpoint),
-        data=tuple(data),
+        data=tuple(how.data),
         windows=len(text.ids),
         seq_len=seq_len,
         tokens=text.ids.numel(),

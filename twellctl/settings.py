@@ -70,7 +70,7 @@ def chosen(kind: type[Kind], values: dict[str, Any]) -> Kind:
     for name in values:
         if name not in names:
             raise TypeError(f"there is no argument {name!r}, but {', '.join(names)}")
-    made = kind(**values)
+    made = kind(**{n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     refuse_wrong(made)
     return made
 

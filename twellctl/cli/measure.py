@@ -2,32 +2,23 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from twellctl.cli.command import JsonFile, telling
+from twellctl.cli.flags import made, takes
 from twellctl.cli.use import TemplateArguments, template_arguments
+from twellctl.evaluation.settings import Comparing, Evaluating, Reading
 from twellctl.screens import measure as screen
 from twellctl.screens import ui
 
-TextColumn = Annotated[str, typer.Option(help="The column that holds the text.")]
-Windows = Annotated[int, typer.Option(help="Windows, at even strides through the text.")]
-SeqLen = Annotated[
-    int | None, typer.Option(help="Tokens of a window. [default: 1024, or the context if shorter]")
-]
-_KINDS = (
-    "Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of text, by the "
-    "file's name or NAME; equal names are one kind."
-)
 
-
+@takes(Reading)
 def profile(
+    *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
-    data: Annotated[list[str], typer.Option(metavar="[NAME=]FILE", help=_KINDS)],
-    text_column: TextColumn = "text",
-    windows: Windows = 128,
-    seq_len: SeqLen = None,
+    flags: dict[str, Any],
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
@@ -45,57 +36,18 @@ def profile(
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
-        done = run(
-            model,
-            data,
-            text_column=text_column,
-            windows=windows,
-            seq_len=seq_len,
-            progress=progress,
-        )
+        done = run(model, **vars(made(Reading, flags)), progress=progress)
     tell(done, partial(screen.profiled, saved_as=json))
 
 
+@takes(Evaluating)
 def evaluate(
+    *,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model, SiLU or ReLU: a folder or a hub id.")
     ],
-    reference: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A model with the same tokenizer, to compare with."),
-    ] = None,
-    data: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FILE", help=_KINDS)] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help='A jsonl file of {"query", "choices", "gold"}, of {"prompt", "answer"} or of '
-            '{"prompt", "entry_point", "tests"}, or a folder of them. Repeatable.',
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='A jsonl file of {"prompt"} or {"messages"}, for both models to answer. '
-            "[default: the tasks, or what opens the windows of --data]",
-        ),
-    ] = None,
-    run_code: Annotated[
-        bool,
-        typer.Option(
-            "--run-code",
-            help="Run the code that the models write for tests, in processes with limits.",
-        ),
-    ] = False,
+    flags: dict[str, Any],
     chat_template_kwargs: TemplateArguments = None,
-    text_column: TextColumn = "text",
-    windows: Windows = 128,
-    seq_len: SeqLen = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Ask only so many questions of each task, the first ones, and prompts."),
-    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Measure how good a model is.
@@ -115,44 +67,22 @@ def evaluate(
     from twellctl.evaluate import evaluate as run
 
     stage = ui.Stage()
-    done = run(
-        model,
-        data or (),
-        reference=reference,
-        tasks=tasks or (),
-        prompts=prompts,
-        run_code=run_code,
-        text_column=text_column,
-        windows=windows,
-        seq_len=seq_len,
-        limit=limit,
-        chat_template_kwargs=template_arguments(chat_template_kwargs),
-        doing=stage.begin,
-        progress=stage.show,
-        note=ui.note,
-    )
+    shown = {"doing": stage.begin, "progress": stage.show, "note": ui.note}
+    given = template_arguments(chat_template_kwargs)
+    done = run(model, **vars(made(Evaluating, flags)), chat_template_kwargs=given, **shown)
     tell(done, screen.evaluated)
 
 
+@takes(Comparing)
 def compare(
+    *,
     base: Annotated[
         str, typer.Argument(metavar="BASE", help="The model to compare with: a folder or a hub id.")
     ],
     sparse: Annotated[
         str, typer.Argument(metavar="SPARSE", help="The model that was made from it.")
     ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='A jsonl file of {"prompt"} or {"messages"}. [default: eight of our own]',
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="Prompts to ask, at even strides. [default: 8]", show_default=False),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    flags: dict[str, Any],
     chat_template_kwargs: TemplateArguments = None,
 ) -> None:
     """Show two models' answers side by side.
@@ -163,16 +93,6 @@ def compare(
     ui.doing("loading PyTorch and transformers")
     from twellctl.compare import compare as run
 
-    stage = ui.Stage()
-    screen.compared(
-        run(
-            base,
-            sparse,
-            prompts=prompts,
-            limit=limit,
-            max_tokens=max_tokens,
-            chat_template_kwargs=template_arguments(chat_template_kwargs),
-            doing=stage.begin,
-            progress=stage.show,
-        )
-    )
+    stage, given = ui.Stage(), template_arguments(chat_template_kwargs)
+    how = {"chat_template_kwargs": given, "doing": stage.begin, "progress": stage.show}
+    screen.compared(run(base, sparse, **vars(made(Comparing, flags)), **how))

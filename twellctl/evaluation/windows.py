@@ -69,11 +69,9 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         order = order[size:]
 
 
-def window_length(checkpoint: Checkpoint, windows: int, seq_len: int | None, least: int = 1) -> int:
+def window_length(checkpoint: Checkpoint, seq_len: int | None, least: int = 1) -> int:
     """`seq_len`, or without one 1024 or the model's context if that is shorter; `UsageError`."""
     context = checkpoint.context or 1024
-    if windows < 1:
-        raise UsageError(f"windows must be >= 1, got {windows}")
     if seq_len is None:
         return min(1024, context)
     if not least <= seq_len <= context:
