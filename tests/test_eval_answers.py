@@ -7,6 +7,7 @@ import pytest
 import torch
 from edits import json_in
 from greedy import greedy
+from judged_runs import RUNS, curve
 from transformers import AutoModelForCausalLM
 
 import twellctl.evaluation.agreement as agreement
@@ -226,12 +227,19 @@ def test_code_is_not_run_without_limits(silu_llama, tmp_path, monkeypatch):
     assert said == ["beware: this kernel has no Landlock, so programs can read what you can read"]
 
 
-def test_the_verdict_agrees_with_the_runs_that_it_was_not_made_from():
+def test_the_verdict_is_made_from_the_runs_that_were_judged():
+    assert curve(RUNS) == pytest.approx((verdict.A, verdict.B), abs=1e-4)
+    assert (len(RUNS), min(kept for _, kept, _ in RUNS)) == (verdict.RUNS, verdict.LEAST_KEPT)
+
+
+def test_the_verdict_agrees_with_the_runs_that_it_was_not_made_from(monkeypatch):
     """One run left out at a time, it errs by one step of five at most."""
-    for left_out in verdict.RUNS:
-        others = [run for run in verdict.RUNS if run != left_out]
+    for left_out in RUNS:
+        a, b = curve([run for run in RUNS if run != left_out])
+        monkeypatch.setattr(verdict, "A", a)
+        monkeypatch.setattr(verdict, "B", b)
         kl, kept, name = left_out
-        said, true = verdict.step_of(verdict.kept_at(kl, others)), verdict.step_of(kept)
+        said, true = verdict.step_of(verdict.kept_at(kl)), verdict.step_of(kept)
         assert abs(said - true) <= 1, name
 
 
