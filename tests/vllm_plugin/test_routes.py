@@ -23,7 +23,8 @@ LAYERS = [
 ]
 
 
-ENGINES = engines_way(lambda x: x)
+def ENGINES(x):
+    return engines_way(lambda: x)
 
 
 def settled(device=GPU, layers=LAYERS, counts=(1, 8), **how):
@@ -190,7 +191,7 @@ def test_it_measures_fp8_weights_that_fire_as_profiled(monkeypatch, biases):
     layer = Layer(128, 512, biases=biases, tile=64, slots=8, density=0.03)
     routes._run(layer, [1, 300], CPU, torch.bfloat16, "sources", ENGINES)
     for (dense, x, gate, up, down, turned), how in ran:
-        assert dense is ENGINES
+        assert dense.run() is x
         assert [tuple(w.values.shape) for w in (gate, up, down)] == [(512, 128)] * 2 + [(128, 512)]
         assert [w.bias is not None for w in (gate, up, down)] == [biases[0], *biases]
         assert turned.is_contiguous()

@@ -1,11 +1,17 @@
-"""The gated FFN of a vLLM model over TwELL, its weights in vLLM's own linear layers."""
+"""The gated FFN of a vLLM model over TwELL, its weights in vLLM's own linear layers.
 
+One operator hides from vLLM's compiler which way is taken, so that a compiled graph holds for all.
+"""
+
+import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
@@ -13,13 +19,16 @@ from twellctl.bundle.twell_train import define_operators
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer
 
+_places = itertools.count()
+_ffns: weakref.WeakValueDictionary[int, "TwellFFN"] = weakref.WeakValueDictionary()
+
 
 class TwellFFN(nn.Module):
     """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, in the place of `stock`.
 
     It takes over the linear layers of `stock`, and so their shards: with tensor parallelism each
     rank has N / ranks neurons, and the results are added up. `begin` is called with the device
-    when the weights are loaded.
+    when the weights are loaded, and says whether the kernels are used.
     """
 
     def __init__(
@@ -28,30 +37,75 @@ class TwellFFN(nn.Module):
         tile: int,
         slots: int,
         density: float,
-        begin: Callable[[torch.device], None],
+        begin: Callable[[torch.device], bool],
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
-        self.gate_up_proj.quant_method = _AsStored()
-        self.down_proj.quant_method = _ByRowsOfNeurons(begin)
-        # a tensor: constants would make each layer a graph of its own to compile
-        numbers = torch.tensor([tile, slots, density], dtype=torch.float64, device="cpu")
-        self.register_buffer("numbers", numbers, persistent=False)
+        self.tile, self.slots, self.density, self.begin = tile, slots, density, begin
+        self._take_methods()
+        place = next(_places)
+        _ffns[place] = self
+        # a tensor: a constant would make each layer a graph of its own to compile
+        self.register_buffer("place", torch.tensor([place], device="cpu"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj, self.down_proj
-        b_down = down.bias if down.tp_rank == 0 else None  # of all ranks one adds it
-        y = _ffn(x, gate_up.weight, down.weight, gate_up.bias, b_down, self.numbers)
-        return tensor_model_parallel_all_reduce(y) if down.tp_size > 1 else y
+        y = _ffn(x, *self.rounded(x), self.place)
+        return tensor_model_parallel_all_reduce(y) if self.down_proj.tp_size > 1 else y
+
+    def rounded(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`x` in e4m3 and its scales, if they are wanted."""
+        return None, None
 
     @property
     def layer(self) -> Layer:
         """What this rank computes of the layer."""
-        tile, slots, density = self.numbers.tolist()
-        b_down = self.down_proj.bias is not None and self.down_proj.tp_rank == 0
-        K, N = self.down_proj.weight.shape
-        biases = (self.gate_up_proj.bias is not None, b_down)
-        return Layer(K, N, biases, int(tile), int(slots), density)
+        K, N = self.down_proj.output_size, self.down_proj.input_size_per_partition
+        biases = (self.gate_up_proj.bias is not None, self._b_down is not None)
+        return Layer(K, N, biases, self.tile, self.slots, self.density)
+
+    def compute(self, x: Tensor, values: Tensor | None, scales: Tensor | None) -> Tensor:
+        """What this rank adds to y; `values`, `scales` as `rounded` gave them."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        biases = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+        return sparse_ffn(
+            *(x, *gate_up.weight.chunk(2), down.weight, *biases, self._b_down),
+            tile=self.tile,
+            slots=self.slots,
+            density=self.density,
+            sources=own_kernels(),
+        )
+
+    @property
+    def _b_down(self) -> Tensor | None:
+        """The bias of down, which one of all ranks adds."""
+        return self.down_proj.bias if self.down_proj.tp_rank == 0 else None
+
+    def _take_methods(self) -> None:
+        self.gate_up_proj.quant_method = _AsStored()
+        self.down_proj.quant_method = StockThen(_AsStored(), self._lay)
+
+    def _lay(self) -> None:
+        """The weights are loaded, that of down last: it is laid as the kernels read it."""
+        weight = self.down_proj.weight
+        self.begin(weight.device)
+        weight.data = by_rows_of_neurons(weight.data)
+
+
+class StockThen(QuantizeMethodBase):
+    """vLLM's own method of a linear layer; when it has processed the weights, `then` is called."""
+
+    def __init__(self, stock: QuantizeMethodBase, then: Callable[[], None]) -> None:
+        self.stock, self.then = stock, then
+
+    def create_weights(self, layer: nn.Module, *sizes, **attributes) -> None:
+        self.stock.create_weights(layer, *sizes, **attributes)
+
+    def apply(self, layer: nn.Module, *inputs) -> Tensor:
+        return self.stock.apply(layer, *inputs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.stock.process_weights_after_loading(layer)
+        self.then()
 
 
 class _AsStored(UnquantizedLinearMethod):
@@ -61,45 +115,15 @@ class _AsStored(UnquantizedLinearMethod):
         pass
 
 
-class _ByRowsOfNeurons(UnquantizedLinearMethod):
-    """Lays the weight as the kernels read it."""
-
-    def __init__(self, begin: Callable[[torch.device], None]) -> None:
-        super().__init__()
-        self.begin = begin
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.begin(layer.weight.device)
-        layer.weight.data = by_rows_of_neurons(layer.weight.data)
+def _run(x: Tensor, values: Tensor | None, scales: Tensor | None, place: Tensor) -> Tensor:
+    return _ffns[place.item()].compute(x, values, scales)
 
 
-def _run(
-    x: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    b_gate_up: Tensor | None,
-    b_down: Tensor | None,
-    numbers: Tensor,
-) -> Tensor:
-    tile, slots, density = numbers.tolist()
-    biases = (None, None) if b_gate_up is None else b_gate_up.chunk(2)
-    return sparse_ffn(
-        *(x, *w_gate_up.chunk(2), w_down, *biases, b_down),
-        tile=int(tile),
-        slots=int(slots),
-        density=density,
-        sources=own_kernels(),
-    )
+def _fake(x: Tensor, *rest: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake(x: Tensor, w_gate_up: Tensor, w_down: Tensor, *rest: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w_down.shape[0])
-
-
-_SCHEMA = (
-    "(Tensor x, Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "
-    "Tensor numbers) -> Tensor"
-)
+_SCHEMA = "(Tensor x, Tensor? values, Tensor? scales, Tensor place) -> Tensor"
 _library = torch.library.Library("twell", "FRAGMENT")
 define_operators(_library, "vllm", ("ffn", _SCHEMA, _run, _fake))
 _ffn = torch.ops.twell.ffn_vllm.default

@@ -2,78 +2,52 @@
 
 vLLM turns an e4m3 weight `[N, K]` into a view `[K, N]` of the same bytes, with the scales of its
 rows `[N, 1]`: turned back it is what the kernels read. Of W_down they want another layout, which
-is made beside it. Where the kernels do not run, or dense is faster, vLLM's own layers compute; one
-operator hides which, so that a compiled graph holds for both. It hides from vLLM's compiler what
-could be fused around their products, so that is compiled by itself.
+is made beside it. Where the kernels do not run, or dense is faster, vLLM's own layers compute.
+
+vLLM's compiler rounds the input of a layer in the norm before it. So that it still can, x is
+rounded outside of the operator, which takes both: ways over what fires read x as it is. What lies
+between the two dense products is compiled by itself.
 """
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from twellctl.bundle.twell_ffn import fp8_ffn_beside
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight
-from twellctl.bundle.twell_train import define_operators
+from twellctl.bundle.twell_ways import Way
 from twellctl.here.own_kernels import own_kernels
-from twellctl.vllm.routes import Layer, engines_way
-
-_places = itertools.count()
-_ffns: weakref.WeakValueDictionary[int, "TwellFp8FFN"] = weakref.WeakValueDictionary()
+from twellctl.vllm.ffn import StockThen, TwellFFN
+from twellctl.vllm.routes import engines_way
 
 
-class TwellFp8FFN(nn.Module):
-    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, in the place of `stock`.
+class TwellFp8FFN(TwellFFN):
+    """The same of weights in e4m3. `compiled`: whether vLLM compiles models."""
 
-    It takes over the linear layers of `stock`, and so their shards, as `TwellFFN` does. `begin` is
-    called with the device when the weights are loaded, and says whether the kernels are used.
-    `compiled`: whether vLLM compiles models.
-    """
-
-    def __init__(
-        self,
-        stock: nn.Module,
-        tile: int,
-        slots: int,
-        density: float,
-        begin: Callable[[torch.device], bool],
-        compiled: bool = False,
-    ) -> None:
-        super().__init__()
+    def __init__(self, *given, compiled: bool = False) -> None:
+        super().__init__(*given)
         self.compiled = compiled
-        self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
-        self.down_proj.quant_method = _AsStockThen(self.down_proj.quant_method, self._lay)
-        self.tile, self.slots, self.density, self.begin = tile, slots, density, begin
         self.turned: Tensor | None = None  # W_down by rows of neurons, if the kernels are used
-        place = next(_places)
-        _ffns[place] = self
-        # a tensor: a constant would make each layer a graph of its own to compile
-        self.register_buffer("place", torch.tensor([place], device="cpu"), persistent=False)
+        self.rounds = _takes_rounded(self.gate_up_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = _ffn(x, self.place)
-        return tensor_model_parallel_all_reduce(y) if self.down_proj.tp_size > 1 else y
+    def rounded(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`x` as vLLM rounds it for the layer of gate and up, if that takes it so."""
+        return self.gate_up_proj.scheme.fp8_linear.quant_fp8(x) if self.rounds else (None, None)
 
-    @property
-    def layer(self) -> Layer:
-        """What this rank computes of the layer."""
-        K, N = self.down_proj.output_size, self.down_proj.input_size_per_partition
-        biases = (self.gate_up_proj.bias is not None, self._b_down is not None)
-        return Layer(K, N, biases, self.tile, self.slots, self.density)
-
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor, values: Tensor | None, scales: Tensor | None) -> Tensor:
         """What this rank adds to y."""
         if self.turned is None:
-            return self.compute_densely(x)
+            return self._densely(x, values, scales)
         gate_up, down = self.weights
         return fp8_ffn_beside(
-            engines_way(self.compute_densely),
+            self.dense_way(x, values, scales),
             *(x, *gate_up.chunk(2), down, self.turned),
             slots=self.slots,
             tile=self.tile,
@@ -81,10 +55,13 @@ class TwellFp8FFN(nn.Module):
             density=self.density,
         )
 
-    def compute_densely(self, x: Tensor) -> Tensor:
-        """The same by vLLM's own linear layers."""
-        run = _compiled() if self.compiled else _densely
-        return run(x, self.gate_up_proj, self.down_proj, self._b_down)
+    def dense_way(self, x: Tensor, *rounded: Tensor | None) -> Way:
+        """vLLM's own linear layers over `x`; what `rounded` gives of it is made before they run."""
+        return engines_way(functools.partial(self._densely, x, *(rounded or self.rounded(x))))
+
+    def _densely(self, *x: Tensor | None) -> Tensor:
+        run = _compiled() if self.compiled else _dense
+        return run(*x, self.gate_up_proj, self.down_proj, self._b_down)
 
     @property
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
@@ -109,10 +86,8 @@ class TwellFp8FFN(nn.Module):
                 return "vLLM holds these weights in a layout of its own (--linear-backend?)"
         return None
 
-    @property
-    def _b_down(self) -> Tensor | None:
-        """The bias of down, which one of all ranks adds."""
-        return self.down_proj.bias if self.down_proj.tp_rank == 0 else None
+    def _take_methods(self) -> None:
+        self.down_proj.quant_method = StockThen(self.down_proj.quant_method, self._lay)
 
     def _lay(self) -> None:
         """Both linear layers are as vLLM wants them: that of down comes last."""
@@ -125,41 +100,27 @@ class TwellFp8FFN(nn.Module):
             self.turned = weight.contiguous()
 
 
-class _AsStockThen(QuantizeMethodBase):
-    """vLLM's own method of a linear layer; when it has processed the weights, `then` is called."""
-
-    def __init__(self, stock: QuantizeMethodBase, then: Callable[[], None]) -> None:
-        self.stock, self.then = stock, then
-
-    def create_weights(self, layer: nn.Module, *sizes, **attributes) -> None:
-        self.stock.create_weights(layer, *sizes, **attributes)
-
-    def apply(self, layer: nn.Module, *inputs) -> Tensor:
-        return self.stock.apply(layer, *inputs)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self.stock.process_weights_after_loading(layer)
-        self.then()
+def _takes_rounded(linear: nn.Module) -> bool:
+    """Whether this layer of vLLM's takes inputs that are rounded already; some round none."""
+    kernel = getattr(getattr(linear, "scheme", None), "fp8_linear", None)
+    plain = FP8ScaledMMLinearKernel.apply_weights
+    return kernel is not None and getattr(type(kernel), "apply_weights", None) is plain
 
 
-def _densely(x: Tensor, gate_up: nn.Module, down: nn.Module, b_down: Tensor | None) -> Tensor:
-    gate, up = gate_up.quant_method.apply(gate_up, x, gate_up.bias).chunk(2, -1)
+def _dense(
+    x: Tensor,
+    values: Tensor | None,
+    scales: Tensor | None,
+    gate_up: nn.Module,
+    down: nn.Module,
+    b_down: Tensor | None,
+) -> Tensor:
+    # None is the key of all rounding but vLLM's own, and of layers that name no key
+    given = x if values is None else QuantizedActivation(values, scales, x.dtype, x.shape, None)
+    gate, up = gate_up.quant_method.apply(gate_up, given, gate_up.bias).chunk(2, -1)
     return down.quant_method.apply(down, keep_fired(gate) * up, b_down).contiguous()
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_densely, dynamic=True)
-
-
-def _run(x: Tensor, place: Tensor) -> Tensor:
-    return _ffns[place.item()].compute(x)
-
-
-def _fake(x: Tensor, place: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_library = torch.library.Library("twell", "FRAGMENT")
-define_operators(_library, "vllm", ("fp8_ffn", "(Tensor x, Tensor place) -> Tensor", _run, _fake))
-_ffn = torch.ops.twell.fp8_ffn_vllm.default
+    return torch.compile(_dense, dynamic=True)

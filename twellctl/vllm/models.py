@@ -24,7 +24,7 @@ from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.fp8_ffn import TwellFp8FFN
 from twellctl.vllm.refusals import check_served, check_version
-from twellctl.vllm.routes import densely_in_fp8, engines_way, settle, token_counts
+from twellctl.vllm.routes import densely_in_fp8, settle, token_counts
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -116,7 +116,7 @@ def _settle(
     graphs = bool(captured) and not model_config.enforce_eager
     layers, first = [ffn.layer for ffn in ffns], ffns[0]
     in_fp8 = isinstance(first, TwellFp8FFN)
-    dense = engines_way(first.compute_densely) if in_fp8 else None
+    dense = first.dense_way if in_fp8 else None
     how = {"graphs": graphs, "dense": dense}
     found = settle(layers, counts, device, model_config.dtype, own_kernels(), **how)
     if in_fp8 and not found.densely and (said := first.why_not_read()):

@@ -5,11 +5,10 @@ be loaded or measured. So kernels are loaded, and the ways of every number of to
 when the weights are there: over random weights of the same shapes that fire as the profile says.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +37,12 @@ class Layer:
     density: float
 
 
-def engines_way(dense: Callable[[Tensor], Tensor]) -> Way:
-    """The dense way of FP8 weights: `dense` computes an FFN, `[M, K]` to `[M, K]`, as vLLM does."""
+def engines_way(dense: Callable[[], Tensor]) -> Way:
+    """The dense way of FP8 weights: `dense` computes y `[M, K]` of the x at hand, as vLLM does."""
     return Way(
         ENGINES,
         takes=lambda problem: True,
-        run=lambda kernels, limits, x, ffn, slots: dense(x),
+        run=lambda *problem: dense(),
         own=False,
         by_rows=False,
     )
@@ -75,12 +74,12 @@ def settle(
     sources: str,
     *,
     graphs: bool = True,
-    dense: Way | None = None,
+    dense: Callable[[Tensor], Way] | None = None,
 ) -> Settled:
     """Load the kernels and measure all ways of `layers`, for all `counts` of tokens.
 
     `sources` as `sparse_ffn` takes it; `graphs`: whether the engine captures CUDA graphs. `dense`:
-    the `engines_way` of FFNs of these sizes, if their weights are FP8; None for bf16.
+    makes the `engines_way` of x, of FFNs of these sizes, if their weights are FP8; None for bf16.
     """
     if device.type != "cuda":
         why = "the kernels need an NVIDIA GPU"
@@ -115,7 +114,7 @@ def _run(
     device: torch.device,
     dtype: torch.dtype,
     sources: str,
-    dense: Way | None = None,
+    dense: Callable[[Tensor], Way] | None = None,
 ) -> None:
     generator = torch.Generator(device).manual_seed(0)
     density = min(max(layer.density, 1e-4), 1.0)
@@ -132,7 +131,10 @@ def _run(
         pairs = zip((w_gate, w_up, w_down), biases, strict=True)
         in_fp8 = [Fp8Weight(*round_weight(weight), bias) for weight, bias in pairs]
         tensors = *in_fp8, in_fp8[-1].values.t().contiguous()
-        run = functools.partial(fp8_ffn_beside, dense)
+
+        def run(x: Tensor, *tensors: Fp8Weight | Tensor, **numbers: Any) -> Tensor:
+            return fp8_ffn_beside(dense(x), x, *tensors, **numbers)
+
     x = make_rows(max(counts), layer.K, dtype=dtype, generator=generator)
     numbers = {"tile": layer.tile, "slots": layer.slots, "density": layer.density}
     for count in counts:
