@@ -91,16 +91,17 @@ def operator(monkeypatch, tmp_path):
     ran = []
 
     def way(found):
-        def run(kernels, limits, x, ffn, slots):
+        def run(kernels, limits, x, ffn, slots, **how):
             ran.append(found.name)
+            call.how = how
             return x
 
         return replace(found, run=run)
 
-    def call(M: int, route: str = "auto", density: float = -1.0, capturing: bool = False) -> str:
+    def call(M: int, route="auto", density=-1.0, capturing=False, dense=None) -> str:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         x, w = torch.zeros(M, 64).bfloat16(), torch.zeros(96, 64).bfloat16()
-        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route)
+        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, dense=dense)
         return ran[-1]
 
     def measure(runs):
@@ -159,3 +160,11 @@ def test_three_tokens_do_not_go_by_a_kernel_for_four(operator):
     """They are in the same power of two."""
     assert operator(4, "twell", 0.001) == "pairs"
     assert operator(3, "twell", 0.001) == "union"
+
+
+def test_kernels_for_few_tokens_overlap_in_an_engine_alone(operator):
+    """Its weights do not change just before they are read."""
+    dense = replace(next(way for way in WAYS if not way.own), name="of an engine")
+    for M, given, how in ((1, dense, {"overlap": True}), (100, dense, {}), (1, None, {})):
+        assert operator(M, "twell", dense=given) in ("union", "walk_gate")
+        assert operator.how == how

@@ -113,7 +113,8 @@ WAYS = (
     ),
     Way("dense", lambda p: not (p.limits.hopper and p.end), _dense, own=False, by_rows=False),
 )
-FEW_WAYS = tuple(way for way in WAYS if way.name in ("pairs", "union"))
+_FEW = "pairs", "union"
+FEW_WAYS = tuple(way for way in WAYS if way.name in _FEW)
 
 
 def ways_of(route: str, problem: Problem) -> list[Way]:
@@ -167,7 +168,8 @@ def run_by_route(
     """`[M, K]` to `[M, K]`, M >= 1, of what the kernels take (twell_reasons.py), `rows` `aligned`.
 
     `density` below 0: nobody knows it. `turned`: W_down by rows of neurons, if that of `ffn` does
-    not lie so. `dense` stands in for the way of that name.
+    not lie so. `dense` stands in for the way of that name: that of an engine, whose weights stay as
+    they are, so that kernels for few tokens may overlap.
     """
     index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
     in_place = lies_well(by_rows)
@@ -182,7 +184,8 @@ def run_by_route(
         laid = ffn
         if way.by_rows:
             laid = replace(ffn, w_down=by_rows if in_place else aligned(by_rows))
-        return way.run(*here, rows, laid, slots)
+        early = {"overlap": True} if dense is not None and way.name in _FEW else {}
+        return way.run(*here, rows, laid, slots, **early)
 
     if len(ways) == 1:
         return run(ways[0])
