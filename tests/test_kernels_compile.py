@@ -24,7 +24,7 @@ from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files, static_shared
 from twellctl.bundle.twell_plan import STATIC_SMEM
-from twellctl.bundle.twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
+from twellctl.bundle.twell_reasons import GRAD_KERNELS, HOPPER_E4M3_KERNELS, HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
     E4M3_END,
     ENTRY_FILES,
@@ -33,16 +33,13 @@ from twellctl.bundle.twell_spec import (
     SPEC,
     SPEC_NAME,
 )
-from twellctl.bundle.twell_training import GRAD_KERNELS
-from twellctl.bundle.twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
-HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *WALK_KERNELS, *GRAD_KERNELS)}
+HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *GRAD_KERNELS)}
 HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
 HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
-HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in LISTS_E4M3_KERNELS}
-HOPPER_ONLY |= {ENTRY_FILES[entry] for entry in (*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
+HOPPER_ONLY |= {ENTRY_FILES[e] for e in (*HOPPER_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{name.removesuffix('.cu')}{E4M3_END}.cu" in SOURCES}
 OTHER_SIZES = {name for name in OTHERS_TEXT if name.startswith(("decode/step", "decode/attend"))}

@@ -35,7 +35,7 @@ from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
 from twellctl.bundle.twell_spec import ENTRY_FILES
-from twellctl.bundle.twell_training import GRAD_KERNELS, Wanted, backward, forward
+from twellctl.bundle.twell_training import Wanted, backward, forward
 from twellctl.bundle.twell_ways import run_by_route
 from twellctl.bundle.twell_weights import E4M3_STEP, FFN
 from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
@@ -232,7 +232,7 @@ def test_training(judge, shape):
             x = empty(rows, shape.K)
             _, _, kept = forward(judge, judge.limits, x, ffn, 64)
             backward(judge, judge.limits, x, ffn, x, None, kept, 64, wanted)
-    assert set(GRAD_KERNELS) - judge.launched <= {"add_parts"}
+    assert set(twell_reasons.GRAD_KERNELS) - judge.launched <= {"add_parts"}
 
 
 # ---- the engine ----

@@ -26,8 +26,7 @@ from twellctl.bundle.twell_ffn import (
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_sequence import HOPPER_KERNELS, dense_ffn
-from twellctl.bundle.twell_walk import WALK_KERNELS
+from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_ways import run_by_route
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
@@ -234,7 +233,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
     assert why_no_kernels(SOURCES, 0) is None
-    many = (*HOPPER_KERNELS, *WALK_KERNELS) if hopper else ()
+    many = twell_reasons.HOPPER_KERNELS if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
     assert set(prepared) == {*many, *few_kernels(limits)}

@@ -14,21 +14,28 @@ from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_sequence import HOPPER_KERNELS, LISTS_E4M3_KERNELS
-from .twell_spec import E4M3_END
-from .twell_training import GRAD_KERNELS
-from .twell_walk import WALK_E4M3_KERNELS, WALK_KERNELS
+from .twell_spec import E4M3_END, ENTRY_FILES
 from .twell_weights import E4M3_STEP, FFN, end_of
 
-# every entry that an exported model may launch, on any device: Hopper has them all
-_HOPPER = Limits(num_sms=132, smem_bytes=227 << 10, capability=(9, 0))
-ALL_KERNELS = frozenset(
-    (
-        *(*HOPPER_KERNELS, *LISTS_E4M3_KERNELS, *WALK_KERNELS, *few_kernels(_HOPPER)),
-        *(*WALK_E4M3_KERNELS, *DENSE_E4M3_KERNELS, *few_kernels(_HOPPER, E4M3_END)),
-        *GRAD_KERNELS,
-    )
+# every entry that an exported model may launch, on any device
+ALL_KERNELS = frozenset(e for e, source in ENTRY_FILES.items() if not source.startswith("decode/"))
+_OF_BOTH = ("plan", "heavy")  # sources that weights in bf16 and in e4m3 share
+_OF_ONE = ("gate_pack", "up", "hidden", "down", "heavy_walk", "walk")
+
+
+def _entries_of(*names: str, end: str = "") -> tuple[str, ...]:
+    """All of these sources in ffn/."""
+    sources = {f"ffn/{name}{end}.cu" for name in names}
+    return tuple(entry for entry, source in ENTRY_FILES.items() if source in sources)
+
+
+# of Hopper: for many tokens, over weights in bf16 and in e4m3, and for training
+HOPPER_KERNELS = _entries_of(*_OF_BOTH, *_OF_ONE)
+HOPPER_E4M3_KERNELS = (
+    *_entries_of(*_OF_BOTH, "quantise_rows"),
+    *_entries_of("heavy", *_OF_ONE, end=E4M3_END),
 )
+GRAD_KERNELS = tuple(e for e, source in ENTRY_FILES.items() if source.startswith("train/"))
 
 
 def check_numbers(slots: int, tile: int) -> None:
@@ -52,7 +59,7 @@ def why_no_kernels(sources: str, index: int) -> str | None:
 @functools.cache
 def _entries(limits: Limits) -> tuple[str, ...]:
     """All at once: what comes later, and needs others, may be the capture of a graph."""
-    many = (*HOPPER_KERNELS, *WALK_KERNELS) if limits.hopper else ()
+    many = HOPPER_KERNELS if limits.hopper else ()
     return (*many, *few_kernels(limits))
 
 
@@ -72,7 +79,7 @@ def _e4m3_entries(limits: Limits, route: str) -> tuple[str, ...]:
     dense = DENSE_E4M3_KERNELS if limits.hopper else ()
     if route == "dense":
         return dense
-    many = (*LISTS_E4M3_KERNELS, *WALK_E4M3_KERNELS) if limits.hopper else ()
+    many = HOPPER_E4M3_KERNELS if limits.hopper else ()
     return (*many, *dense, *few_kernels(limits, E4M3_END))
 
 

@@ -35,7 +35,6 @@ from .twell_plan import (
 from .twell_spec import (
     BATCH_MASKS,
     DOWN_BLOCK,
-    E4M3_END,
     GRAD_PAIRS_BLOCK,
     GROUP,
     HIDDEN_BLOCK,
@@ -50,23 +49,6 @@ from .twell_spec import (
 )
 from .twell_walk import Heavy, heavy_products, launch_heavy_walk
 from .twell_weights import FFN, end_of
-
-HOPPER_KERNELS = (
-    "gate_pack",
-    "plan_cluster",
-    "up",
-    "hidden",
-    "down",
-    "heavy_walk",
-    "heavy_gather",
-    "heavy_hidden",
-    "heavy_down",
-)
-LISTS_E4M3_KERNELS = (
-    *("quantise_rows", "plan_cluster", "heavy_gather", "heavy_widen"),
-    *(f"{name}{E4M3_END}" for name in ("gate_pack", "up", "hidden", "down")),
-    *(f"heavy_{name}{E4M3_END}" for name in ("walk", "hidden", "down")),
-)
 
 
 @dataclass(frozen=True)

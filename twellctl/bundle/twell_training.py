@@ -45,19 +45,6 @@ from .twell_spec import (
 from .twell_walk import Heavy, heavy_products
 from .twell_weights import FFN
 
-GRAD_KERNELS = (
-    "add_parts",
-    "hidden_kept",
-    "order_heavy",
-    "grad_pairs",
-    "grad_heavy",
-    "list_neurons",
-    "list_tokens",
-    "grad_gate_up",
-    "grad_down",
-    "grad_x",
-)
-
 
 @dataclass(frozen=True)
 class Wanted:

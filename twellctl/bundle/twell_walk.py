@@ -219,9 +219,6 @@ def launch_heavy(
     )
 
 
-# beside those of the lists
-WALK_KERNELS = ("walk_gate", "heavy_walk_gate")
-WALK_E4M3_KERNELS = ("quantise_inputs", *(f"{name}{E4M3_END}" for name in WALK_KERNELS))
 MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
