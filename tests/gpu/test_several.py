@@ -1,4 +1,4 @@
-"""finetune on two GPUs, by torchrun: what one gives, whether they hold replicas or shards."""
+"""finetune and convert on two GPUs, by torchrun: what one gives, with replicas or shards."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def test_two_gpus_are_as_one(make_model, text_file, tmp_path, how):
     found = {}
     for count in (1, 2):
         out = tmp_path / str(count)
-        _run(count, relu, out, *_words(text_file, **flags))
+        _run(count, "finetune", relu, out, *_words(text_file, **flags))
         found[count] = json.loads((out / REPORT_FILE).read_text())
     _assert_near(found[2], found[1])
 
@@ -49,15 +49,30 @@ def test_killed_runs_go_on_with_two_and_with_one(make_model, text_file, tmp_path
     relu = _relu(make_model, tmp_path)
     words = _words(text_file, **{"micro-batch-size": 4, "shard": shard})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _run(2, relu, whole, *words)
+    _run(2, "finetune", relu, whole, *words)
     undisturbed = json.loads((whole / REPORT_FILE).read_text())
     saved = _run_until_saved(run_folder(killed), relu, killed, *words)
     assert not killed.exists()
     for count in (2, 1):
         out = tmp_path / f"on {count}"
         shutil.copytree(run_folder(killed), run_folder(out))
-        assert f"resumed at step {saved} of" in _run(count, relu, out, *words, "--resume")
+        assert f"resumed at step {saved} of" in _run(
+            count, "finetune", relu, out, *words, "--resume"
+        )
         _assert_near(json.loads((out / REPORT_FILE).read_text()), undisturbed)
+
+
+def test_two_gpus_fit_as_one_does(make_model, text_file, tmp_path):
+    source = make_model("llama", initializer_range=0.1, **SIZES)
+    flags = {"tokens": 16384, "seq-len": 64, "eval-windows": 16, "steps": 20, "step-tokens": 512}
+    words = [f"--data={text_file}", *(f"--{k}={value}" for k, value in flags.items())]
+    found = []
+    for count in (1, 2):
+        _run(count, "convert", source, tmp_path / str(count), *words)
+        found.append(json.loads((tmp_path / f"{count}/twell_fit.json").read_text()))
+    for name in ("kl", "cross_entropy"):
+        one, two = (report["held_out"][name] for report in found)
+        assert two == pytest.approx(one, rel=0.1)
 
 
 def _relu(make_model, folder):
@@ -77,9 +92,9 @@ def _assert_near(found: dict, wanted: dict) -> None:
 
 
 def _command(count: int, *words: object) -> list[str]:
-    """`twellctl finetune` in so many processes."""
+    """`twellctl` in so many processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    words = "-m", "twellctl", "finetune", *map(str, words)
+    words = "-m", "twellctl", *map(str, words)
     return [sys.executable, *(launcher if count > 1 else []), *words]
 
 
@@ -95,7 +110,7 @@ def _run(count: int, *words: object) -> str:
 
 def _run_until_saved(run: Path, *words: object) -> int:
     """The second process is killed once a checkpoint is complete, then all end; the step of it."""
-    command = _command(2, *words)
+    command = _command(2, "finetune", *words)
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             end = time.monotonic() + 180

@@ -19,6 +19,8 @@ def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     ui.write_any_text()
+    if _rank():
+        ui.leave_it_to_the_first()
     try:
         code = app(standalone_mode=False)
         if code == 130:  # how typer passes on Ctrl-C
@@ -63,9 +65,14 @@ def _let_the_first_speak() -> None:
 
     It ends the others soon after the first one has.
     """
-    told = os.environ.get("RANK", "0")
-    rank = int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
+    rank = _rank()
     time.sleep(SECONDS_TO_SPEAK + 2 * min(rank, 8) if rank else 0)
+
+
+def _rank() -> int:
+    """Which of its processes torchrun or `accelerate launch` has made of this one."""
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:

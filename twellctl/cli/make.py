@@ -1,7 +1,6 @@
 """The commands that make a model sparse. Nothing heavy is imported before one runs."""
 
 import dataclasses
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -144,22 +143,18 @@ def finetune(
     settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     check_report_to(settings.report_to)
     ui.doing("loading PyTorch and transformers")
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun and accelerate count processes so
     if dry_run:
         from twellctl.dry_run import as_flags
         from twellctl.dry_run import dry_run as try_out
 
         tried = try_out(model, settings, ui.note, ui.doing)
-        if is_first:
-            screen.tried_out(tried, as_flags(tried.changes))
+        screen.tried_out(tried, as_flags(tried.changes))
         return
     from twellctl.finetune import finetune as run
     from twellctl.screens.run import RunScreen
 
     how = {"resume": resume, "overwrite": overwrite, "recipe_file": recipe_file}
-    result = run(model, out, settings, **how, progress=RunScreen())
-    if is_first:
-        screen.finetuned(result)
+    screen.finetuned(run(model, out, settings, **how, progress=RunScreen()))
 
 
 def export(

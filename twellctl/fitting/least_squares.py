@@ -85,7 +85,8 @@ def sum_over_processes(*tensors: Tensor) -> None:
 
 
 def same_in_all(tensor: Tensor) -> Tensor:
-    """`tensor` as the first process has it, to the last bit."""
+    """`tensor` as the first process has it, to the last bit, by rows."""
+    tensor = tensor.contiguous()  # GPUs send nothing else
     if is_one_of_several():
         torch.distributed.broadcast(tensor, 0)
     return tensor

@@ -86,6 +86,11 @@ def be_quiet() -> None:
     stderr.quiet = True
 
 
+def leave_it_to_the_first() -> None:
+    """From now on this process says what ends it and no more: another one says the rest."""
+    stdout.quiet = stderr.quiet = True
+
+
 def write_any_text() -> None:
     """From now on stdout has a ? for what its encoding lacks, as stderr has an escape of it."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where it was closed
