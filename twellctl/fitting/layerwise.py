@@ -136,13 +136,6 @@ class Layer:
                 out = out + self.weights.down_bias
         return out.float()
 
-    def with_signs(self, z: Tensor, generator: torch.Generator) -> Tensor:
-        """What its FFN gives for `[B, L, K]` if each neuron's part has a random sign."""
-        hidden = activation_of(self.ffn)(self.weights.gates(z)) * self.weights.ups(z)
-        how = {"generator": generator, "device": z.device, "dtype": torch.int8}
-        signs = torch.randint(0, 2, hidden.shape, **how) * 2 - 1
-        return (hidden * signs) @ self.weights.down.T
-
     def _with_ffn(self, forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
         self.ffn.forward = forward
         try:

@@ -1,9 +1,8 @@
 """One threshold for all layers, such that a given share of all neurons fires.
 
 A neuron's score for a token is its gate times its worth (`layer.worth`): what it may give, as a
-share of the token's hidden state, times the root of what a squared error behind its layer costs
-(`sensitivity.py`). So one threshold asks the same of the neurons of all layers, and a layer whose
-neurons are worth more fires more.
+share of the token's hidden state. So one threshold asks the same of the neurons of all layers, and
+a layer whose neurons are worth more fires more.
 """
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import worth
 from twellctl.fitting.layerwise import Layerwise
-from twellctl.fitting.sensitivity import error_costs
 
 SCORES = 1 << 18  # of a layer that are kept
 WINDOWS = 16
-DISTURBED = 4  # of the windows
 HALVINGS = 50
 
 
@@ -26,19 +23,17 @@ class Thresholds:
     def __init__(self, density: float):
         self.density = density
         self._scores: list[Tensor] = []  # of each layer: sorted, least first
-        self._roots: list[float] = []  # of what a squared error behind each layer costs
 
     @torch.no_grad()
     def look(self, layerwise: Layerwise, ids: Tensor) -> None:
         """Score the neurons of all layers on windows `[B, L]` that the model itself reads."""
-        self._roots = [cost**0.5 for cost in error_costs(layerwise, ids[:DISTURBED])]
         states = layerwise.first_states(ids)
         for index in range(len(layerwise.layers)):
             layer = layerwise.layer(index)
             _, z = layer.apart(states, torch.float32)
             states = layer(states)
             scores = _scores(layer.weights, z.flatten(0, 1), token_weights(states))
-            self._scores.append(scores * self._roots[index])
+            self._scores.append(scores)
 
     def next(self, fired: list[float]) -> float:
         """That of the next layer, given which share of the neurons of those before it fires."""
@@ -50,7 +45,7 @@ class Thresholds:
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if _mean_density(left, middle) > goal else (low, middle)
-        return high / self._roots[len(fired)]
+        return high
 
 
 def token_weights(states: Tensor) -> Tensor:
