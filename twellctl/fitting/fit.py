@@ -79,7 +79,8 @@ class Fitting:
     def run(self, density: float, told: Told) -> list[LayerFit]:
         """Fit all layers, or those that were not kept, and keep them."""
         thresholds, began = Thresholds(density), time.monotonic()
-        thresholds.look(self.layerwise, _of_the_first(self.text.fitted[:WINDOWS]))
+        some = min(WINDOWS, -(-len(self.text.fitted) // 4))
+        thresholds.look(self.layerwise, _of_the_first(self.text.fitted[:some]))
         self.teacher = self._first_states()
         self.student = self.teacher.clone()
         found: list[LayerFit] = []

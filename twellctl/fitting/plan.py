@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twellctl.errors import UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
-from twellctl.fitting.settings import Fit, rank_of_map
+from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device
 from twellctl.settings import chosen
@@ -74,7 +74,7 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
 def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, float]) -> Plan:
     """By the operations a second of products in bf16 and in TF32."""
     T, K, N = (
-        fit.tokens + fit.eval_windows * fit.seq_len,
+        fit.tokens + windows_held_out(fit) * fit.seq_len,
         shape.hidden_size,
         shape.intermediate_size,
     )

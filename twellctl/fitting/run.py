@@ -24,7 +24,7 @@ from twellctl.fitting.fit import Fitting, HeldOut, LayerFit, Text, Told
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
-from twellctl.fitting.settings import Fit, rank_of_map
+from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.fitting.steps import Steps
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
@@ -150,7 +150,7 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
     with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
         tokenizer = load_tokenizer(checkpoint)
         vocabulary = checkpoint.config.get("vocab_size")
-        wanted = fit.tokens + (fit.eval_windows + 1) * fit.seq_len
+        wanted = fit.tokens + (windows_held_out(fit) + 1) * fit.seq_len
 
         def stream(path: str) -> Iterator[np.ndarray]:
             texts = read_texts([path], fit.text_column, tokenizer)
@@ -192,13 +192,14 @@ def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
 def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
     """(to fit on, held out) `[W, L]` and `[H, L]`."""
     count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
-    if count < fit.eval_windows + 1:
+    num_held = windows_held_out(fit)
+    if count < num_held + 1:
         raise TwellError(
-            f"the text makes {count} windows of {fit.seq_len} tokens, and {fit.eval_windows} are "
+            f"the text makes {count} windows of {fit.seq_len} tokens, and {num_held} are "
             "held out: give more text, or lower --seq-len"
         )
     blocks = read_blocks(run / "tokens.bin", fit.seq_len)
-    train, held = hold_out(len(blocks), fit.eval_windows / len(blocks))
+    train, held = hold_out(len(blocks), num_held / len(blocks))
     train = train[: max(1, fit.tokens // fit.seq_len)]
     return tuple(torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
 

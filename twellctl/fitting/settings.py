@@ -43,8 +43,17 @@ class Fit:
     step_rate: float = setting(0.003, "Its rate, times the rms of a weight.", above=0)
     ridge: float = setting(1e-3, "Ridge of the least squares.", above=0)
     seq_len: int = setting(512, "Tokens of a window of text.", at_least=8)
-    eval_windows: int = setting(32, "Windows held out, to measure on.", at_least=1)
+    eval_windows: int | None = setting(
+        None,
+        "Windows held out, to measure on. [default: 32, or an eighth of a short text]",
+        at_least=1,
+    )
     seed: int = setting(0, "Seed of everything drawn.", at_least=0, at_most=2**31 - 1)
+
+
+def windows_held_out(fit: Fit) -> int:
+    """Those asked for, or so many that they take little of the time."""
+    return fit.eval_windows or min(32, max(1, fit.tokens // fit.seq_len // 8))
 
 
 def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
