@@ -76,7 +76,6 @@ def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed:
     """(y, counts that began as 0, 1, ..) of one launch by `plan`, behind the gate's product."""
     (M, K), N = problem.x.shape, problem.gate.shape[1]
     counts, y = torch.arange(M, dtype=torch.int32), torch.full_like(problem.x, 7)
-    scales = () if problem.s_up is None else (problem.s_up, problem.s_down)
     inputs = problem.x, problem.w_up, problem.w_down, problem.b_up, problem.b_down
     kernels.launch(
         plan.name,
@@ -84,7 +83,7 @@ def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed:
         plan.threads,
         (
             *(*inputs, problem.gate, problem.residual, plan.columns, N, K),
-            *(plan.cap, plan.ways, plan.warps, counts, y, *scales),
+            *(plan.cap, plan.ways, plan.warps, counts, y, problem.s_up, problem.s_down),
         ),
         plan.smem_bytes,
         cluster=plan.size,

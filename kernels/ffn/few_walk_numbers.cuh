@@ -37,7 +37,11 @@ constexpr int kColumns = 16 / sizeof(typename Numbers::Number);  // of K, that a
 template <class Numbers>
 constexpr int kWays = spec::FEW_WALK_WAYS * kColumns<Numbers> / 8;
 
-struct Bf16 {
+struct Scales {
+    const float *neurons, *columns;  // of rows of W_up, of columns of y
+};
+
+struct Bf16 : Scales {  // which are none
     using Number = unsigned short;
     using Input = uint4;
     static constexpr bool kScaled = false;
@@ -112,11 +116,9 @@ struct Bf16 {
 // of a quad's columns, whose sum is one of its own; that of h is of the largest so far. No half of
 // an mma is thrown away as over bf16. For the dots rows g have one pair, rows g + 8 the next. For y
 // a word has two columns side by side of one row: columns of b choose the lane and the one of both.
-struct E4m3 {
+struct E4m3 : Scales {
     using Number = unsigned char;
     static constexpr bool kScaled = true;
-
-    const float *neurons, *columns;  // scales: of rows of W_up, of columns of y
 
     struct Input {
         uint4 low, high;

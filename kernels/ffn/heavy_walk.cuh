@@ -27,16 +27,19 @@ using spec::TILE;
 
 constexpr int kAtOnce = 4;  // neurons of a warp, whose gates are multiplied anew
 
+// More scales; over bf16 there are none.
+struct Scales {
+    const float2* tokens;  // scale, and what is not wanted here (quantise_rows.cu)
+    const float* gate_neurons;
+};
+
 // A row of x is as the weights are; `Number` of both.
-struct Bf16 : few_walk::Bf16 {
+struct Bf16 : few_walk::Bf16, Scales {
     __device__ __forceinline__ void scale(Input&, int) const {}
     __device__ __forceinline__ float scaled_gate(float sum, int, int) const { return sum; }
 };
 
-struct E4m3 : few_walk::E4m3 {
-    const float2* tokens;  // scale, and what is not wanted here (quantise_rows.cu)
-    const float* gate_neurons;
-
+struct E4m3 : few_walk::E4m3, Scales {
     __device__ __forceinline__ static Input load(const unsigned char* from) {
         const uint4 x = load_written(from);
         return {e4m3_as_bf16(x.x, x.y), e4m3_as_bf16(x.z, x.w), 0.f};

@@ -108,7 +108,12 @@ struct Dense {
 
 // ---- what x and the weights are
 
-struct Bf16 {
+struct Scales {
+    const float2* tokens;  // scale, and what the walk does not want (quantise_rows.cu)
+    const float *neurons, *columns;  // of W_up, of W_down
+};
+
+struct Bf16 : Scales {  // which are none
     using Number = unsigned short;
     static constexpr bool kScaled = false;
 
@@ -118,12 +123,9 @@ struct Bf16 {
     }
 };
 
-struct E4m3 {
+struct E4m3 : Scales {
     using Number = unsigned char;
     static constexpr bool kScaled = true;
-
-    const float2* tokens;  // scale, and what the walk does not want (quantise_rows.cu)
-    const float *neurons, *columns;  // of W_up, of W_down
 
     __device__ __forceinline__ static void unpack_eight(const uint4& bytes, int eight,
                                                         float (&values)[8]) {

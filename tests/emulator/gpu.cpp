@@ -107,7 +107,7 @@ void find_image() {
 using Kernel = void(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
                     uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
                     uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
-                    uint64_t, float, float, float, float);
+                    uint64_t, uint64_t, float, float, float, float);
 Kernel* kernel;
 const uint64_t* words;  // integers and pointers of any size and numbers lie apart from each other
 const float* numbers;
@@ -116,8 +116,8 @@ void begin_thread() {
     const auto* w = words;
     const auto* f = numbers;
     kernel(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13],
-           w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], w[24], f[0], f[1],
-           f[2], f[3]);
+           w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], w[24], w[25],
+           f[0], f[1], f[2], f[3]);
     thread->done = thread->block->has_ended = true, ++progress;
     while (true) give_way();
 }

@@ -145,7 +145,7 @@ def launch_few_walk(
         (
             *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, residual),
             *(plan.columns, N, K, plan.cap, plan.ways, plan.warps),
-            *(counts, y, *((ffn.s_up, ffn.s_down) if end else ())),
+            *(counts, y, ffn.s_up, ffn.s_down),
         ),
         plan.smem_bytes,
         overlap=overlap,

@@ -21,7 +21,7 @@ from .twell_config import TILE
 
 SPEC = "spec.cuh"
 Capability = tuple[int, int]
-Arguments = tuple[int | bool, ...]
+Arguments = tuple[int | bool | str, ...]
 
 # ---- of the format, and of lists (tile/lists.cuh, tile/round_masks.cuh, train/grad_lists.cuh)
 
@@ -238,7 +238,15 @@ _STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3_END) for K in MOST
 # ---- sources
 
 Entries = Mapping[str, Arguments]
-
+# entries that there are for weights in bf16 and in e4m3, with what stands behind the type of these
+_BY_WEIGHT: dict[str, Entries] = {
+    "up": {"up": ()},
+    "walk": {"walk_gate": ()},
+    "heavy_walk": {"heavy_walk": (True,), "heavy_walk_gate": (False,)},
+    "few_walk": {
+        f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
+    },
+}
 
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
@@ -248,18 +256,12 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
     "ffn/plan.cu": ("plan_cluster",),
-    "ffn/up.cu": ("up",),
-    f"ffn/up{E4M3_END}.cu": (f"up{E4M3_END}",),
     "ffn/hidden.cu": ("hidden", "hidden_kept"),
     f"ffn/hidden{E4M3_END}.cu": (f"hidden{E4M3_END}",),
     "ffn/down.cu": ("down",),
     f"ffn/down{E4M3_END}.cu": (f"down{E4M3_END}",),
     "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
     f"ffn/heavy{E4M3_END}.cu": ("heavy_widen", f"heavy_hidden{E4M3_END}", f"heavy_down{E4M3_END}"),
-    "ffn/heavy_walk.cu": ("heavy_walk", "heavy_walk_gate"),
-    f"ffn/heavy_walk{E4M3_END}.cu": (f"heavy_walk{E4M3_END}", f"heavy_walk_gate{E4M3_END}"),
-    "ffn/walk.cu": ("walk_gate",),
-    f"ffn/walk{E4M3_END}.cu": (f"walk_gate{E4M3_END}",),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,
@@ -267,11 +269,10 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     f"ffn/few_hidden{E4M3_END}.cu": partial(few_entries, "few_hidden", end=E4M3_END),
     f"ffn/few_down{E4M3_END}.cu": partial(few_down_entries, end=E4M3_END),
     **{
-        f"ffn/few_walk{end}.cu": {
-            f"few_walk_{size}{form}{end}": (bool(form), size)
-            for form in ("", "_all")
-            for size in WALK_SIZES
+        f"ffn/{name}{end}.cu": {
+            f"{entry}{end}": ("E4m3" if end else "Bf16", *how) for entry, how in entries.items()
         }
+        for name, entries in _BY_WEIGHT.items()
         for end in ("", E4M3_END)
     },
     "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
@@ -294,7 +295,10 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
 TEXTS = {
     **{
         f"{name}{E4M3_END}.cu": f"{name}.cu"
-        for name in ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated")
+        for name in (
+            *("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated"),
+            *(f"ffn/{name}" for name in _BY_WEIGHT),
+        )
     },
     **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},
     **{source: "decode/step.cuh" for source, _ in _STEPS.values()},
@@ -329,7 +333,7 @@ def spec(source: str, files: Mapping[str, bytes], arch: str) -> bytes:
     used = {name.decode() for text in files.values() for name in SPEC_NAME.findall(text)}
     lines = [f"constexpr int {name} = {known[name]};" for name in sorted(used)]
     made = [
-        f"make({', '.join([name, *(str(int(value)) for value in arguments)])})"
+        f"make({', '.join([name, *(str(+v) if isinstance(v, int) else v for v in arguments)])})"
         for name, arguments in entries_of(source, capability).items()
     ]
     define = f"#define TWELL_ENTRIES(make) {' '.join(made)}"

@@ -109,10 +109,7 @@ def launch_heavy_walk(
     if plan is None:
         return heavy
     heavy = replace(heavy, few=min(FEW_HEAVY, len(x)))
-    of_gate = gate
-    if packed:
-        of_gate += (*gate[1].shape[1:], ffn.w_gate, ffn.b_gate)
-        of_gate += (ffn.s_gate,) if end else ()
+    of_gate = (None, *gate, *gate[1].shape[1:]) if packed else (*gate, None, None, 0, 0)
     kernels.launch(
         plan.name,
         (heavy.few * plan.size,),
@@ -120,8 +117,8 @@ def launch_heavy_walk(
         (
             *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, heavy.rows, heavy.count),
             *(plan.columns, N, K, plan.cap, plan.ways, plan.warps, heavy.few, y),
-            *((token_scales, ffn.s_up, ffn.s_down) if end else ()),
-            *of_gate,
+            *(token_scales, ffn.s_up, ffn.s_down),
+            *(*of_gate, ffn.w_gate, ffn.b_gate, ffn.s_gate),
         ),
         plan.smem_bytes,
         overlap=overlap,
@@ -288,8 +285,7 @@ def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Te
         (
             *(values, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down),
             *(gate, N, K, plan.cap, plan.ways),
-            *(heavy.rows, heavy.count, x_rows, y),
-            *((token_scales, ffn.s_up, ffn.s_down) if end else ()),
+            *(heavy.rows, heavy.count, x_rows, y, token_scales, ffn.s_up, ffn.s_down),
         ),
         plan.smem_bytes,
         overlap=True,
