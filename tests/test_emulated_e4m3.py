@@ -88,11 +88,10 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     made.rounds.reshape(-1)[made.dest] = gate
     names = "pair_start", "pairs", "num_rounds", "rounds", "links"
     lists = PairLists(*(of_lists.on_device(getattr(made, name)) for name in names), None, None)
-    scales = token_scales, ffn.s_up
     partial = launch_up(kernels, plan, values, ffn.w_up, lists)
-    lists = launch_hidden(kernels, H200, plan, partial, ffn, lists, scales)
+    lists = launch_hidden(kernels, H200, plan, partial, ffn, lists, token_scales)
     y = torch.full((M, K), float("nan"), dtype=torch.bfloat16)
-    launch_down(kernels, plan, ffn, lists, y, (token_scales, ffn.s_down))
+    launch_down(kernels, plan, ffn, lists, y, token_scales)
 
     hidden = torch.zeros(M, N, dtype=torch.float64)
     gates = torch.from_numpy(from_bf16(gate).astype(np.float64))

@@ -23,16 +23,9 @@ namespace {
 
 static_assert(product::kBlockColumns == TILE);
 
-// Of bf16 sums there is nothing to scale.
-struct Unscaled {
-    static constexpr bool kAny = false;
-};
-
 // Sums of e4m3 products times the scales of their neuron and token, in that order: only a token's
-// may be so large that a product of two overflows.
-struct Scaled {
-    static constexpr bool kAny = true;
-
+// may be so large that a product of two overflows. Over bf16 there are none.
+struct Scales {
     const float2* tokens;  // quantise_rows.cu
     const float* neurons;
 
@@ -143,7 +136,7 @@ class Row {
 };
 
 // What becomes of a tile: scaled, rounded at once, packed while the next one is multiplied.
-template <class Scales>
+template <bool SCALED>
 struct Packing : Scales {
     const unsigned short* b_gate;
     int num_rows, num_columns, num_tiles, num_slots;
@@ -158,7 +151,7 @@ struct Packing : Scales {
         row = tile.row + threadIdx.x / 32 % 4 * 16 + lane / 4;
         column = tile.column + 2 * (lane % 4);
         column_tile = tile.column_tile;
-        if constexpr (Scales::kAny) this->scale(sums, row, num_rows, column, num_columns);
+        if constexpr (SCALED) scale(sums, row, num_rows, column, num_columns);
         if (b_gate) {
             add_bias<0>(sums, b_gate, column, num_columns);
             add_bias<8>(sums, b_gate, column, num_columns);
@@ -188,15 +181,5 @@ struct Packing : Scales {
             part.store(column, inside ? num_slots : 0, entries + cell * num_slots);
     }
 };
-
-// `Columns`: how both operands lie (tile/swizzled.cuh).
-template <class Columns, class Scales>
-__device__ __forceinline__ void pack_product(const TensorMap* x_map, const TensorMap* w_map,
-                                             const product::Shape& shape,
-                                             Packing<Scales>& packing, int* heavy_count) {
-    extern __shared__ unsigned char dynamic_memory[];
-    if (blockIdx.x == 0 && threadIdx.x == 0) *heavy_count = 0;
-    product::run<Columns>(shape, x_map, w_map, w_map, dynamic_memory, packing);
-}
 
 }  // namespace

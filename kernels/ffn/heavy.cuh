@@ -8,14 +8,18 @@
 //   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
 // With at most `few` heavy rows nothing is done: heavy_walk.cuh has done it, or there is none.
-// `heavy_count` null: every row of the window (heavy_hidden then is a fused dense gate and up), and
-// `heavy_rows` null: row i of the list is row i. All may start before the previous kernel has ended
-// (ptx/pdl.cuh).
+// All may start before the previous kernel has ended (ptx/pdl.cuh).
 //
-// Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
+// Over e4m3 x_rows, W_gate and W_up are e4m3 with scales; the hidden state is bf16, and so W_down is
+// made bf16, without its scales, if more than `few` rows are heavy:
+//   heavy_widen    wide [N, K] bf16 = w_down [N, K] e4m3
+// heavy_gather takes x_rows in shorts; behind a walk x_rows are there.
+//
+// Launch: gather and widen any grid x 256 threads, widen of a multiple of 16 bytes. hidden, down: grid even, at most one block a
 // multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
 // of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
-// w_gate [N, K] and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
+// w_gate [N, K] and w_up [N, K] in boxes of 128 x 64, of e4m3 twice as wide. N must be a multiple
+// of 8.
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
@@ -32,7 +36,6 @@ namespace {
 
 __device__ __forceinline__ int rows_in_window(const int* heavy_count, int few, int window_start,
                                               int window) {
-    if (!heavy_count) return window;
     const int num = *heavy_count;
     return num <= few ? 0 : max(0, min(window, num - window_start));
 }
@@ -114,15 +117,8 @@ __device__ __forceinline__ void scale_pairs(float (&sums)[128], int j0, const fl
     }
 }
 
-// Of bf16 sums there is nothing to scale.
-struct Unscaled {
-    static constexpr bool kAny = false;
-};
-
-// Scales of x, of the rows of W_gate and W_up.
-struct ScaledHidden {
-    static constexpr bool kAny = true;
-
+// Scales of x, of the rows of W_gate and W_up; over bf16 null.
+struct HiddenScales {
     const float2* tokens;  // quantise_rows.cu
     const float *gate_scales, *up_scales;
     const int* heavy_rows;
@@ -139,10 +135,8 @@ struct ScaledHidden {
     }
 };
 
-// Scales of the columns of W_down.
-struct ScaledDown {
-    static constexpr bool kAny = true;
-
+// Scales of the columns of W_down; over bf16 null.
+struct DownScales {
     const float* column_scales;
 
     __device__ __forceinline__ void scale(float (&sums)[128], int column, int num_columns) const {
@@ -151,8 +145,8 @@ struct ScaledDown {
 };
 
 // gate and up of 128 columns stand side by side in a tile: sums 0-63 are gates, 64-127 ups
-template <class Scales = Unscaled>
-struct HiddenTiles : Scales {
+template <bool SCALED>
+struct HiddenTiles : HiddenScales {
     Patch patch;
     const unsigned short *b_gate, *b_up;
     int num_rows, num_columns;
@@ -160,9 +154,9 @@ struct HiddenTiles : Scales {
 
     __device__ __forceinline__ void take(const product::Tile& tile, float (&sums)[128]) {
         const int first_column = tile.column + threadIdx.x % 4 * 2;
-        if constexpr (Scales::kAny)
-            this->scale(sums, tile.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, num_rows,
-                        first_column, num_columns);
+        if constexpr (SCALED)
+            scale(sums, tile.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, num_rows,
+                  first_column, num_columns);
         if (b_gate) add_bias<16>(sums, 0, b_gate, first_column, num_columns);
         if (b_up) add_bias<16>(sums, 16, b_up, first_column, num_columns);
 #pragma unroll
@@ -183,8 +177,8 @@ struct HiddenTiles : Scales {
     __device__ void later() {}
 };
 
-template <class Scales = Unscaled>
-struct DownTiles : Scales {
+template <bool SCALED>
+struct DownTiles : DownScales {
     Patch patch;
     const unsigned short* b_down;
     const int* heavy_rows;
@@ -193,7 +187,7 @@ struct DownTiles : Scales {
 
     __device__ __forceinline__ void take(const product::Tile& tile, float (&sums)[128]) {
         const int first_column = tile.column + threadIdx.x % 4 * 2;
-        if constexpr (Scales::kAny) this->scale(sums, first_column, num_inner);
+        if constexpr (SCALED) scale(sums, first_column, num_inner);
         if (b_down) add_bias<32>(sums, 0, b_down, first_column, num_inner);
         const int first_row = tile.row + threadIdx.x / 32 % 4 * 16;
 #pragma unroll
@@ -208,8 +202,7 @@ struct DownTiles : Scales {
             patch.write(num_inner - column, [&](int row) -> unsigned short* {
                 const int i = first_row + row;
                 if (i >= num_rows) return nullptr;
-                const long long target =
-                    heavy_rows ? heavy_rows[window_start + i] : window_start + i;
+                const long long target = heavy_rows[window_start + i];
                 return y + target * num_inner + column;
             });
         }

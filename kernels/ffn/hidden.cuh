@@ -70,8 +70,13 @@ __device__ __forceinline__ unsigned multiply(unsigned gate, unsigned up) {
     return bf16_bits(bf16_value(gate) * bf16_value(up));
 }
 
+struct Scales {
+    const float2* tokens;  // scale, power of two (quantise_rows.cu)
+    const float* neurons;
+};
+
 // What becomes of the sums of a token, counted from `first`, and a neuron. Over bf16: they are up.
-struct Unscaled {
+struct Unscaled : Scales {
     static constexpr bool kScaled = false;
 
     __device__ __forceinline__ Unscaled from(int) const { return *this; }
@@ -82,13 +87,10 @@ struct Unscaled {
 };
 
 // Over e4m3 they lack the scales of both; and h becomes f16, divided by the token's power of two.
-struct Scaled {
+struct Scaled : Scales {
     static constexpr bool kScaled = true;
 
-    const float2* tokens;  // scale, power of two (quantise_rows.cu)
-    const float* neurons;
-
-    __device__ __forceinline__ Scaled from(int first) const { return {tokens + first, neurons}; }
+    __device__ __forceinline__ Scaled from(int first) const { return {{tokens + first, neurons}}; }
 
     __device__ __forceinline__ float up(float sum, unsigned token, unsigned neuron) const {
         return sum * __ldg(neurons + neuron) * __ldg(&tokens[token].x);
@@ -102,6 +104,8 @@ struct Scaled {
 
 // What is done with a pair beside; nothing in inference.
 struct Leave {
+    unsigned* kept;  // null
+
     __device__ __forceinline__ void pair(unsigned, unsigned, unsigned) const {}
 };
 
@@ -314,12 +318,12 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
     }
 }
 
-template <class Also, class Scales = Unscaled>
+template <class Also, class Scales>
 __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& rounds,
                                             const int* pair_start, const unsigned* pairs, int M,
                                             int N, int tile_tokens, int cap, int panel_rows,
                                             int num_panels, uint4* staged, Also also,
-                                            Scales scales = {}) {
+                                            Scales scales) {
     const int num_groups = (M + GROUP - 1) / GROUP;
     const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
     if (room == 0) {

@@ -45,6 +45,16 @@ constexpr int kGroups = 2, kBlockRows = kGroups * kGroupRows;
 constexpr int kThreads = spec::PRODUCT_BLOCK;
 static_assert(kThreads == 128 * (1 + kGroups));
 
+// What both operands are, and how they lie.
+struct Bf16 {
+    using Rows = Along;
+    static constexpr bool kScaled = false;
+};
+struct E4m3 {
+    using Rows = AlongE4m3;
+    static constexpr bool kScaled = true;  // after the product
+};
+
 struct Shape {
     int num_rows, num_columns, num_inner;
     int tile_columns;  // columns by which neighbouring tiles differ

@@ -23,18 +23,20 @@ def run_down(
     w_down: Tensor,
     b_down: Tensor | None = None,
     rows: Tensor | None = None,
-    count: Tensor | None = None,
+    count: int | None = None,
     few: int = 0,
 ) -> Tensor:
-    """y `[M, K]`, over NaN."""
+    """y `[M, K]`, over NaN; all rows unless `count` of `rows` are told."""
     (M, N), K = hidden.shape, w_down.shape[1]
+    rows = torch.arange(M, dtype=torch.int32, device="cuda") if rows is None else rows
+    count = rows.new_tensor([M if count is None else count])
     y = torch.full((M, K), torch.nan, dtype=torch.bfloat16, device="cuda")
     maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, PRODUCT_INNER)
     kernels.launch(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),
         PRODUCT_BLOCK,
-        (*maps, b_down, rows, count, few, 0, M, N, K, y),
+        (*maps, b_down, rows, count, few, 0, M, N, K, y, None),
         HEAVY_SMEM,
     )
     return y
@@ -75,7 +77,7 @@ def test_listed_rows_alone_are_written(kernels):
     M, N, K, count = 300, 264, 192, 130
     hidden, w_down = whole(M, N, most=8), whole(N, K, most=8)
     rows = torch.randperm(M, device="cuda").int()
-    y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([count]))
+    y = run_down(kernels, hidden, w_down, None, rows, count)
     wanted = torch.full_like(y, torch.nan)
     wanted[rows[:count].long()] = (hidden[:count].double() @ w_down.double()).bfloat16()
     assert torch.equal(y.isnan(), wanted.isnan())
@@ -88,7 +90,7 @@ def test_as_many_as_are_few_are_left(kernels):
     hidden, w_down = whole(70, 264, most=8), whole(264, 192, most=8)
     rows = torch.randperm(70, device="cuda").int()
     for count, few in ((0, 0), (3, 3), (3, 32)):
-        y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([count]), few)
+        y = run_down(kernels, hidden, w_down, None, rows, count, few)
         assert y.isnan().all()
-    y = run_down(kernels, hidden, w_down, None, rows, rows.new_tensor([33]), 32)
+    y = run_down(kernels, hidden, w_down, None, rows, 33, 32)
     assert y.isfinite().all(1).sum() == 33

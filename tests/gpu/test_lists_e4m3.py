@@ -289,7 +289,7 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
             *(on_device(lists.pair_start), on_device(lists.pairs), shape.M, shape.N),
             *(shape.tile_tokens, shape.cap, shape.panel_rows, shape.num_panels),
             *(shape.group_rounds, on_device(bias) if has_bias else None),
-            *(on_device(lists.num_rounds), rounds, masks),
+            *(on_device(lists.num_rounds), rounds, masks, None),
             *(on_device(tokens), on_device(neurons)),
         ),
         2 * room,

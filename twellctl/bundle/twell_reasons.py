@@ -19,8 +19,8 @@ from .twell_weights import E4M3_STEP, FFN, end_of
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(e for e, source in ENTRY_FILES.items() if not source.startswith("decode/"))
-_OF_BOTH = ("plan", "heavy")  # sources that weights in bf16 and in e4m3 share
-_OF_ONE = ("gate_pack", "up", "hidden", "down", "heavy_walk", "walk")
+_OF_BOTH = ("plan", "heavy_rows")  # sources that weights in bf16 and in e4m3 share
+_OF_ONE = ("gate_pack", "up", "hidden", "down", "heavy", "heavy_walk", "walk")
 
 
 def _entries_of(*names: str, end: str = "") -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def _entries_of(*names: str, end: str = "") -> tuple[str, ...]:
 HOPPER_KERNELS = _entries_of(*_OF_BOTH, *_OF_ONE)
 HOPPER_E4M3_KERNELS = (
     *_entries_of(*_OF_BOTH, "quantise_rows"),
-    *_entries_of("heavy", *_OF_ONE, end=E4M3_END),
+    *_entries_of(*_OF_ONE, end=E4M3_END),
 )
 GRAD_KERNELS = tuple(e for e, source in ENTRY_FILES.items() if source.startswith("train/"))
 

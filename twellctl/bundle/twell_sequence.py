@@ -83,20 +83,17 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     if end_of(ffn.w_gate):
         values, token_scales = quantise_rows(kernels, limits, x, ffn)
 
-    def scales(of_weight: Tensor | None) -> tuple[Tensor, ...]:
-        return () if of_tokens is None else (of_tokens, of_weight)
-
     for plan, xs, ys in chunks_of(values, y, ffn, slots, hopper_cap(ffn.N), limits):
         if token_scales is not None:
             of_tokens = token_scales[first : first + plan.M]
         first += plan.M
         packed = packed_buffers(plan, x.device)
-        given = ffn.w_gate, ffn.b_gate, *packed, scales(ffn.s_gate)
+        given = ffn.w_gate, ffn.b_gate, *packed, (of_tokens, ffn.s_gate)
         launch_gate_pack(kernels, limits, xs, *given)
         lists = launch_plan(kernels, plan, *packed)
         partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
-        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, scales(ffn.s_up))
-        launch_down(kernels, plan, ffn, lists, ys, scales(ffn.s_down))
+        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, of_tokens)
+        launch_down(kernels, plan, ffn, lists, ys, of_tokens)
         heavy = Heavy(lists.heavy_rows, lists.heavy_count)
         heavy = launch_heavy_walk(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
         heavy_products(kernels, limits, xs, ys, ffn, heavy, of_tokens)
@@ -112,7 +109,7 @@ def launch_gate_pack(
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
-    scales: tuple[Tensor, ...] = (),
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """The gate product and its packing in one kernel, into `counts` and `entries`.
 
@@ -212,12 +209,12 @@ def launch_hidden(
     partial: Tensor,
     ffn: FFN,
     lists: PairLists,
-    scales: tuple[Tensor, ...] = (),
+    token_scales: Tensor | None = None,
 ) -> PairLists:
-    """Fill the rounds with h; returns the lists with masks. `scales`: of x and W_up, if e4m3."""
+    """Fill the rounds with h; returns the lists with masks. `token_scales`: of x, if e4m3."""
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
-    args = (*_hidden_arguments(plan, partial, plan.num_ranges, ffn, lists), *scales)
+    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists, token_scales)
     kernels.launch(f"hidden{end_of(ffn.w_up)}", grid, HIDDEN_BLOCK, args, smem_bytes)
     return lists
 
@@ -237,7 +234,7 @@ def launch_hidden_kept(
             ),
         )
     lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
-    args = (*_hidden_arguments(plan, partial, 1, ffn, lists), lists.gate_up)
+    args = _hidden_arguments(plan, partial, 1, ffn, lists)
     kernels.launch("hidden_kept", plan.gather_grid(limits), HIDDEN_BLOCK, args)
     return lists
 
@@ -248,13 +245,18 @@ def _masks(plan: Plan, like: Tensor) -> Tensor:
 
 
 def _hidden_arguments(
-    plan: Plan, partial: Tensor, num_parts: int, ffn: FFN, lists: PairLists
+    plan: Plan,
+    partial: Tensor,
+    num_parts: int,
+    ffn: FFN,
+    lists: PairLists,
+    token_scales: Tensor | None = None,
 ) -> tuple[object, ...]:
     return (
         *(partial, np.int64(plan.num_pairs), num_parts, lists.links, lists.pair_start),
         *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
         *(plan.num_panels, plan.group_rounds, ffn.b_up, lists.num_rounds, lists.rounds),
-        lists.masks,
+        *(lists.masks, lists.gate_up, token_scales, ffn.s_up),
     )
 
 
@@ -264,15 +266,16 @@ def launch_down(
     ffn: FFN,
     lists: PairLists,
     y: Tensor,
-    scales: tuple[Tensor, ...] = (),
+    token_scales: Tensor | None = None,
 ) -> None:
     """y of the filled rounds; that of heavy rows is not what it should be.
 
-    `scales`: of x and of the columns of W_down, if e4m3.
+    `token_scales`: of x, if e4m3.
     """
     M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
     padded = plan.num_groups * GROUP
     sums = y.new_empty((padded, ffn.K), dtype=torch.float32) if P > 1 else None
+    scales = () if token_scales is None else (token_scales, ffn.s_down)
     for panel in range(P):
         kernels.launch(
             f"down{end_of(ffn.w_down)}",

@@ -240,7 +240,9 @@ _STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3_END) for K in MOST
 Entries = Mapping[str, Arguments]
 # entries that there are for weights in bf16 and in e4m3, with what stands behind the type of these
 _BY_WEIGHT: dict[str, Entries] = {
+    "gate_pack": {"gate_pack": ()},
     "up": {"up": ()},
+    "heavy": {"heavy_hidden": ("HIDDEN",), "heavy_down": ("DOWN",)},
     "walk": {"walk_gate": ()},
     "heavy_walk": {"heavy_walk": (True,), "heavy_walk_gate": (False,)},
     "few_walk": {
@@ -251,17 +253,14 @@ _BY_WEIGHT: dict[str, Entries] = {
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
-    "ffn/gate_pack.cu": ("gate_pack",),
-    f"ffn/gate_pack{E4M3_END}.cu": (f"gate_pack{E4M3_END}",),
     "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
     "ffn/plan.cu": ("plan_cluster",),
-    "ffn/hidden.cu": ("hidden", "hidden_kept"),
-    f"ffn/hidden{E4M3_END}.cu": (f"hidden{E4M3_END}",),
+    "ffn/hidden.cu": {"hidden": ("Unscaled", "Leave"), "hidden_kept": ("Unscaled", "Keep")},
+    f"ffn/hidden{E4M3_END}.cu": {f"hidden{E4M3_END}": ("Scaled", "Leave")},
     "ffn/down.cu": ("down",),
     f"ffn/down{E4M3_END}.cu": (f"down{E4M3_END}",),
-    "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
-    f"ffn/heavy{E4M3_END}.cu": ("heavy_widen", f"heavy_hidden{E4M3_END}", f"heavy_down{E4M3_END}"),
+    "ffn/heavy_rows.cu": ("heavy_gather", "heavy_widen"),
     "ffn/few_linear.cu": partial(few_entries, "few_linear"),
     "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
     "ffn/few_down.cu": few_down_entries,
@@ -297,7 +296,7 @@ TEXTS = {
         f"{name}{E4M3_END}.cu": f"{name}.cu"
         for name in (
             *("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated"),
-            *(f"ffn/{name}" for name in _BY_WEIGHT),
+            *("ffn/hidden", *(f"ffn/{name}" for name in _BY_WEIGHT)),
         )
     },
     **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},

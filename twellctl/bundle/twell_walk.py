@@ -197,8 +197,7 @@ def launch_heavy(
         PRODUCT_BLOCK,
         (
             *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
-            *((heavy.rows,) if end else ()),
-            *(*of_window, hidden, *((token_scales, ffn.s_gate, ffn.s_up) if end else ())),
+            *(heavy.rows, *of_window, hidden, token_scales, ffn.s_gate, ffn.s_up),
         ),
         HEAVY_SMEM,
         overlap=overlap,
@@ -209,7 +208,7 @@ def launch_heavy(
         PRODUCT_BLOCK,
         (
             *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, PRODUCT_INNER)),
-            *(ffn.b_down, heavy.rows, *of_window, y, *((ffn.s_down,) if end else ())),
+            *(ffn.b_down, heavy.rows, *of_window, y, ffn.s_down),
         ),
         HEAVY_SMEM,
         overlap=overlap,
