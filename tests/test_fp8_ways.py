@@ -72,7 +72,7 @@ def operator(monkeypatch, tmp_path):
     call = Operator()
 
     def way(found):
-        def run(kernels, limits, x, ffn, slots):
+        def run(kernels, limits, x, ffn, slots, overlap=False):
             call.ran.append((found.name, ffn.w_down.is_contiguous()))
             return WAYS[-1].run(kernels, limits, x, ffn, slots)
 
