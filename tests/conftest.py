@@ -12,6 +12,7 @@ others (`pytest -n`) has no need of it.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -230,8 +231,9 @@ def exported(export_llama, tmp_path) -> Path:
 
 @pytest.fixture
 def no_answers(monkeypatch):
-    """A run compares no answers at its end, which would take as long as its steps."""
-    monkeypatch.setattr("twellctl.training.teacher.prompts_in", lambda *given: [])
+    """No answers are compared, by eval or at the end of a run: they take as long as the rest."""
+    for module in ("twellctl.training.teacher", "twellctl.evaluate"):
+        monkeypatch.setattr(importlib.import_module(module), "prompts_in", lambda *given: [])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Map
 from list_builder import build_lists, from_bf16
 from list_reference import Shape
-from test_emulated_grad import asked, on_cpu, small
+from test_emulated_grad import asked, in_turn, on_cpu, small
 
 from twellctl.bundle import twell_e4m3, twell_sequence, twell_walk
 from twellctl.bundle.twell_e4m3 import quantise_inputs, quantise_rows
@@ -48,13 +48,9 @@ OF_LISTS = {
         (*size, bias) for size in ((20, 264), (2, 16392)) for bias in BOTH
     ],
     "test_scaled_sums": [(*size, more) for size in ((1, 16), (3, 5632)) for more in BOTH],
-    "test_up_gives_partial_dot_products": [
-        (*case, *how) for case in CASES for how in ((99, 1, 2), (1, 1, 1))
-    ],
-    "test_hidden_fills_the_rounds": [
-        (*case, True, *how) for case in CASES for how in ((3, (7, 3), 0), (7, None, 64))
-    ],
-    "test_down_gives_y": [(*case, *how) for case in CASES for how in ((1, False), (3, True))],
+    "test_up_gives_partial_dot_products": in_turn(CASES, ((99, 1, 2), (1, 1, 1))),
+    "test_hidden_fills_the_rounds": in_turn(CASES, ((True, 3, (7, 3), 0), (True, 7, None, 64))),
+    "test_down_gives_y": in_turn(CASES, ((3, True), (1, False))),
 }  # fmt: skip
 
 
@@ -64,11 +60,10 @@ def test_kernels_as_on_a_gpu(kernels, name, given):
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "tokens"),
-    [(40, 264, None), (19, 1032, None), (40, 264, 24)],
+    ("M", "N", "tokens", "bias"),
+    [(40, 264, None, True), (19, 1032, None, False), (40, 264, 24, True)],
     ids=["small", "several panels", "two tiles"],
 )
-@pytest.mark.parametrize("bias", [False, True])
 def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     """The host's launches of up, hidden and down, over x of any size and gates that are given."""
     K = 256
@@ -102,7 +97,7 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     assert ((y.double() - hidden @ weight).abs() <= 2**-7 * terms + 1e-37).all()
 
 
-SIZES = [(*size, bias) for size in ((1, 128, 256), (5, 4224, 384)) for bias in BOTH]
+SIZES = in_turn([(1, 128, 256), (5, 4224, 384)], ((False,), (True,)))
 OF_DENSE = {
     "test_the_way_dense_is_torchs_own_bit_for_bit": SIZES,
     "test_the_way_dense_of_few_tokens_errs_as_torch": SIZES,
@@ -190,11 +185,10 @@ def walk_sizes(problem) -> tuple[int, int, int]:
     return problem.x.shape[0], problem.ffn.N, problem.x.shape[1]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("M", "K", "N", "mean"),
-    [(5, 128, 264, -2.0), (3, 640, 1032, -1.6), (2, 2048, 520, -1.9), (2, 8320, 136, -0.5)],
-)
+WALKED = [(5, 128, 264, -2.0), (3, 640, 1032, -1.6), (2, 2048, 520, -1.9), (2, 8320, 136, -0.5)]
+
+
+@pytest.mark.parametrize(("M", "K", "N", "mean", "bias"), in_turn(WALKED, ((False,), (True,))))
 def test_walks(kernels, M, K, N, mean, bias):
     """One way and eight, ragged tiles, two passes over K."""
     torch.manual_seed(M)

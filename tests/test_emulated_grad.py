@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
 
 from twellctl.bundle.twell_plan import Limits
@@ -33,12 +34,20 @@ def small(cases: list[tuple]) -> list[tuple]:
     return [case for case in cases if case[1].M * case[2] * case[1].N ** 0.5 < MOST]
 
 
+def in_turn(cases: list[tuple], hows: tuple[tuple, ...]) -> list[tuple]:
+    """Each case in one of the ways `hows`, the next one in the next; or each in all of them."""
+    return [
+        (*case, *how)
+        for i, case in enumerate(cases)
+        for j, how in enumerate(hows)
+        if EVERY_CASE or j == i % len(hows)
+    ]
+
+
 of_grad, of_down = on_cpu("test_grad"), on_cpu("test_up_down")
 of_down.device_limits = lambda index: Limits(132, 232448, (9, 0))
 OF_GRAD = {
-    "test_gradients_of_the_weights": [
-        (*case, *how) for case in small(of_grad.CASES) for how in ((1, True), (3, False))
-    ],
+    "test_gradients_of_the_weights": in_turn(small(of_grad.CASES), ((1, True), (3, False))),
     "test_sums_are_added_to_if_there_are_heavy_rows": [(5,)],
     "test_gradient_of_x": [(*case, 2) for case in small(of_grad.X_CASES)],
     "test_lists_are_as_short_as_can_be_and_the_same_from_run_to_run": [()],

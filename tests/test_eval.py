@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 
 import pytest
 import torch
@@ -19,12 +18,6 @@ from twellctl.models import head_loss
 from twellctl.profile import profile
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
-
-
-@pytest.fixture
-def text_alone(monkeypatch):
-    """No answers are compared."""
-    monkeypatch.setattr(sys.modules["twellctl.evaluate"], "prompts_in", lambda *given: [])
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def windows_of(paths, tokenizer, count=8, seq_len=32) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "granite"])
 def test_figures_are_those_of_transformers(
-    make_model, tmp_path, text_file, tokenizer, small_parts, text_alone, family
+    make_model, tmp_path, text_file, tokenizer, small_parts, no_answers, family
 ):
     more = {"logits_scaling": 3.0} if family == "granite" else {}
     silu = make_model(family, seed=1, **more)
@@ -71,7 +64,7 @@ def test_figures_are_those_of_transformers(
     assert done.text.density == pytest.approx(counted.density)
 
 
-def test_a_silu_model_fires_everywhere_and_agrees_with_itself(silu_llama, text_file, text_alone):
+def test_a_silu_model_fires_everywhere_and_agrees_with_itself(silu_llama, text_file, no_answers):
     text = evaluate(silu_llama, text_file, reference=silu_llama, windows=2, seq_len=16).text
     assert (text.score.kl, text.score.same_top, text.density) == (0, 1, 1)
     assert text.score.cross_entropy == text.score.reference_cross_entropy

@@ -39,7 +39,7 @@ SMALL = {
         "teacher": MODELS[0],
     },
     "profile": {"windows": 2, "seq_len": 32},
-    "eval": {"windows": 2, "seq_len": 32, "prompts": "prompts.jsonl"},
+    "eval": {"windows": 2, "seq_len": 32},
     "compare": {"limit": 2, "max_tokens": 8},
     "chat": {"max_tokens": 4},
     "run": {"keep_going": "on"},

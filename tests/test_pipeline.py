@@ -6,6 +6,8 @@ That a killed one goes on is in test_killed.py.
 import pytest
 from edits import json_in
 
+pytestmark = pytest.mark.usefixtures("no_answers")
+
 STEPS = """
 model: {model}
 out: {out}
