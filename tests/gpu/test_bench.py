@@ -88,7 +88,7 @@ def test_an_export_is_measured_on_text(cli, relu_llama, text_file):
 
 @pytest.mark.parametrize("how", [(), ("--fp8",), ("--train",)])
 def test_developers_may_time_one_ffn(has_kernels, how):
-    script = Path(__file__).with_name("time_ffn.py")
+    script = Path(__file__).parents[2] / ".ci/time_ffn.py"
     words = ("--hidden-size=1024", "--intermediate-size=2048", "--tokens=4096", "--rounds=1")
     done = subprocess.run([sys.executable, script, *words, *how], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

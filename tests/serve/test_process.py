@@ -270,7 +270,7 @@ def test_a_template_without_an_end_does_not_keep_a_server_from_ending(
     (folder / "chat_template.jinja").write_text(ENDLESS)
     process = started("serve-local", folder, "--port=0")
     url = told_at_start(process)["API"]
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=0.5) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=0.2) as client:
         for _ in range(8):  # more than there were threads; each leaves
             with pytest.raises(openai.APITimeoutError):
                 chat(client)

@@ -1,8 +1,8 @@
 """Times one gated FFN, over TwELL and densely by PyTorch, in bf16 and in FP8. For developers.
 
-    python tests/gpu/time_ffn.py --tokens 131072 --tokens 256 --density 0.01
-    python tests/gpu/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16384
-    python tests/gpu/time_ffn.py --train --tokens 16384 --density 0.005
+    python .ci/time_ffn.py --tokens 131072 --tokens 256 --density 0.01
+    python .ci/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16384
+    python .ci/time_ffn.py --train --tokens 16384 --density 0.005
 
 Weights and inputs are those of twellctl/firing/synthetic.py. All candidates take turns in one run,
 over copies of the weights that outgrow the L2 cache; below 8192 tokens CUDA graphs are replayed,
