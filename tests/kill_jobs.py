@@ -4,12 +4,12 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 from finetune_runs import small
 from typer.main import get_command
 
-import twellctl.evaluate
 from twellctl import quickstart as quickstart_module
 from twellctl.cli.app import app
 from twellctl.convert import convert
@@ -17,7 +17,7 @@ from twellctl.export import export
 from twellctl.files import outputs
 from twellctl.finetune import finetune
 from twellctl.quickstart import quickstart
-from twellctl.training import answers
+from twellctl.training import teacher
 from twellctl.training.recipe import run_folder
 
 QUICK = {
@@ -69,7 +69,7 @@ def whole(model, text, out, overwrite):
 
 def piped(model, text, out, overwrite):
     """`twellctl run`, all steps; no answers are compared, which would take as long as they do."""
-    for module in (answers, sys.modules["twellctl.evaluate"]):
+    for module in (teacher, import_module("twellctl.evaluate")):
         module.prompts_in = lambda *given: []
     file, prompts = Path(f"{out}.yaml"), Path(text).parent / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "What is {i}?"}}\n' for i in range(20)))
