@@ -4,7 +4,7 @@ A neuron is a candidate where x . copy > limit. What the copy's gate errs by is 
 neuron on some of the tokens, with x in 8 bits as it is beside the copy. The limit is its mean less
 2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
 on the others. A layer that misses more than NEXT_TO_NOTHING takes more deviations (MARGINS), for of
-text of other kinds up to three times as much was missed. If it misses more than MOST_MISSED even so
+text of other kinds up to ten times as much was missed. If it misses more than MOST_MISSED even so
 it reads its gate whole.
 """
 
@@ -28,7 +28,7 @@ from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, 
 logger = logging.getLogger(__name__)
 MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
 MOST_MISSED = 1e-6
-NEXT_TO_NOTHING = MOST_MISSED / 5
+NEXT_TO_NOTHING = MOST_MISSED / 20
 _ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
 
 
