@@ -60,7 +60,7 @@ def sums(kernels: EmulatedKernels) -> None:
 
 
 def step(kernels: EmulatedKernels, form: str = "sparse", **how) -> None:
-    model = emulated_step.Model(1536, 64, 24, 24, 392, 1, 3, gate_mean=-0.5, **how)
+    model = emulated_step.Model(1536, 128, 12, 12, 392, 1, 3, gate_mean=-0.5, **how)
     wanted = emulated_step.judge(model)
     done = emulated_step.emulate(kernels, model, 96, form, seeds=(1,))
     assert (done.logits - wanted.logits).abs().max() < 0.05

@@ -20,38 +20,38 @@ def case(*sizes, blocks: int = 100, form: str = "sparse", **how) -> tuple:
 
 ALL_OF_IT = {"biases": True, "head_norms": True}
 CASES = {
-    "plain": case(1536, 64, 24, 24, 776, 2, 70, gate_mean=-1.5),
+    "plain": case(1536, 128, 12, 12, 776, 2, 70, gate_mean=-1.5),
     "all at once": case(2048, 64, 32, 8, 1448, 1, 200, **ALL_OF_IT, mapped=401, seed=3, blocks=132),
     "first token, nothing fires": case(
-        1536, 64, 24, 24, 392, 1, 0, gate_mean=-9, seed=6, blocks=97
+        1536, 128, 12, 12, 392, 1, 0, gate_mean=-9, seed=6, blocks=97
     ),
     "heads of 256": case(
         3072, 256, 12, 4, 776, 1, 330, head_norms=True, gate_mean=-1.5, seed=5, blocks=98
     ),
     "dense": case(1536, 128, 12, 2, 776, 1, 150, **ALL_OF_IT, seed=7, blocks=97, form="dense"),
     "screened": case(
-        *(1536, 64, 24, 24, 4600, 1, 70),
+        *(1536, 128, 12, 12, 4600, 1, 70),
         **{"gate_mean": -1.5, "biases": True, "mapped": 201, "missed": -0.4, "form": "screened"},
     ),
     # slices of an odd number of groups
-    "e4m3, 1536": case(1536, 64, 24, 24, 976, 2, 70, gate_mean=-1.5, mapped=201, fp8=True),
+    "e4m3, 1536": case(1536, 128, 12, 12, 976, 2, 70, gate_mean=-1.5, mapped=201, fp8=True),
 }
 MORE = {
-    "e4m3, large x": case(1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e15, blocks=96),
+    "e4m3, large x": case(1536, 128, 12, 12, 392, 1, 3, fp8=True, ffn_size=1e15, blocks=96),
     # and 128 rows of the gate a block, the most for this size
     "a window": case(
-        1536, 64, 24, 24, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4, blocks=96
+        1536, 128, 12, 12, 12288, 1, 600, window=100, gate_mean=-1.5, seed=4, blocks=96
     ),
     "parts of heads, more logits than rows": case(  # 134 a block
-        1536, 64, 24, 6, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800, blocks=96
+        1536, 128, 12, 3, 392, 1, 1000, gate_mean=-1.0, seed=9, vocabulary=12800, blocks=96
     ),
-    "many fire": case(1536, 64, 24, 12, 4096, 1, 100, gate_mean=-0.2, seed=6, blocks=96),
+    "many fire": case(1536, 128, 12, 6, 4096, 1, 100, gate_mean=-0.2, seed=6, blocks=96),
     "3584, screened": case(  # two row blocks of some warps, and more units than the ring holds
         *(3584, 128, 28, 4, 9 * 16 * 113 + 456, 1, 400),
         **{"gate_mean": -1.5, "missed": -0.4, "seed": 16, "blocks": 113, "form": "screened"},
         mapped=456,
     ),
-    "e4m3, small x": case(1536, 64, 24, 24, 392, 1, 3, fp8=True, ffn_size=1e-15, blocks=96),
+    "e4m3, small x": case(1536, 128, 12, 12, 392, 1, 3, fp8=True, ffn_size=1e-15, blocks=96),
     "3584": case(3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16, blocks=113),
     "2048, screened": case(
         *(2048, 64, 32, 8, 5000, 1, 200),
@@ -73,7 +73,7 @@ MORE = {
     ),
     "e4m3, 1536, all at once": case(1536, 128, 12, 2, 776, 1, 200, **ALL_OF_IT, fp8=True, seed=21),
     "e4m3, 1536, dense": case(
-        1536, 64, 24, 6, 776, 2, 65, biases=True, fp8=True, seed=22, blocks=96, form="dense"
+        1536, 128, 12, 3, 776, 2, 65, biases=True, fp8=True, seed=22, blocks=96, form="dense"
     ),
     "e4m3, 4096": case(
         4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26, blocks=132
@@ -112,7 +112,7 @@ def test_what_a_screen_leaves_out_does_not_fire():
 
     def counts(form: str, missed: float) -> torch.Tensor:
         given = {"gate_mean": -0.5, "biases": True, "mapped": 32, "missed": missed}
-        model = Model(1536, 64, 24, 24, 784, 1, 3, **given)
+        model = Model(1536, 128, 12, 12, 784, 1, 3, **given)
         return emulated.emulate(EmulatedKernels(), model, 96, form, (1,)).counts
 
     assert counts("screened", torch.inf).tolist() == [[32]]
@@ -122,7 +122,7 @@ def test_what_a_screen_leaves_out_does_not_fire():
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan] if EVERY_CASE else [torch.inf])
 def test_beside_e4m3_what_is_not_finite_stays_so(value):
-    model = Model(1536, 64, 24, 24, 392, 1, 3, fp8=True)
+    model = Model(1536, 128, 12, 12, 392, 1, 3, fp8=True)
     model.weights[0]["values"][..., 5] = value  # of one column of each head, which o takes
     assert emulated.judge(model).logits.isnan().all()
     done = emulated.emulate(EmulatedKernels(), model, 96, "sparse", (1,))

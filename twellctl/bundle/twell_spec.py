@@ -187,7 +187,7 @@ STEP_WARPS = 8  # that compute
 STEP_QUAD = 4  # rows, the least that a block has
 # by hidden size, as models have them; 256 in bf16 alone, where the registers are enough
 STEP_HEAD_DIMS = {
-    1536: (64, 128),
+    1536: (128,),
     2048: (64, 128, 256),
     3072: (128, 256),
     3584: (128,),
