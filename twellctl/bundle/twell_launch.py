@@ -45,27 +45,16 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
 
 
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("smem_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("num_attributes", ctypes.c_uint),
-    ]
-
-
-_PACK_CONFIG = struct.Struct("@7I P P I").pack_into  # the same, in one go
+# CUlaunchConfig: grid and block, bytes of shared memory, stream, attributes and how many
+_CONFIG = struct.Struct("@7I P P I 4x")
 
 
 class _Frame(threading.local):
     """What a launch points to. The driver has read it when a launch returns."""
 
     def __init__(self):
-        self.config, self.values = _Config(), ctypes.create_string_buffer(_MOST_BYTES)
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.values = ctypes.create_string_buffer(_MOST_BYTES)
         self.early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1,))
         self.together = _Attribute(_COOPERATIVE, value=(1,))
         kept = self.config, self.early, self.together
@@ -109,7 +98,7 @@ def start(
         pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
     size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
     attribute = frame.early_at if overlap else frame.together_at if together else 0
-    _PACK_CONFIG(frame.config, 0, *size, stream, attribute, int(attribute > 0))
+    _CONFIG.pack_into(frame.config, 0, *size, stream, attribute, int(attribute > 0))
     given = frame.config_at, function, ctypes.addressof(pointers), None
     status = _launch_kernel()(*given)
     if status == _NO_CONTEXT:  # a thread that has not asked CUDA for anything yet, as autograd's
@@ -142,26 +131,15 @@ def clusters_at_once(function: int, cluster: int, block: int, smem_bytes: int) -
     The function's context must be current. Raises `KernelError` if the driver does not say.
     """
     attribute = _Attribute(_CLUSTER_DIMENSION, value=(cluster, 1, 1))
-    config, num = _config((cluster,), block, smem_bytes, 0, attribute), ctypes.c_int()
+    size, at = (cluster, 1, 1, block, 1, 1, smem_bytes), ctypes.addressof(attribute)
+    config, num = ctypes.create_string_buffer(_CONFIG.size), ctypes.c_int()
+    _CONFIG.pack_into(config, 0, *size, 0, at, 1)
     status = _max_active_clusters()(
         ctypes.byref(num), ctypes.c_void_p(function), ctypes.byref(config)
     )
     if status:
         raise KernelError(f"cuOccupancyMaxActiveClusters answers {status} for {cluster} blocks")
     return num.value
-
-
-def _config(
-    grid: Sequence[int], block: int, smem_bytes: int, stream: int, attribute: _Attribute
-) -> _Config:
-    return _Config(
-        (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
-        (ctypes.c_uint * 3)(block, 1, 1),
-        smem_bytes,
-        stream,
-        ctypes.pointer(attribute),
-        1,
-    )
 
 
 @functools.cache
