@@ -77,7 +77,7 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
     assert "x at 3 (" in said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "phi3"])  # all: test_random_model.py
 def test_the_shape_of_a_config_is_measured(cli, family, tmp_path):
     words = ("--config", write_config(tmp_path, family), "--layers", 2)
     words += ("--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2, "--density", 0.05)

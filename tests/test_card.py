@@ -186,7 +186,9 @@ def test_what_is_no_evaluation_is_refused(cli, sparse, tmp_path, changes, senten
     assert not (tmp_path / "out").exists()
 
 
-def test_what_eval_writes_goes_into_the_card(cli, sparse, relu_llama, text_file, tmp_path):
+def test_what_eval_writes_goes_into_the_card(
+    cli, sparse, relu_llama, text_file, tmp_path, no_answers
+):
     judged, task = tmp_path / "eval.json", tmp_path / "sums.jsonl"
     row = {"query": "1 + 1 =", "choices": [" 2", " 3"], "gold": 0}
     task.write_text((json.dumps(row) + "\n") * 3)

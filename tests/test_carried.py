@@ -73,15 +73,15 @@ def test_no_path_and_no_stray_file_goes_out(source, text_file, tmp_path):
 
 
 FRONTS = ["", "- license", "license: a: b", "license: null", "license: {a: b}"]
-FRONTS.append("license: " + "[" * 5000)
+FRONTS.append("license: " + "[" * 999)
 CARDS = ["", "no front matter", "---\nlicense: never closed"]
 
 
-@pytest.mark.parametrize("card", CARDS + [f"---\n{front}\n---\n" for front in FRONTS])
-def test_odd_cards_of_the_source(source, tmp_path, card):
-    (source / "README.md").write_text(card)
-    convert(source, tmp_path / "relu")
-    assert "license" not in (tmp_path / "relu/README.md").read_text()
+def test_odd_cards_of_the_source(source, tmp_path):
+    for card in CARDS + [f"---\n{front}\n---\n" for front in FRONTS]:
+        (source / "README.md").write_text(card)
+        convert(source, tmp_path / "relu", overwrite=True)
+        assert "license" not in (tmp_path / "relu/README.md").read_text(), card[:30]
 
 
 @pytest.mark.parametrize("knows_its_place", [True, False])

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from finetune_runs import SMALL, InterruptAt, small, weights
+from finetune_runs import InterruptAt, small, weights
 
 from twellctl import dry_run as module
 from twellctl.dry_run import as_flags, dry_run
@@ -27,12 +27,13 @@ from twellctl.training.trainer import SparseTrainer
 
 
 def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
-    words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=4", "--max-steps=50")
+    words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=4")
+    words += ("--max-steps=5000",)
     code, stdout, _ = cli("finetune", relu_llama, tmp_path / "out", *words, "--micro-batch-size=2")
     stdout = stdout.splitlines()
     assert code == 0
-    assert stdout[0].startswith("50 steps, 6400 tokens, ")
-    assert re.match(r"about \d+ s at \d+ tokens/s", stdout[1])
+    assert re.match(r"5000 steps, 640000 tokens, the text about \d+\.\d times, ", stdout[0])
+    assert re.match(r"about .+ at \d+ tokens/s", stdout[1])
     peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
     assert 0 < float(peak) <= float(total)
     assert stdout[3].startswith("a checkpoint takes 0.000")
@@ -74,20 +75,9 @@ def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, t
     rows = [json.dumps({"more": "x" * 2000, "text": text}) for text in texts]
     files[1].write_text("\n\n".join(rows))
     files[2].write_text("".join(texts))
-    how = {"max_steps": None, "epochs": 1, "batch_size": 16}
+    how = {"max_steps": None, "epochs": 1, "batch_size": 16, "micro_batch_size": 16}
     wanted, *found = (dry_run(relu_llama, small(f, **how)).num_steps for f in (text_file, *files))
     assert found == pytest.approx([wanted] * 3, rel=0.06)  # short texts, joined in one
-
-
-def test_text_that_is_read_again_is_said_so(cli, relu_llama, text_file, tmp_path):
-    flags = [
-        f"--{key.replace('_', '-')}={value}" for key, value in (SMALL | {"max_steps": 5000}).items()
-    ]
-    code, said, _ = cli(
-        "finetune", relu_llama, tmp_path / "out", "--dry-run", f"--data={text_file}", *flags
-    )
-    assert code == 0
-    assert re.match(r"5000 steps, 640000 tokens, the text about \d+\.\d times, ", said)
 
 
 def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
@@ -106,7 +96,7 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("flag", "density"),
-    [("density=0.25", "0.25"), ("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)],
+    [("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)],
 )
 def test_the_speed_at_the_target_is_left_to_bench(
     cli, relu_llama, text_file, tmp_path, flag, density

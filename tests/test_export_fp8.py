@@ -218,7 +218,7 @@ def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, source):
         assert torch.equal(load_model(cut)(IDS).logits, load_model(whole)(IDS).logits)
 
 
-def test_profile_and_generate_and_doctor_take_it(exported, text_file, tmp_path, cli):
+def test_what_reads_models_takes_it(exported, text_file, tmp_path, cli, no_answers):
     found = profile(exported, [str(text_file)], windows=2, seq_len=32)
     assert 0.2 < found.layers[0].density < 0.8
     assert "".join(generate(exported, "def f", max_tokens=5))

@@ -80,8 +80,7 @@ def same(row: dict) -> dict:
     return {k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")}
 
 
-@pytest.mark.parametrize("cut", [0, 9])
-def test_a_resumed_run_repeats_nothing(whole, relu_llama, text_file, tmp_path, cut):
+def test_a_resumed_run_repeats_nothing(whole, relu_llama, text_file, tmp_path):
     """Killed after step 7, with steps behind the checkpoint and a line that was cut short."""
     out, recipe = tmp_path / "out", small(text_file, logging_steps=2)
     with pytest.raises(Interrupted):
@@ -89,7 +88,7 @@ def test_a_resumed_run_repeats_nothing(whole, relu_llama, text_file, tmp_path, c
     file = run_folder(out) / "metrics.jsonl"
     assert [row["step"] for row in rows(run_folder(out))] == [0, 2, 4, 5, 6]
     with file.open("a") as more:
-        more.write('{"step": 7, "loss": 1.0}\n' + '{"step": 8, "loss": 1.0}'[: cut or None])
+        more.write('{"step": 7, "loss": 1.0}\n{"step": 8')
     done = finetune(relu_llama, out, recipe, resume=True)
     assert [same(row) for row in rows(out)] == [same(row) for row in rows(whole.out)]
     seconds = [row["seconds"] for row in rows(out)]

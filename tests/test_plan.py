@@ -34,7 +34,7 @@ def plans(device: Device):
     shapes = [(M, K, N) for M in TOKENS for K, N in SIZES]
     shapes += [
         (draw.randint(1, 40000), 64 * draw.randint(1, 128), 8 * draw.randint(1, 3000))
-        for _ in range(300)
+        for _ in range(80)
     ]
     for M, K, N in shapes:
         if why_unfit(K, N, TILE, device.smem_bytes):
@@ -79,7 +79,7 @@ def test_every_plan_is_sound(name):
         pairs = 8 * min(plan.cap, plan.panel_rows)  # of a group: all have rounds
         assert plan.group_rounds >= ceil_div(pairs, 16), told
         seen += 1
-    assert seen > 500
+    assert seen > 300
 
 
 @pytest.mark.parametrize(("K", "N"), SIZES)
