@@ -10,20 +10,14 @@ from pathlib import Path
 from finetune_runs import small
 from typer.main import get_command
 
-from twellctl import quickstart as quickstart_module
 from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.files import outputs
 from twellctl.finetune import finetune
-from twellctl.quickstart import quickstart
 from twellctl.training import teacher
 from twellctl.training.recipe import run_folder
 
-QUICK = {
-    "seq_len": 32, "max_steps": 3, "eval_blocks": 2, "eval_steps": 2, "save_steps": 1,
-    "batch_size": 4,
-}  # fmt: skip
 PIPELINE = """
 model: {model}
 out: {out}
@@ -51,22 +45,6 @@ def finetuned(model, text, out, overwrite):
     finetune(model, out, recipe, resume=resume, overwrite=overwrite)
 
 
-def whole(model, text, out, overwrite):
-    """quickstart, with a few steps on a little text; `model` is its seed."""
-
-    def write_corpus(folder):
-        lines = Path(text).read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / "train.jsonl").write_text("".join(lines[1:] * 4))
-        (folder / "val.jsonl").write_text(lines[0])
-
-    resolve = quickstart_module.resolve_recipe
-    quickstart_module.STEPS = 2
-    quickstart_module.FIT |= {"tokens": 4096, "steps": 2}
-    quickstart_module._write_corpus = write_corpus
-    quickstart_module.resolve_recipe = lambda name, flags: resolve(name, flags | QUICK)
-    quickstart(out, overwrite=overwrite, seed=int(model))
-
-
 def piped(model, text, out, overwrite):
     """`twellctl run`, all steps; no answers are compared, which would take as long as they do."""
     for module in (teacher, import_module("twellctl.evaluate")):
@@ -78,7 +56,7 @@ def piped(model, text, out, overwrite):
     get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
 
 
-JOBS = {job.__name__: job for job in (converted, exported, finetuned, whole)}
+JOBS = {job.__name__: job for job in (converted, exported, finetuned)}
 
 
 def _forked(job, *words) -> int:

@@ -53,36 +53,21 @@ MORE = {
     ),
     "e4m3, small x": case(1536, 128, 12, 12, 392, 1, 3, fp8=True, ffn_size=1e-15, blocks=96),
     "3584": case(3584, 128, 28, 4, 1056, 1, 400, biases=True, gate_mean=-1.5, seed=16, blocks=113),
-    "2048, screened": case(
-        *(2048, 64, 32, 8, 5000, 1, 200),
-        **{"mapped": 601, "missed": -0.4, "gate_mean": -0.2, "blocks": 132, "form": "screened"},
-    ),
     "4096, screened": case(
         *(4096, 128, 32, 8, 2500, 1, 130),
         **{"gate_mean": -0.5, "mapped": 150, "missed": -0.4, "blocks": 132, "form": "screened"},
     ),
-    "wide heads": case(1536, 128, 12, 2, 776, 1, 2000, biases=True, seed=12),
-    "dense, 2048": case(
-        2048, 128, 16, 2, 1048, 2, 150, **ALL_OF_IT, seed=7, blocks=132, form="dense"
-    ),
-    "3072, dense": case(
-        3072, 128, 24, 8, 1048, 1, 300, head_norms=True, seed=15, blocks=98, form="dense"
-    ),
     "e4m3, 2048": case(
         2048, 64, 32, 8, 1048, 1, 150, head_norms=True, fp8=True, seed=23, blocks=132
     ),
-    "e4m3, 1536, all at once": case(1536, 128, 12, 2, 776, 1, 200, **ALL_OF_IT, fp8=True, seed=21),
     "e4m3, 1536, dense": case(
         1536, 128, 12, 3, 776, 2, 65, biases=True, fp8=True, seed=22, blocks=96, form="dense"
     ),
-    "e4m3, 4096": case(
-        4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26, blocks=132
-    ),
-    "e4m3, 3072, dense": case(
-        3072, 128, 24, 8, 1048, 1, 300, head_norms=True, fp8=True, seed=24, blocks=98, form="dense"
-    ),
     "e4m3, 3584": case(
         3584, 128, 28, 4, 7456, 1, 400, biases=True, gate_mean=-1.5, fp8=True, seed=25, blocks=113
+    ),
+    "e4m3, 4096": case(
+        4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, fp8=True, seed=26, blocks=132
     ),
     "4096": case(4096, 128, 32, 8, 1056, 1, 130, gate_mean=-0.5, seed=10, blocks=132),
 }

@@ -148,15 +148,6 @@ def test_what_is_saved_again_is_the_same_export(exports, loaded_alone, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_nearly_what_the_model_did(relu_models, exports, family):
-    wanted = load_model(open_checkpoint(relu_models[family]), dtype=torch.float32)(IDS).logits
-    found = load_model(open_checkpoint(exports[family]), dtype=torch.float32)(IDS).logits
-    share = float((found - wanted).std() / wanted.std())
-    assert 0.005 < share < 0.3, share  # random weights: all that is lost comes through
-
-
-@torch.no_grad()
 def test_each_layer_is_the_judge_in_float32(exports):
     model = load_model(open_checkpoint(exports["qwen2"]), dtype=torch.float32)
     stored = dict(read_tensors(open_checkpoint(exports["qwen2"])))

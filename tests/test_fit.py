@@ -22,7 +22,7 @@ from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
 from twellctl.fitting.plan import Shape, planned
 from twellctl.fitting.settings import Fit
-from twellctl.fitting.steps import LayerText, Steps, _gradients, take_steps
+from twellctl.fitting.steps import LayerText, Steps, _gradients
 from twellctl.generate import generate
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
@@ -263,14 +263,6 @@ def test_steps_bring_a_layer_nearer_and_hold_its_density():
         stepped, fires = fit_layer(ffn, text, 0.3, HowToFit(16, 1e-6, torch.float32, steps))
     assert error_of(stepped, text) < 0.8 * error_of(without, text)
     assert fires == pytest.approx(fired, rel=0.15)
-
-
-def test_steps_of_none_change_nothing():
-    ffn = drawn_ffn()
-    line = torch.zeros(K, K)
-    made, after = take_steps(ffn, line, torch.zeros(K), drawn_text(ffn), 0.5, Steps(0, 8, 0.1, 0))
-    assert torch.equal(made.gate, ffn.gate)
-    assert torch.equal(after, line)
 
 
 def test_a_density_is_met_as_a_mean_over_layers(make_model, text_file, tmp_path):

@@ -40,7 +40,7 @@ def sources(make_model, tmp_path_factory) -> dict[str, list]:
     relu = [tmp_path_factory.mktemp("relu") / "model" for _ in silu]
     for model, out in zip(silu, relu, strict=True):
         convert(model, out)
-    return {"converted": silu, "exported": relu, "finetuned": relu, "whole": [1, 2]}
+    return {"converted": silu, "exported": relu, "finetuned": relu}
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,11 @@ def beside(out: Path) -> set[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("job", "overwrite"),
-    # quickstart takes long, and replaces what is there as the others do
     [
         (job, old)
         for job in kill_jobs.JOBS
         for old in (False, True)
-        if EVERY_CASE or (job != "whole" and (job, old) != ("finetuned", True))
+        if EVERY_CASE or (job, old) != ("finetuned", True)
     ],
 )
 def test_at_random_moments(run, sources, results, text_file, tmp_path, job, overwrite):

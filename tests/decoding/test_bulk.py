@@ -162,12 +162,3 @@ def test_no_page_is_lent_twice_and_none_is_lost(seed):
         assert len(set(lent)) == len(lent)
         assert set(lent) <= set(range(1, 17))  # never the one that belongs to nobody
         assert pool.free + len(lent) == pool.capacity
-
-
-def test_a_page_that_was_not_lent_is_not_taken_back():
-    pool = PagePool(4)
-    pages = pool.take(2)
-    again = list(pages)
-    pool.give_back(pages)
-    with pytest.raises(KeyError):
-        pool.give_back(again)

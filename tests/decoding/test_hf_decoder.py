@@ -117,16 +117,6 @@ def test_a_seeded_draw_is_the_same_alone_in_a_crowd_and_after_eviction(tiny, pro
     assert draw(open_scheduler(model, cache_bytes=6 * PAGE_BYTES, max_running=5), crowd) == alone
 
 
-def test_the_same_again_has_the_same_bits(tiny, prompts):
-    scheduler = open_scheduler(tiny().bfloat16())
-    sampling = Sampling(40, 1.0, seed=5, top_logprobs=20)
-
-    def tokens() -> list:
-        return [event for events in scheduler.run(prompts, sampling) for _, event in events]
-
-    assert tokens() == tokens()
-
-
 def test_bf16_parts_only_where_the_best_two_are_close(tiny, prompts):
     model = tiny().bfloat16()
     scheduler = open_scheduler(model)
