@@ -6,88 +6,55 @@ import openai
 import pytest
 from serving_client import chat, complete, post
 
+# values that a parameter may not have: as the client names it, and of those that it does not know
+CHAT = {
+    "max_tokens": (-1, 0, 2.5, True, 10**9), "temperature": (-0.1, 2.1, "hot"), "top_p": (1.5,),
+    "seed": (2**63, "x"), "n": (0, 129), "stop": ([1], ["a"] * 65), "logprobs": (2,),
+    "logit_bias": ({"5": 101}, {"x": 1}, {"512": 1}), "presence_penalty": (2.5,),
+    "frequency_penalty": (-2.5,), "stream_options": ({"include_usage": True},),
+    "top_logprobs": (2,), "tools": ([{"type": "function"}],), "tool_choice": ("required",),
+    "response_format": ({"type": "xml"}, {"type": "json_schema", "json_schema": {"name": "a"}}),
+    "reasoning_effort": ("low",), "messages": ([], "hi"),
+}  # fmt: skip
+CHAT_MORE = {
+    "top_k": (-2,), "repetition_penalty": (0,), "min_p": (1.1, False), "stop_token_ids": ([3],),
+    "options": ({"num_ctx": 5},), "chat_template_kwargs": (5, {"messages": []}), "prompt": ("x",),
+    "continue_final_message": (True,), "stream": ("yes",), "twell_densities": (True,),
+    "temprature": (1,),
+}  # fmt: skip
+MESSAGES = {
+    "[0]": "hi", "[0].role": {"role": "robot", "content": "x"}, "[0].content": {"role": "user"},
+    "[0].function_call": {"role": "assistant", "function_call": {"name": "f"}},
+    "[0].tool_calls": {"role": "assistant", "tool_calls": [3]},
+}  # fmt: skip
+COMPLETION = {
+    "prompt": ("", [], [""], [[]], [1, "a"], {"a": 1}, [512], [-1], [True]), "max_tokens": (-1,),
+    "logprobs": (6, -1), "echo": (1,), "best_of": (2,), "suffix": ("x",),
+}  # fmt: skip
+COMPLETION_MORE = {"logprobs": (True,), "top_logprobs": (1,), "messages": ([],)}
+
+
+def cases(values: dict, more: dict) -> list[tuple[dict, str]]:
+    found = [({name: value}, name) for name in values for value in values[name]]
+    return found + [({"extra_body": {n: value}}, n) for n in more for value in more[n]]
+
+
 CHAT_ERRORS = [
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 2.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
+    *cases(CHAT, CHAT_MORE),
+    *(({"messages": [message]}, f"messages{place}") for place, message in MESSAGES.items()),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"max_completion_tokens": 5, "max_tokens": 4}, "max_tokens"),
-    ({"max_tokens": 10**9}, "max_tokens"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": 2.1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 1.5}, "top_p"),
-    ({"extra_body": {"top_k": -2}}, "top_k"),
-    ({"seed": 2**63}, "seed"),
-    ({"seed": "x"}, "seed"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"stop": [1]}, "stop"),
-    ({"stop": ["a"] * 65}, "stop"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"512": 1}}, "logit_bias"),
-    ({"presence_penalty": 2.5}, "presence_penalty"),
-    ({"frequency_penalty": -2.5}, "frequency_penalty"),
-    ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
-    ({"extra_body": {"min_p": 1.1}}, "min_p"),
-    ({"extra_body": {"stop_token_ids": [3]}}, "stop_token_ids"),
-    ({"extra_body": {"options": {"num_ctx": 5}}}, "options"),
-    ({"extra_body": {"chat_template_kwargs": 5}}, "chat_template_kwargs"),
-    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
-    ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
-    (
-        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-        "messages[0].function_call",
-    ),
-    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
-    ({"extra_body": {"stream": "yes"}}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-    ({"logprobs": 2}, "logprobs"),
-    ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-    ({"extra_body": {"twell_densities": True}}, "twell_densities"),
     ({"stream": True, "extra_body": {"twell_densities": 1}}, "twell_densities"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"extra_body": {"min_p": False}}, "min_p"),
-    ({"extra_body": {"prompt": "x"}}, "prompt"),
-    ({"extra_body": {"temprature": 1}}, "temprature"),
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
 ]
 COMPLETION_ERRORS = [
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [""]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": [512]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"max_tokens": -1}, "max_tokens"),
+    *cases(COMPLETION, COMPLETION_MORE),
     ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens"),
-    ({"logprobs": 6}, "logprobs"),
-    ({"logprobs": -1}, "logprobs"),
-    ({"extra_body": {"logprobs": True}}, "logprobs"),
-    ({"extra_body": {"top_logprobs": 1}}, "top_logprobs"),
     ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
     ({"echo": True, "presence_penalty": 1}, "echo"),
-    ({"echo": 1}, "echo"),
-    ({"best_of": 2}, "best_of"),
-    ({"suffix": "x"}, "suffix"),
-    ({"extra_body": {"messages": []}}, "messages"),
 ]
 
 
