@@ -13,6 +13,7 @@ import torch
 from emulated_kernels import EmulatedKernels, needs_emulator
 from launched import Map
 from list_builder import build_lists, from_bf16
+from list_launches import there
 from list_reference import Shape
 from test_emulated_grad import asked, in_turn, on_cpu, small
 
@@ -82,7 +83,7 @@ def test_all_behind_the_gate(kernels, M, N, tokens, bias):
     gate = of_lists.to_bf16(from_bf16(made.gate) * size)
     made.rounds.reshape(-1)[made.dest] = gate
     names = "pair_start", "pairs", "num_rounds", "rounds", "links"
-    lists = PairLists(*(of_lists.on_device(getattr(made, name)) for name in names), None, None)
+    lists = PairLists(*(there(getattr(made, name), "cpu") for name in names), None, None)
     partial = launch_up(kernels, plan, values, ffn.w_up, lists)
     lists = launch_hidden(kernels, H200, plan, partial, ffn, lists, token_scales)
     y = torch.full((M, K), float("nan"), dtype=torch.bfloat16)

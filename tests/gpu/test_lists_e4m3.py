@@ -6,7 +6,8 @@ The lists, and the layout of sums and rounds, are those of test_up_down.py.
 import numpy as np
 import pytest
 import torch
-from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
+from list_builder import Lists, build_lists, from_bf16, to_bf16
+from list_launches import DOWN_STAGES, run_down, run_hidden, run_up
 from list_reference import Shape
 from on_gpu import HOPPER
 from torch import Tensor
@@ -20,11 +21,11 @@ from twellctl.bundle.twell_e4m3 import (
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits
+from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 
 pytestmark = HOPPER
 DEVICE = "cuda"  # the emulator has another (test_emulated_e4m3.py)
-DOWN_STAGES = 32768
 NAN, INF = 0x7E00, 0x7C00  # of f16
 # kind of gate, shape, K: ragged tiles and groups, several groups a warp and panels, one token,
 # empty, full
@@ -46,11 +47,6 @@ ROWS = [(1, 128), (70, 384), (1000, 2048), (33, 4096)]
 
 def limits():
     return device_limits(0)
-
-
-def on_device(array: np.ndarray) -> Tensor:
-    """The same bits, signed."""
-    return torch.from_numpy(array.view(array.dtype.str.replace("u", "i"))).to(DEVICE)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -240,20 +236,8 @@ def test_up_gives_partial_dot_products(
     lists = build_lists(shape, kind, 2)
     x, w_up = random_e4m3(shape.M, K, seed=3), random_e4m3(shape.N, K, seed=5)
     per_range = min(slabs_per_range, K // 128)
-    num_ranges = -(-(K // 128) // per_range)
-    places = shape.num_tiles * shape.tile_tokens * shape.cap
-    partial = torch.full((num_ranges, places), float("nan"), device=DEVICE)
-    kernels.launch(
-        "up_e4m3",
-        (shape.num_tiles, num_ranges, neuron_ranges),
-        512,
-        (
-            *(x.to(DEVICE), w_up.to(DEVICE), shape.M, shape.N, K // 2, shape.tile_tokens),
-            *(shape.cap, per_range, on_device(lists.pair_start), on_device(lists.pairs)),
-            *(partial, np.int64(places)),
-        ),
-        slabs * shape.tile_tokens * 128,
-    )
+    ranges = per_range, neuron_ranges
+    partial = run_up(kernels, DEVICE, lists, x, w_up, ranges, slabs, E4M3_END)
     found = partial.cpu().numpy()[:, lists.place]
     for q, of_range in enumerate(found):
         part = slice(q * per_range * 128, (q + 1) * per_range * 128)
@@ -278,59 +262,19 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
     partial = (rng.integers(-64, 64, (ranges, places)) / 8).astype(np.float32)
     bias = to_bf16(rng.integers(-64, 64, shape.N) / 8) if has_bias else None
     tokens, neurons = random_token_scales(shape.M, 5), random_scales(shape.N, 7)
-    rounds = on_device(lists.rounds)
-    masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=DEVICE)
-    kernels.launch(
-        "hidden_e4m3",
-        grid or (shape.num_tiles,),
-        512,
-        (
-            *(on_device(partial), np.int64(places), ranges, on_device(lists.links)),
-            *(on_device(lists.pair_start), on_device(lists.pairs), shape.M, shape.N),
-            *(shape.tile_tokens, shape.cap, shape.panel_rows, shape.num_panels),
-            *(shape.group_rounds, on_device(bias) if has_bias else None),
-            *(on_device(lists.num_rounds), rounds, masks, None),
-            *(on_device(tokens), on_device(neurons)),
-        ),
-        2 * room,
-    )
+    given = kernels, DEVICE, lists, partial, bias, grid, room
+    found, _ = run_hidden(*given, E4M3_END, (tokens, neurons))
     up = partial[:, lists.place].sum(0) * neurons[lists.column] * tokens[lists.token, 0]
     up = up + (from_bf16(bias)[lists.column] if has_bias else np.float32(0))
     hidden = from_bf16(lists.gate) * from_bf16(to_bf16(up)) / tokens[lists.token, 1]
     wanted = lists.rounds.reshape(-1).copy()
     with np.errstate(over="ignore"):  # of gates and scales at random
         wanted[lists.dest] = hidden.astype(np.float16).view(np.uint16)
-    found = rounds.cpu().numpy().view(np.uint16).reshape(-1)
     # the compiler may add the bias in the same step as it scales
     close = np.abs(found.astype(int) - wanted)[lists.dest] <= (16 if has_bias else 0)
     assert close.all()
     found[lists.dest] = wanted[lists.dest]
     np.testing.assert_array_equal(found, wanted)
-
-
-def run_down(
-    kernels, lists: Lists, rounds: np.ndarray, w_down: Tensor, bias, tokens, columns, splits
-) -> np.ndarray:
-    """float32 [M, K]: y, over NaN; `w_down` e4m3 [N, K]."""
-    shape, K = lists.shape, w_down.shape[1]
-    y = torch.full((shape.M, K), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    padded = shape.num_groups * 8
-    sums = torch.full((padded, K), float("nan"), device=DEVICE) if shape.num_panels > 1 else None
-    given = [on_device(a) for a in (lists.num_rounds, rounds, masks_of(lists))]
-    weights = w_down.to(DEVICE), None if bias is None else on_device(bias)
-    for panel in range(shape.num_panels):
-        kernels.launch(
-            "down_e4m3",
-            (K // 32, splits),
-            512,
-            (
-                *(*weights, *given, shape.M, shape.N, K // 2, panel, shape.panel_rows),
-                *(shape.num_panels, shape.group_rounds, sums, y),
-                *(on_device(tokens), on_device(columns)),
-            ),
-            shape.panel_rows * 32 + DOWN_STAGES,
-        )
-    return y.float().cpu().numpy()
 
 
 def f16_rounds(lists: Lists) -> tuple[np.ndarray, np.ndarray]:
@@ -357,8 +301,8 @@ def test_down_gives_y(kernels, kind, shape, K, splits, has_bias):
     wanted = hidden @ w_down.double().numpy() * scales
     terms = hidden @ w_down.double().abs().numpy() * scales
     wanted += from_bf16(bias) if has_bias else 0
-    given = lists, rounds, w_down, bias, tokens, columns, splits
-    found, again = run_down(kernels, *given), run_down(kernels, *given)
+    given = kernels, DEVICE, lists, rounds, w_down, bias, splits, E4M3_END, (tokens, columns)
+    found, again = run_down(*given), run_down(*given)
     np.testing.assert_array_equal(found, again, "differs from run to run")
     assert (np.abs(found - wanted) <= 2.0**-8 * np.abs(wanted) + 2e-6 * terms).all()
 
@@ -371,8 +315,8 @@ def test_what_is_not_finite_stays_with_its_token(kernels, value):
     rounds, _ = f16_rounds(lists)
     spoilt = rounds.copy()
     spoilt.reshape(-1)[lists.dest[odd]] = value
-    rest = w_down, None, random_token_scales(700, 9), random_scales(K, 10), 1
-    plain, found = (run_down(kernels, lists, given, *rest) for given in (rounds, spoilt))
+    rest = w_down, None, 1, E4M3_END, (random_token_scales(700, 9), random_scales(K, 10))
+    plain, found = (run_down(kernels, DEVICE, lists, given, *rest) for given in (rounds, spoilt))
     is_odd = np.isin(np.arange(shape.M), lists.token[odd])
     assert not np.isfinite(found[is_odd]).all(1).any()
     np.testing.assert_array_equal(found[~is_odd], plain[~is_odd])
