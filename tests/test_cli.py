@@ -158,3 +158,10 @@ def test_a_rank_that_is_no_number(cli, relu_llama, text_file, tmp_path, monkeypa
         code, _, err = cli(*command)
         assert (code, len(err)) == (1, 1)
         assert said in err[0]
+
+
+def test_a_rank_silences_no_command_of_one_process():
+    """As launchers of clusters set it in each machine's shell."""
+    words = [sys.executable, "-m", "twellctl", "--version"]
+    done = subprocess.run(words, env=os.environ | {"RANK": "1"}, capture_output=True)
+    assert done.stdout.startswith(b"twellctl ")

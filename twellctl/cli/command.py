@@ -1,6 +1,7 @@
 """What commands share: --quiet, --json, an example, help as wide as the terminal. No torch."""
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,6 +127,18 @@ def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., N
     run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
     return run
+
+
+def process_rank() -> int:
+    """Which of its processes torchrun or `accelerate launch` has made of this one."""
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
+
+
+def let_the_first_speak() -> None:
+    """For commands that several processes share: the others say what ends them and no more."""
+    if process_rank():
+        ui.leave_it_to_the_first()
 
 
 def show_help(context: typer.Context) -> None:

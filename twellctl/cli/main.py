@@ -8,7 +8,7 @@ import types
 
 from twellctl.cli import interrupts
 from twellctl.cli.app import app
-from twellctl.cli.command import ReaderLeft
+from twellctl.cli.command import ReaderLeft, process_rank
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 
@@ -19,8 +19,6 @@ def main() -> None:
     """Run the command line; every failure is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     ui.write_any_text()
-    if _rank():
-        ui.leave_it_to_the_first()
     try:
         code = app(standalone_mode=False)
         if code == 130:  # how typer passes on Ctrl-C
@@ -65,14 +63,8 @@ def _let_the_first_speak() -> None:
 
     It ends the others soon after the first one has.
     """
-    rank = _rank()
+    rank = process_rank()
     time.sleep(SECONDS_TO_SPEAK + 2 * min(rank, 8) if rank else 0)
-
-
-def _rank() -> int:
-    """Which of its processes torchrun or `accelerate launch` has made of this one."""
-    told = os.environ.get("RANK", "0")
-    return int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:
