@@ -263,7 +263,8 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
     assert judge.launched <= judge.prepared
 
 
-@of_shapes_on_devices
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.name in SOME], ids=lambda s: s.name)
 def test_steps_of_a_silu_model(judge, shape, monkeypatch):
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1, hidden_act="silu")
     assert why_not(model, monkeypatch) is None
