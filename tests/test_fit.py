@@ -21,7 +21,7 @@ from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
 from twellctl.fitting.plan import Shape, planned
-from twellctl.fitting.settings import Fit
+from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.fitting.steps import LayerText, Steps, _gradients
 from twellctl.generate import generate
 from twellctl.models.loading import quiet_transformers
@@ -328,6 +328,15 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
     assert both[1].stdout.read() == both[1].stderr.read() == ""
     report = json.loads((tmp_path / "out/twell_fit.json").read_text())
     assert report["held_out"]["kl"] == pytest.approx(alone.fitted.held_out.kl, rel=0.05)
+
+
+def test_little_text_is_fitted_on_before_it_is_held_out():
+    for tokens in (512, 40_000, 2_000_000):
+        fit = Fit(tokens=tokens)
+        held = windows_held_out(fit)
+        assert windows_held_out(fit, tokens // 512 + held + 1) == held <= 32
+    assert [windows_held_out(Fit(), count) for count in (2, 90, 9000)] == [1, 10, 32]
+    assert windows_held_out(Fit(eval_windows=7), 90) == 7
 
 
 def test_the_report_names_no_path(fitted, text_file):

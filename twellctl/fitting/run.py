@@ -192,7 +192,7 @@ def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
 def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
     """(to fit on, held out) `[W, L]` and `[H, L]`."""
     count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
-    num_held = windows_held_out(fit)
+    num_held = windows_held_out(fit, count)
     if count < num_held + 1:
         raise TwellError(
             f"the text makes {count} windows of {fit.seq_len} tokens, and {num_held} are "

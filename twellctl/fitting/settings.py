@@ -51,9 +51,15 @@ class Fit:
     seed: int = setting(0, "Seed of everything drawn.", at_least=0, at_most=2**31 - 1)
 
 
-def windows_held_out(fit: Fit) -> int:
-    """Those asked for, or so many that they take little of the time."""
-    return fit.eval_windows or min(32, max(1, fit.tokens // fit.seq_len // 8))
+def windows_held_out(fit: Fit, count: int | None = None) -> int:
+    """Those asked for, or one for eight to fit on, up to 32, of text that makes `count` windows.
+
+    None: it makes as many as are wanted.
+    """
+    some = fit.tokens // fit.seq_len
+    if count is not None:
+        some = min(some, 8 * count // 9)
+    return fit.eval_windows or min(32, max(1, some // 8))
 
 
 def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
