@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers_judge import FAMILIES, PROMPTS, assert_as_transformers, needs_vllm
@@ -65,24 +66,32 @@ def test_the_transformers_backend_says_that_it_runs_densely(exports, ask_vllm):
     assert_as_transformers(exports["llama"], answer["rows"], noise=NOISE)
 
 
-def test_weights_that_lie_otherwise_are_not_read():
-    """Packed for a kernel of vLLM's, of another dtype, or with a scale a tensor."""
+def stock_ffn():
+    """Gate, up and down as vLLM holds them: 128 inputs, 384 neurons."""
     import torch
     from torch import nn
 
-    from twellctl.vllm.fp8_ffn import TwellFp8FFN
-
     def linear(N: int, K: int) -> nn.Module:
         made = nn.Module()
-        made.weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn).t()
+        made.weight = torch.randn(N, K).to(torch.float8_e4m3fn).t()
         made.weight_scale = torch.ones(N, 1)
         made.bias, made.tp_rank, made.quant_method = None, 0, None
         return made
 
+    stock = nn.Module()
+    stock.gate_up_proj, stock.down_proj = linear(2 * 384, 128), linear(128, 384)
+    stock.down_proj.output_size, stock.down_proj.input_size_per_partition = 128, 384
+    return stock
+
+
+def test_weights_that_lie_otherwise_are_not_read():
+    """Packed for a kernel of vLLM's, of another dtype, or with a scale a tensor."""
+    import torch
+
+    from twellctl.vllm.fp8_ffn import TwellFp8FFN
+
     def ffn(**changes: torch.Tensor) -> TwellFp8FFN:
-        stock = nn.Module()
-        stock.gate_up_proj, stock.down_proj = linear(2 * 384, 128), linear(128, 384)
-        stock.down_proj.output_size, stock.down_proj.input_size_per_partition = 128, 384
+        stock = stock_ffn()
         for name, value in changes.items():
             setattr(stock.down_proj, name, value)
         return TwellFp8FFN(stock, 256, 64, 0.02, lambda device: True)
@@ -97,3 +106,36 @@ def test_weights_that_lie_otherwise_are_not_read():
         {"weight_scale": None},
     ):
         assert "in a layout of its own" in ffn(**changes).why_not_read()
+
+
+@pytest.mark.parametrize("key", [None, "of a token"])
+def test_a_rounded_input_has_the_key_that_the_layer_wants(key):
+    """Those on AMD's GPUs want one."""
+    import torch
+    from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel
+
+    from twellctl.bundle.twell_fp8 import E4M3, round_rows
+    from twellctl.vllm.fp8_ffn import TwellFp8FFN
+
+    class Kernel(FP8ScaledMMLinearKernel):
+        is_supported = can_implement = classmethod(lambda *_: (True, None))
+        fp8_dtype, config = E4M3, SimpleNamespace(out_dtype=torch.bfloat16)
+        layer_param_names = "weight", "weight_scale", "input_scale", "bound"
+        quant_fp8 = staticmethod(lambda x, *_: round_rows(x))
+        input_quant_key = staticmethod(lambda: key)
+        __init__ = object.__init__
+
+        def apply_scaled_mm(self, *, A, B, As, Bs, out_dtype, **_):
+            return (A.float() @ B.float() * As * Bs.t()).to(out_dtype)
+
+    def apply(layer, x, bias):
+        return layer.scheme.fp8_linear.apply_weights(layer, x, bias)
+
+    stock = stock_ffn()
+    for linear in (stock.gate_up_proj, stock.down_proj):
+        linear.scheme = SimpleNamespace(fp8_linear=Kernel())
+        linear.quant_method = SimpleNamespace(apply=apply)
+    ffn, x = TwellFp8FFN(stock, 256, 64, 0.02, lambda device: False), torch.randn(3, 128).bfloat16()
+    values, scales = ffn.rounded(x)
+    assert values.dtype == E4M3
+    assert torch.equal(ffn.compute(x, values, scales), ffn.compute(x, None, None))

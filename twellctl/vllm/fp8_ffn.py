@@ -115,8 +115,10 @@ def _dense(
     down: nn.Module,
     b_down: Tensor | None,
 ) -> Tensor:
-    # None is the key of all rounding but vLLM's own, and of layers that name no key
-    given = x if values is None else QuantizedActivation(values, scales, x.dtype, x.shape, None)
+    given = x
+    if values is not None:
+        key = gate_up.scheme.fp8_linear.input_quant_key()
+        given = QuantizedActivation(values, scales, x.dtype, x.shape, key)
     gate, up = gate_up.quant_method.apply(gate_up, given, gate_up.bias).chunk(2, -1)
     return down.quant_method.apply(down, keep_fired(gate) * up, b_down).contiguous()
 
