@@ -149,8 +149,12 @@ def test_no_page_is_lent_twice_and_none_is_lost(seed):
     assert pool.capacity == 16
     for _ in range(300):
         if held and draw.random() < 0.5:
-            pool.give_back(pages := held.pop(draw.randrange(len(held))))
+            again = list(pages := held.pop(draw.randrange(len(held))))
+            pool.give_back(pages)
             assert pages == []
+            if again:
+                with pytest.raises(KeyError):
+                    pool.give_back(again)
         else:
             count, free = draw.randint(0, 6), pool.free
             pages = pool.take(count)
