@@ -15,11 +15,11 @@
 //   heavy_widen    wide [N, K] bf16 = w_down [N, K] e4m3
 // heavy_gather takes x_rows in shorts; behind a walk x_rows are there.
 //
-// Launch: gather and widen any grid x 256 threads, widen of a multiple of 16 bytes. hidden, down: grid even, at most one block a
-// multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
-// of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
-// w_gate [N, K] and w_up [N, K] in boxes of 128 x 64, of e4m3 twice as wide. N must be a multiple
-// of 8.
+// Launch: gather and widen any grid x 256 threads, widen of a multiple of 16 bytes. hidden, down: grid
+// even, at most one block a multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of
+// dynamic shared memory; maps of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of
+// 64 rows x 64 columns, of w_gate [N, K] and w_up [N, K] in boxes of 128 x 64, of e4m3 twice as wide.
+// N must be a multiple of 8.
 #pragma once
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
