@@ -1,11 +1,11 @@
 // walk_gate: up, h and down of one token after the other, straight from the gate.
 //
-// A block has a token. First it makes a list of what fired. Then it goes through the list twice, kBatch neurons at a time: their rows of W_up
-// for the dot products with x, and their rows of W_down, which h weighs, into y. Each row is asked
-// for by whole lines of L2, once for each pair: 4 K bytes a pair in all, over e4m3 2 K. So time
-// goes by pairs, at what L2 gives; nothing is sorted or exchanged, and up to some 100000 pairs that
-// is faster than plan, up, hidden and down. (L1 must keep what it loads: without, a third of the
-// speed is lost.)
+// A block has a token. First it makes a list of what fired. Then it goes through the list twice,
+// kBatch neurons at a time: their rows of W_up for the dot products with x, and their rows of
+// W_down, which h weighs, into y. Each row is asked for by whole lines of L2, once for each pair: 4
+// K bytes a pair in all, over e4m3 2 K. So time goes by pairs, at what L2 gives; nothing is sorted
+// or exchanged, and up to some 100000 pairs that is faster than plan, up, hidden and down. (L1 must
+// keep what it loads: without, a third of the speed is lost.)
 //
 // A block's threads are `ways` times as many as a row wants, 16 bytes each: each way takes every
 // ways-th batch. With few tokens, when there are not enough blocks to fill the chip, that brings
