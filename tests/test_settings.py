@@ -1,6 +1,7 @@
 """Settings as flags: what is told of them, and what is refused."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import typer
@@ -11,6 +12,7 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
 from twellctl.cli.flags import made, takes
 from twellctl.errors import UsageError
+from twellctl.fitting.settings import Fit
 from twellctl.settings import chosen, refuse_wrong, setting
 
 
@@ -61,6 +63,10 @@ def test_a_call_with_a_misspelt_argument_names_those_there_are():
         chosen(One, {"sed": 3})
     with pytest.raises(UsageError, match="size must be >= 8, got 0"):
         chosen(One, {"sizes": (8, 0)})
+    for given in ("a", Path("a"), ["a"], [Path("a")]):
+        assert chosen(Fit, {"data": given, "tokens": 4096.0}) == Fit(data=["a"], tokens=4096)
+    with pytest.raises(UsageError, match="data must be text, got None"):
+        chosen(Fit, {"data": None})
 
 
 def test_flags_are_those_given():

@@ -12,7 +12,7 @@ from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
 from twellctl.evaluation.questions import Task, read_tasks
 from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
-from twellctl.evaluation.settings import Evaluating, Paths, listed
+from twellctl.evaluation.settings import Evaluating, Paths
 from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
@@ -51,7 +51,7 @@ def evaluate(
     receives what comes next, `progress(done, total)` windows, choices, answers or programs, `note`
     what is worth knowing. Raises `TwellError`.
     """
-    how = chosen(Evaluating, settings | {"data": listed(data), "tasks": listed(tasks)})
+    how = chosen(Evaluating, settings | {"data": data, "tasks": tasks})
     if not (how.data or how.tasks or how.prompts):
         raise UsageError("nothing to evaluate on: give --data, --tasks or --prompts")
     if how.limit is not None and not (how.tasks or how.prompts):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from twellctl.errors import UsageError
-from twellctl.evaluation.settings import Paths, Reading, listed
+from twellctl.evaluation.settings import Paths, Reading
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
 from twellctl.firing.grouping import grouped_windows
 from twellctl.firing.profiled import Profile
@@ -35,7 +35,7 @@ def profile(
     that is shorter. Computes in bf16 on CUDA,
     in float32 on the CPU. `progress(done, total)` receives windows. Raises `TwellError`.
     """
-    how = chosen(Reading, settings | {"data": listed(data)})
+    how = chosen(Reading, settings | {"data": data})
     if not how.data:
         raise UsageError("no text to read: give --data FILE")
     checkpoint = open_checkpoint(model)

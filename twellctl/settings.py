@@ -63,16 +63,29 @@ def kind_of(field: Field) -> tuple[type, bool, bool]:
 
 
 def chosen(kind: type[Kind], values: dict[str, Any]) -> Kind:
-    """The settings of a Python call. `TypeError` names one that there is not, and those there are;
-    `UsageError` one that is not what it may be.
+    """The settings of a Python call. Paths may be `Path`s, and one may stand for a list of one.
+
+    `TypeError` names one that there is not, and those there are; `UsageError` one that is not what
+    it may be.
     """
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
-        if name not in names:
-            raise TypeError(f"there is no argument {name!r}, but {', '.join(names)}")
-    made = kind(**{n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
+        if name not in fields:
+            raise TypeError(f"there is no argument {name!r}, but {', '.join(fields)}")
+    made = kind(**{name: _plain(value, fields[name]) for name, value in values.items()})
     refuse_wrong(made)
     return made
+
+
+def _plain(value: Any, field: Field) -> Any:
+    kind, _, many = kind_of(field)
+    if many and not isinstance(value, list | tuple):
+        value = [value]
+    if many:
+        return type(value)(str(item) if isinstance(item, Path) else item for item in value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def refuse_wrong(settings: Any) -> None:

@@ -26,8 +26,9 @@ def profile(
 ) -> None:
     """Count which neurons fire.
 
-    By token and layer; dead ones too, and the slots a packed gate needs. Then by position
-    in the window, and by kind of text if --data names several; --json holds these by layer too.
+    On the text of --data, which must be given. By token and layer; dead ones too, and the slots a
+    packed gate needs. Then by position in the window, and by kind of text if --data names several;
+    --json holds these by layer too.
     """
     from twellctl.firing.profiled import PROFILE_KEY
 

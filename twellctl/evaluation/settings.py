@@ -9,11 +9,6 @@ from twellctl.settings import setting
 Paths = str | Path | Sequence[str | Path]
 
 
-def listed(given: Paths) -> list[str]:
-    """One path or several."""
-    return [str(path) for path in ([given] if isinstance(given, str | Path) else given)]
-
-
 @dataclass(frozen=True)
 class Reading:
     """The text that is read, and how much of it."""
