@@ -10,7 +10,6 @@ Steps are timed from token to token on the host.
 import gc
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,7 +50,7 @@ class TimedRun:
     step_seconds: list[float]
 
 
-def timed_run(scheduler: Scheduler, prompts: Tokens[Tokens[int]], num_tokens: int) -> TimedRun:
+def timed_run(scheduler: Scheduler, prompts: Prompts, num_tokens: int) -> TimedRun:
     """Continue `prompts` by `num_tokens` each, end tokens or not; all must be able to run at once.
 
     Raises `EngineError`.
