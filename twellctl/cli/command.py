@@ -135,7 +135,7 @@ def process_rank() -> int:
     return int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
 
 
-def let_the_first_speak() -> None:
+def be_quiet_unless_first() -> None:
     """For commands that several processes share: the others say what ends them and no more."""
     if process_rank():
         ui.leave_it_to_the_first()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl.cli.command import Model, Out, Overwrite, Revision, let_the_first_speak
+from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.flags import made, takes
 from twellctl.cli.use import TemplateArguments, template_arguments
 from twellctl.errors import UsageError
@@ -39,7 +39,7 @@ def convert(
     Without --data config.json is edited and the weights are copied as they are. Such a model talks
     noise until it is fine-tuned.
     """
-    let_the_first_speak()
+    be_quiet_unless_first()
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
@@ -134,7 +134,7 @@ def finetune(
     """
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
-    let_the_first_speak()
+    be_quiet_unless_first()
     if more and ("data" not in flags or "eval-data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
