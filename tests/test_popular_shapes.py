@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled import (
+    EVERY_CASE,
     cluster_blocks,
     compiled,
     most_threads,
@@ -65,15 +66,25 @@ of_all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape
 # the smallest, the largest and some between, for other GPUs: an A100 has more shared memory than an
 # RTX 4090, an RTX 3060 fewer multiprocessors
 SOME = {"SmolLM2-135M", "Qwen2.5-0.5B", "Qwen3-4B", "Phi-3-mini", "Qwen2.5-7B", "Llama-3.1-70B"}
-of_shapes_on_devices = pytest.mark.parametrize(
-    ("device", "shape"),
-    [
-        pytest.param(device, shape, id=f"{shape.name}-{device}")
-        for device in DEVICES
-        for shape in SHAPES
-        if device == "H200" or shape.name in SOME
-    ],
-)
+# and those of a step in one kernel, or of other heads
+STEPS = SOME | {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-1.5B", "Llama-2-7B"}
+STEPS |= {"OpenLLaMA-3B", "Falcon3-3B"}
+
+
+def on_devices(on_hopper: set[str]):
+    """Of an H200 these shapes, or all of them; of others `SOME`."""
+    return pytest.mark.parametrize(
+        ("device", "shape"),
+        [
+            pytest.param(device, shape, id=f"{shape.name}-{device}")
+            for device in DEVICES
+            for shape in SHAPES
+            if shape.name in (on_hopper if device == "H200" else SOME)
+        ],
+    )
+
+
+of_shapes_on_devices = on_devices({shape.name for shape in SHAPES})
 
 
 @functools.cache
@@ -238,7 +249,7 @@ def test_training(judge, shape):
 # ---- the engine ----
 
 
-@of_shapes_on_devices
+@on_devices({shape.name for shape in SHAPES} if EVERY_CASE else STEPS)
 def test_all_steps_of_the_engine(judge, shape, monkeypatch):
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
     assert why_not(model, monkeypatch) is None
@@ -263,8 +274,7 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
     assert judge.launched <= judge.prepared
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.name in SOME], ids=lambda s: s.name)
+@on_devices(SOME)
 def test_steps_of_a_silu_model(judge, shape, monkeypatch):
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1, hidden_act="silu")
     assert why_not(model, monkeypatch) is None

@@ -127,7 +127,7 @@ def test_bf16_parts_only_where_the_best_two_are_close(tiny, prompts):
         assert (logits.amax(-1) - chosen).max() < 0.1
 
 
-@pytest.mark.parametrize("family", PAGED)
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2"])
 def test_prompts_read_together_give_what_each_gives_alone(tiny, prompts, family):
     decoder = HFDecoder(tiny(family))
     lengths = list(map(len, prompts))
