@@ -114,6 +114,8 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
         return Finding("bundle", "ok", f"{len(bundle)} files, intact: this twellctl's own")
     what = f"{len(bundle)} files, as its own manifest lists them: of another version of twellctl, "
     advice = f"twellctl export {checkpoint.name} OUT puts this twellctl's own there"
+    if checkpoint.is_fp8:
+        advice = "to have this twellctl's own, export the bf16 model again with --quantize fp8"
     return Finding("bundle", "ok", f"{what}or changed together with the manifest", advice)
 
 

@@ -143,8 +143,8 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
             raise TwellError(f"{run} is no run of ours (no {SETTINGS_FILE} in it): remove it")
         if read_json(run / SETTINGS_FILE) != settings:
             raise UsageError(
-                f"{run} holds a fit with other settings: repeat those, or start anew with "
-                "--overwrite"
+                f"{run} holds a fit with other settings, or of another version: repeat those, or "
+                "start anew with --overwrite"
             )
         return any(run.glob("layer-*.safetensors"))
     with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
