@@ -165,3 +165,10 @@ def test_a_rank_silences_no_command_of_one_process():
     words = [sys.executable, "-m", "twellctl", "--version"]
     done = subprocess.run(words, env=os.environ | {"RANK": "1"}, capture_output=True)
     assert done.stdout.startswith(b"twellctl ")
+
+
+def test_a_rank_alone_does_not_silence_what_several_share(cli, silu_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    code, out, _ = cli("convert", silu_llama, tmp_path / "out")
+    assert code == 0
+    assert "-> relu" in out

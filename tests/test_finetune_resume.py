@@ -24,10 +24,10 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import REPORT_FILE
 from twellctl.screens.run import RunScreen
 from twellctl.training import runs
-from twellctl.training.history import SparsityCallback
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint, mark_complete
+from twellctl.training.sparsity_callback import SparsityCallback
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 

@@ -31,7 +31,7 @@ from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.loading import as_stored, load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.report.notebook import Shown
 from twellctl.training.build import build_trainer, for_model, micro_batch
-from twellctl.training.history import History, NoStepLeft, SparsityCallback
+from twellctl.training.history import History
 from twellctl.training.processes import (
     as_launched,
     check_same,
@@ -66,6 +66,7 @@ from twellctl.training.runs import (
     run_inputs,
 )
 from twellctl.training.sharded_weights import write_sharded
+from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
 from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher
 from twellctl.training.termination import answered
 from twellctl.training.trainer import SparseTrainer

@@ -25,7 +25,8 @@ from twellctl.decoding.attention import (
     rms_norm,
     rotary_tables,
 )
-from twellctl.decoding.pages import cache_argument, pages_for
+from twellctl.decoding.paged_cache import cache_argument
+from twellctl.decoding.pages import pages_for
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -130,9 +130,13 @@ def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., N
 
 
 def process_rank() -> int:
-    """Which of its processes torchrun or `accelerate launch` has made of this one."""
-    told = os.environ.get("RANK", "0")
-    return int(told) if told.isdecimal() else 0  # `as_launched` refuses what is no number
+    """Which of its processes torchrun or `accelerate launch` has made of this one; 0: the only one.
+
+    What is no number is refused by `as_launched`.
+    """
+    rank, world = (os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE"))
+    several = world.isdecimal() and int(world) > 1
+    return int(rank) if several and rank.isdecimal() else 0
 
 
 def be_quiet_unless_first() -> None:

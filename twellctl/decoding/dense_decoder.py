@@ -20,7 +20,7 @@ from twellctl.bundle.twell_launch import KernelSet, kernels_for
 from twellctl.bundle.twell_reasons import why_not_loaded
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.pages import cache_argument, cached_shapes
+from twellctl.decoding.paged_cache import cache_argument, cached_shapes
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import context_of
 

@@ -22,7 +22,8 @@ from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.pages import PagedCache, cache_argument, cached_shapes, pages_for
+from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
+from twellctl.decoding.pages import pages_for
 from twellctl.models.defaults import context_of
 
 

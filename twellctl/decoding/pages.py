@@ -1,18 +1,10 @@
-"""The key-value cache in pages, and which of them are free.
+"""Which pages of the key-value cache are free: bookkeeping on the host. No tensors.
 
 A page holds the keys and values of `PAGE` consecutive tokens of one sequence, in every layer. Page
-0 belongs to nobody: rows that only fill up a batch write there. The token at position p of a row
-lies in page `table[p // PAGE]`, slot `p % PAGE`. Keys are stored as attention takes them, with
-their rotary positions.
+0 belongs to nobody: rows that only fill up a batch write there.
 """
 
 import bisect
-import inspect
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
 
@@ -78,48 +70,3 @@ class RunPool:
         else:
             after = []
         self._free[at : at + len(before) + len(after)] = [pages]
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches for a token: `kv_heads` keys of `key_dim`, values of `value_dim`."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def page_bytes(self) -> int:
-        return PAGE * self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class PagedCache:
-    """`keys[i]` and `values[i]` of layer i: `[num_pages, kv_heads, PAGE, head_dim]`, zeroed."""
-
-    def __init__(self, shapes: list[LayerShape], num_pages: int, device: torch.device):
-        def pages(shape: LayerShape, head_dim: int) -> Tensor:
-            size = (num_pages, shape.kv_heads, PAGE, head_dim)
-            return torch.zeros(size, dtype=shape.dtype, device=device)
-
-        self.keys = [pages(shape, shape.key_dim) for shape in shapes]
-        self.values = [pages(shape, shape.value_dim) for shape in shapes]
-
-
-@torch.inference_mode()
-def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
-    """What each layer of `model` caches, seen from one token that goes through it."""
-    cache = DynamicCache(config=model.config)
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    keys_and_values = [(layer.keys, layer.values) for layer in cache.layers]
-    return [
-        LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
-        for keys, values in keys_and_values
-    ]
-
-
-def cache_argument(module: nn.Module) -> str:
-    """What `module.forward` calls the cache; transformers 5.24 has a new name for it."""
-    names = inspect.signature(module.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"

@@ -22,7 +22,7 @@ from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import FEW_ROWS
 from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.kernel_fit import own_neurons
-from twellctl.decoding.pages import cache_argument
+from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, screen_copy
 
 logger = logging.getLogger(__name__)
