@@ -98,11 +98,6 @@ class ModelForm:
     model: Callable[[], PreTrainedModel]
     decoder: Callable[[PreTrainedModel], Decoder]
 
-    @property
-    def may_fail(self) -> bool:
-        """It is left out then, with its reason."""
-        return self.kind == DENSE_FP8
-
     def open(self, rows: int) -> OpenForm:
         """Ready for up to `rows` rows a step, with what forms before held given back."""
         model = self.model()

@@ -33,11 +33,11 @@ class Timer:
     """
 
     def __init__(self, call: Call, num_inputs: int, device: torch.device, *, graphed: bool):
-        self._device = device
         self._cuda = device.type == "cuda"
         for number in range(WARM_UPS * num_inputs):
             call(number % num_inputs)
-        self._synchronize()
+        if self._cuda:
+            torch.cuda.synchronize(device)
         if self._cuda and graphed:
             self.how, self.calls = GRAPHS, num_inputs
             self.launch = _captured(call, num_inputs).replay
@@ -70,10 +70,6 @@ class Timer:
         for _ in range(self._repeats):
             self.launch()
         return (time.perf_counter() - begin) / self._repeats
-
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
 
 
 def by_turns(

@@ -19,11 +19,6 @@ _SHARE = 0.05  # of all memory of the GPU, at most
 _FREE_SHARE = 0.5  # of what is free
 
 
-def is_little(num_bytes: int, total: float) -> bool:
-    """Whether copies of `num_bytes` are made on a GPU of `total` bytes."""
-    return num_bytes <= _SHARE * total
-
-
 class DownCopies:
     """The FFNs of all layers with `w_down` `[K, N]`, contiguous; made when one is first asked for.
 
@@ -57,7 +52,7 @@ class DownCopies:
     def _why_not(self) -> str | None:
         size = sum(ffn.w_down.nbytes for ffn in self._ffns)
         free, total = gpu_memory(self._device)
-        if not is_little(size, total):
+        if size > _SHARE * total:
             most = f"more than {_SHARE:.0%} of the GPU's {total / 1e9:.1f} GB"
             return f"a second copy of all W_down takes {size / 1e9:.1f} GB, {most}"
         if size > _FREE_SHARE * free:

@@ -52,13 +52,9 @@ def variant_of(sampling: Sampling) -> Variant:
     """What one request needs."""
     drawn = _temperature(sampling) > 0
     cut = drawn and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    return Variant(drawn, cut, sampling.top_logprobs is not None, is_weighed(sampling))
-
-
-def is_weighed(sampling: Sampling) -> bool:
-    """Whether logits change by what was written, or by token."""
     penalties = sampling.repetition_penalty != 1, sampling.frequency_penalty
-    return any((*penalties, sampling.presence_penalty, sampling.logit_bias, sampling.guide))
+    weighed = any((*penalties, sampling.presence_penalty, sampling.logit_bias, sampling.guide))
+    return Variant(drawn, cut, sampling.top_logprobs is not None, weighed)
 
 
 def fields_of(sampling: Sampling, seed: int) -> np.ndarray:

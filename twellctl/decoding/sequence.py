@@ -40,14 +40,9 @@ class Sequence:
         return self.num_prompt + self.sampling.max_tokens
 
     @property
-    def next_position(self) -> int:
-        """Where the next step's input will stand."""
-        return len(self.tokens) - 1 + self.launched
-
-    @property
     def needs_page(self) -> bool:
         """Whether the next step's input stands behind its last page."""
-        return self.next_position >= len(self.pages) * PAGE
+        return len(self.tokens) - 1 + self.launched >= len(self.pages) * PAGE
 
     @property
     def all_launched(self) -> bool:

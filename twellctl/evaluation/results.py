@@ -97,18 +97,11 @@ class Accuracy:
     acc: Mean
     acc_norm: Mean | None
 
-    @property
-    def best_normalised(self) -> Mean:
-        """`acc_norm`, or `acc` of a task without it."""
-        return self.acc if self.acc_norm is None else self.acc_norm
-
     @classmethod
     def over(cls, tasks: Sequence["Accuracy"]) -> Self:
-        """The mean of tasks, each of which counts alike."""
-        return cls(
-            Mean.over([task.acc for task in tasks]),
-            Mean.over([task.best_normalised for task in tasks]),
-        )
+        """The mean of tasks, each of which counts alike; `acc` of a task without `acc_norm`."""
+        normalised = [task.acc if task.acc_norm is None else task.acc_norm for task in tasks]
+        return cls(Mean.over([task.acc for task in tasks]), Mean.over(normalised))
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def score_text(
         counts = count_windows(checkpoint, model, text, scores.read, progress)
     finally:
         scores.close()
-    tokens, sums = scores.totals()
+    tokens, sums = scores.tokens.cpu(), scores.sums.cpu()  # `[kinds]`, `[kinds, 1 or 4]`
     whole = TextScore.of(int(tokens.sum()), sums.sum(0).tolist())
     if not sums.isfinite().all():
         raise TwellError(
@@ -164,10 +164,6 @@ class _Scores:
     def close(self) -> None:
         for head in self.heads:
             head.remove()
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """(tokens `[kinds]`, sums `[kinds, 1 or 4]`) up to now, on the CPU."""
-        return self.tokens.cpu(), self.sums.cpu()
 
     def read(self, ids: Tensor, groups: Tensor) -> None:
         """Add the windows `ids` `[B, S]`; a prediction is of the kind of the token it is for."""

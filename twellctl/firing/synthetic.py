@@ -46,7 +46,8 @@ def make_weights(
         return torch.randn(shape, generator=generator, device=device) * std
 
     gate_up = normal(2 * N, K, std=K**-0.5)
-    gate_up[:N, 0] = quantile(density) * _gate_std(K, bias)
+    # times the standard deviation of a gate over neurons, without what channel 0 adds
+    gate_up[:N, 0] = quantile(density) * math.sqrt((K - 1) / K + (BIAS_STD**2 if bias else 0))
     biases = (None, None)
     if bias:
         biases = (normal(2 * N, std=BIAS_STD).to(dtype), normal(K, std=BIAS_STD).to(dtype))
@@ -66,8 +67,3 @@ def quantile(density: float) -> float:
     if density >= 1:
         return FULL
     return NormalDist().inv_cdf(density)
-
-
-def _gate_std(K: int, bias: bool) -> float:
-    """Standard deviation of a gate over neurons, without what channel 0 adds."""
-    return math.sqrt((K - 1) / K + (BIAS_STD**2 if bias else 0))

@@ -69,7 +69,9 @@ def judged(
     else by `answers`, (KL, how many); else None."""
     solved = round(sum(sum(theirs) for _, theirs in tasks))
     if solved >= FEWEST:
-        return by_tasks(round(sum(sum(ours) for ours, _ in tasks)), solved)
+        own = round(sum(sum(ours) for ours, _ in tasks))
+        kept = min(1.0, own / solved)
+        return _verdict(kept, f"{own} tasks solved, {solved} by the reference: {kept:.0%} kept")
     return None if answers is None else by_answers(*answers)
 
 
@@ -81,14 +83,6 @@ def verdict_of(evaluation: dict[str, Any], answers: dict[str, Any] | None) -> Ve
         if task.get("reference_right")
     ]
     return judged(tasks, answers and (float(answers["kl"]["mean"]), int(answers["answers"])))
-
-
-def by_tasks(solved: int, of_reference: int) -> Verdict:
-    """Of a model whose tasks were asked: it solves so many, the reference so many."""
-    kept = min(1.0, solved / of_reference)
-    return _verdict(
-        kept, f"{solved} tasks solved, {of_reference} by the reference: {kept:.0%} kept"
-    )
 
 
 def _verdict(kept: float, because: str) -> Verdict:

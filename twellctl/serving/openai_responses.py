@@ -65,13 +65,11 @@ class Answer:
         ]
         return self._body(self.whole_object, spelled) | {"usage": usage.body()}
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for the usage."""
-        return self._body(self.chunk_object, []) | {"usage": usage.body()}
-
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The chunks that end a stream."""
-        return [self.usage_chunk(usage)] if self.options.include_usage else []
+        """The chunks that end a stream: the usage, where the client asked for it."""
+        if not self.options.include_usage:
+            return []
+        return [self._body(self.chunk_object, []) | {"usage": usage.body()}]
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The chunks that begin choice `index`."""
