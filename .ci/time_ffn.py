@@ -18,15 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bench.contest import (
-    Contender,
-    Course,
-    compiled,
-    dense_modes,
-    fresh_compiler,
-    hold,
-    relative_error,
-)
+from twellctl.bench import contest
 from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_name
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
@@ -57,10 +49,10 @@ def main() -> None:
     print(f"{device_name(device)}, {given.hidden_size} x {given.intermediate_size}")
     if no_fp8:
         print(f"no dense FP8: {no_fp8}")
-    course = Course(device, given.rounds, lambda text: None, lambda done, total: None)
+    course = contest.Course(device, given.rounds, lambda text: None, lambda done, total: None)
     for tokens in given.tokens:
         for density in given.density:
-            with fresh_compiler(), reasons_said() as reasons:
+            with contest.fresh_compiler(), reasons_said() as reasons:
                 _measure(given, course, tokens, density, with_fp8=no_fp8 is None)
             print(*reasons, sep="\n")
 
@@ -86,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bool) -> None:
+def _measure(given, course: contest.Course, tokens: int, density: float, *, with_fp8: bool) -> None:
     generator = torch.Generator(course.device).manual_seed(given.seed)
     made = {"dtype": BF16, "generator": generator}
     weights = make_weights(
@@ -105,8 +97,8 @@ def _measure(given, course: Course, tokens: int, density: float, *, with_fp8: bo
         rows = torch.arange(min(tokens, JUDGED_ROWS), device=course.device)
         wide = (None if w is None else w.double() for w in weights.split)
         expected = split_ffn(x[rows].double(), *wide)
-        judged = lambda y, expected: {"error": relative_error(y[rows], expected)}  # noqa: E731
-    outcome = hold(
+        judged = lambda y, expected: {"error": contest.relative_error(y[rows], expected)}  # noqa: E731
+    outcome = contest.hold(
         course,
         contenders,
         partial(judged, expected=expected),
@@ -178,22 +170,22 @@ def _as_loaded(copies: list[FfnWeights]) -> list[FfnWeights]:
 
 def _forward(
     given, x: Tensor, copies: list[FfnWeights], slots: int, density: float, with_fp8: bool
-) -> Iterator[Contender]:
-    modes = dense_modes(x.device)
+) -> Iterator[contest.Contender]:
+    modes = contest.dense_modes(x.device)
     for mode in modes:
-        split, fused = compiled(split_ffn, mode), compiled(fused_ffn, mode)
-        yield Contender(
+        split, fused = contest.compiled(split_ffn, mode), contest.compiled(fused_ffn, mode)
+        yield contest.Contender(
             f"dense {mode}", DENSE, lambda number, run=split: run(x, *copies[number].split)
         )
-        yield Contender(
+        yield contest.Contender(
             f"dense {mode}, fused",
             DENSE,
             lambda number, run=fused: run(x, *vars(copies[number]).values()),
         )
     for scheme in SCHEMES if with_fp8 else ():
-        run = compiled(partial(_fp8_ffn, scheme), modes[-1])
+        run = contest.compiled(partial(_fp8_ffn, scheme), modes[-1])
         rounded = [(scheme.of_weights(w.gate_up), scheme.of_weights(w.down), w) for w in copies]
-        yield Contender(
+        yield contest.Contender(
             f"dense FP8 {scheme.name}",
             DENSE_FP8,
             lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
@@ -204,11 +196,12 @@ def _forward(
         name = f"twell FP8 {route}" if given.fp8 else f"twell {route}"
         if given.fp8:
             over = [_over_kernels(module, route) for module in modules]
-            yield Contender(name, TWELL, lambda number, over=over: over[number](x))
+            yield contest.Contender(name, TWELL, lambda number, over=over: over[number](x))
         else:
             how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
             ffn = partial(sparse_ffn, **how)
-            yield Contender(name, TWELL, lambda number, ffn=ffn: ffn(x, *loaded[number].split))
+            call = lambda number, ffn=ffn: ffn(x, *loaded[number].split)  # noqa: E731
+            yield contest.Contender(name, TWELL, call)
 
 
 def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
@@ -255,7 +248,7 @@ def _over_kernels(module: nn.Module, route: str) -> nn.Module:
 
 def _trained(
     x: Tensor, copies: list[FfnWeights], density: float, generator: torch.Generator
-) -> tuple[list[Contender], dict[str, Tensor]]:
+) -> tuple[list[contest.Contender], dict[str, Tensor]]:
     """Contenders, and y and the gradients in float64; the penalty is added to those of h."""
     grad_y = torch.randn(x.shape, generator=generator, device=x.device, dtype=BF16)
     penalty = torch.full((1,), PENALTY, device=x.device)
@@ -277,18 +270,18 @@ def _trained(
             gradients = torch.autograd.grad(y, leaves, grad_y.to(dtype))
         return dict(zip(("y", "x", "gate", "up", "down"), (y.detach(), *gradients), strict=True))
 
-    runs = {mode: compiled(dense, mode) for mode in dense_modes(x.device)}
+    runs = {mode: contest.compiled(dense, mode) for mode in contest.dense_modes(x.device)}
     contenders = [
-        Contender(f"dense {mode}", DENSE, lambda number, run=run: both(run, copies[number]))
+        contest.Contender(f"dense {mode}", DENSE, lambda number, run=run: both(run, copies[number]))
         for mode, run in runs.items()
     ]
     loaded = _as_loaded(copies)
-    contenders.append(Contender("twell", TWELL, lambda number: both(twell, loaded[number])))
+    contenders.append(contest.Contender("twell", TWELL, lambda number: both(twell, loaded[number])))
     return contenders, both(dense, copies[0], torch.float64)
 
 
 def _largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    return {"error": max(relative_error(found[name], expected[name]) for name in expected)}
+    return {"error": max(contest.relative_error(found[name], expected[name]) for name in expected)}
 
 
 if __name__ == "__main__":

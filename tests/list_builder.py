@@ -6,19 +6,8 @@ For tests of those kernels by themselves: NumPy only, nothing here runs a kernel
 import itertools
 from dataclasses import dataclass
 
+import list_reference
 import numpy as np
-from list_reference import (
-    COLUMN_BITS,
-    GROUP,
-    NO_LINK,
-    ROUND_HALVES,
-    VALUE_AT,
-    Shape,
-    expected_rounds,
-    fired_at_random,
-    light_pairs,
-    packed_gate,
-)
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -36,7 +25,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 class Lists:
     """Pairs (token, column, gate bits) of the rows that are not heavy, and the lists of them."""
 
-    shape: Shape
+    shape: list_reference.Shape
     token: np.ndarray
     column: np.ndarray
     gate: np.ndarray
@@ -55,14 +44,16 @@ class Lists:
         return gate
 
 
-def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
+def build_lists(shape: list_reference.Shape, kind: str, seed: int) -> Lists:
     """Lists of a gate of this kind (`list_reference.fired_at_random`); gates lie in 0.1 .. 2.
 
     What no kernel may read holds garbage.
     """
     rng = np.random.default_rng(seed)
-    counts, entries = packed_gate(shape, fired_at_random(shape, kind, rng), rng)
-    token, column, _ = light_pairs(shape, counts, entries)
+    counts, entries = list_reference.packed_gate(
+        shape, list_reference.fired_at_random(shape, kind, rng), rng
+    )
+    token, column, _ = list_reference.light_pairs(shape, counts, entries)
     gate = to_bf16(rng.uniform(0.1, 2.0, len(token)))
     garbage = {
         n: rng.integers(0, 250, s, np.uint8).repeat(np.dtype(d).itemsize, -1).view(d)
@@ -72,8 +63,8 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
 
     # rounds of each (group, panel)
     dest = np.empty(len(token), np.int64)
-    q_of_pair = token // GROUP * shape.num_panels + column // shape.panel_rows
-    codes = token % GROUP << COLUMN_BITS | column % shape.panel_rows
+    q_of_pair = token // list_reference.GROUP * shape.num_panels + column // shape.panel_rows
+    codes = token % list_reference.GROUP << list_reference.COLUMN_BITS | column % shape.panel_rows
     order = np.argsort(q_of_pair, kind="stable")
     bounds = np.searchsorted(q_of_pair[order], np.arange(len(num_rounds) + 1))
     for q, (first, stop) in enumerate(itertools.pairwise(bounds)):
@@ -81,16 +72,16 @@ def build_lists(shape: Shape, kind: str, seed: int) -> Lists:
         if not len(of_q):
             num_rounds[q] = 0
             continue
-        made = expected_rounds(codes[of_q], gate[of_q])
+        made = list_reference.expected_rounds(codes[of_q], gate[of_q])
         num_rounds[q] = len(made)
         rounds[q, : len(made)] = made
-        links[q, : len(made)] = NO_LINK
-        at = np.arange(len(made))[:, None] * ROUND_HALVES + VALUE_AT
+        links[q, : len(made)] = list_reference.NO_LINK
+        at = np.arange(len(made))[:, None] * list_reference.ROUND_HALVES + list_reference.VALUE_AT
         filled = made.reshape(-1)[at] != 0x8000
         place_of_code = dict(
             zip(made.reshape(-1)[at + 4][filled].tolist(), at[filled].tolist(), strict=True)
         )
-        start = q * shape.group_rounds * ROUND_HALVES
+        start = q * shape.group_rounds * list_reference.ROUND_HALVES
         dest[of_q] = [start + place_of_code[c] for c in codes[of_q].tolist()]
 
     # pairs of each neuron group
@@ -132,7 +123,7 @@ def masks_of(lists: Lists) -> np.ndarray:
     for q, r in zip(*(np.arange(shape.group_rounds) < num[:, None]).nonzero(), strict=True):
         records = lists.rounds[q, r].reshape(4, 8)[lane % 4]
         for slot in range(4):
-            same = (records[:, 4 + slot] >> COLUMN_BITS) == lane // 4
+            same = (records[:, 4 + slot] >> list_reference.COLUMN_BITS) == lane // 4
             bit = np.uint32(1 << (8 * slot + r % 8))
             masks[q, r // 8] = np.where(same, masks[q, r // 8] | bit, masks[q, r // 8] & ~bit)
     return masks

@@ -155,7 +155,7 @@ def stand_in(monkeypatch) -> Kernels:
         "takes_hopper_kernels": lambda index: True,
         "rotary_tables": rotary_tables,
     }.items():
-        for module in (kernel_decoder, kernel_fit):
+        for module in (kernel_decoder, kernel_fit, kernel_decoder.attention):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, taken)
     monkeypatch.setattr(few_ways, "few_linear", linear)

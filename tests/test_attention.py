@@ -7,20 +7,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.attention import (
-    AttendLayer,
-    Rotary,
-    add_norm,
-    attend,
-    batch_positions,
-    embed_norm,
-    open_workspace,
-    plan_attend,
-    rms_norm,
-    rotary_tables,
-    why_no_norm,
-    why_not_attend,
-)
+from twellctl.decoding import attention
 
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
@@ -33,22 +20,24 @@ def bf16(*shape: int) -> torch.Tensor:
 
 def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
     """What `attend` takes."""
-    plan = plan_attend(B, H, Hkv, D, W * PAGE, 132)
+    plan = attention.plan_attend(B, H, Hkv, D, W * PAGE, 132)
     return {
         "plan": plan,
-        "layer": AttendLayer(*(bf16(9, Hkv, PAGE, plan.width) for _ in range(2)), D**-0.5),
+        "layer": attention.AttendLayer(
+            *(bf16(9, Hkv, PAGE, plan.width) for _ in range(2)), D**-0.5
+        ),
         "qkv": bf16(B, (H + 2 * Hkv) * D),
         "positions": torch.zeros(B, dtype=torch.int32),
         "tables": torch.zeros(B, W, dtype=torch.int32),
-        "rotary": Rotary(bf16(W * PAGE, plan.width), bf16(W * PAGE, plan.width), D),
-        "workspace": open_workspace([plan], CPU),
+        "rotary": attention.Rotary(bf16(W * PAGE, plan.width), bf16(W * PAGE, plan.width), D),
+        "workspace": attention.open_workspace([plan], CPU),
     }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attend_is_launched_as_its_source_says(shape):
     kernels, given = Launches(), arguments(*shape)
-    out = attend(kernels, **given)
+    out = attention.attend(kernels, **given)
     assert out.shape == (3, shape[0] * shape[2])
     ((name, grid, block, args, smem_bytes),) = kernels.made
     assert_taken(name, args)
@@ -61,18 +50,18 @@ def test_attend_is_launched_as_its_source_says(shape):
 
 def test_norms_are_launched_as_their_source_says():
     kernels = Launches()
-    rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
+    attention.rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
     wide = bf16(3, 4112)[:, :2056]
-    assert rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
+    assert attention.rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
     z, x = bf16(2, 3, 2056)
-    total, y = add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
+    total, y = attention.add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
     assert total is not y
-    total, y = add_norm(kernels, z, bf16(2056), x, None, 1e-5)
+    total, y = attention.add_norm(kernels, z, bf16(2056), x, None, 1e-5)
     assert total is y
     tokens, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
-    x, y = embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
+    x, y = attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
     assert x.shape == y.shape == (3, 2056)
-    embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
+    attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
     names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 2
     assert [name for name, *_ in kernels.made] == names
     for name, grid, block, args, _ in kernels.made:
@@ -85,37 +74,39 @@ def test_norms_are_launched_as_their_source_says():
 @pytest.mark.parametrize("max_positions", [64, 1024, 32768, 131072])
 def test_plans_fit(shape, B, max_positions):
     H, Hkv, D = shape
-    plan = plan_attend(B, H, Hkv, D, max_positions, 132)
+    plan = attention.plan_attend(B, H, Hkv, D, max_positions, 132)
     blocks, rows, splits = plan.grid
     assert blocks * plan.heads >= H
     assert rows == B
     assert 1 <= splits <= 64
     assert 4 <= plan.num_warps <= 8
     assert plan.smem_bytes <= 48 * 1024
-    assert splits == 1 or (splits - 1) * plan.num_warps * batch_positions(D) < max_positions
+    assert (
+        splits == 1 or (splits - 1) * plan.num_warps * attention.batch_positions(D) < max_positions
+    )
     assert blocks * rows * splits <= max(8 * 264, blocks * rows)
     assert plan.num_parts * 4 <= 32 << 20
     assert (plan.num_parts > 0) == (plan.num_tickets > 0) == (splits > 1)
 
 
 def test_what_the_kernels_do_not_take_is_said():
-    assert why_not_attend(32, 8, 128) is None
+    assert attention.why_not_attend(32, 8, 128) is None
     for D in (81, 258):
         said = (
             f"the attention kernel takes heads of an even number of columns up to 256, not of {D}"
         )
-        assert why_not_attend(32, 8, D) == said
+        assert attention.why_not_attend(32, 8, D) == said
         with pytest.raises(ValueError, match=said):
-            plan_attend(1, 32, 8, D, 1024, 132)
-    assert "32 are not a multiple" in why_not_attend(32, 5, 64)
-    assert why_no_norm(2048) is None
-    assert why_no_norm(100).endswith("not of 100")
-    assert why_no_norm(16392).endswith("not of 16392")
+            attention.plan_attend(1, 32, 8, D, 1024, 132)
+    assert "32 are not a multiple" in attention.why_not_attend(32, 5, 64)
+    assert attention.why_no_norm(2048) is None
+    assert attention.why_no_norm(100).endswith("not of 100")
+    assert attention.why_no_norm(16392).endswith("not of 16392")
 
 
 def test_rotary_tables_are_what_the_model_computes():
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
-    made = rotary_tables(rotary, 9000, 80, CPU)
+    made = attention.rotary_tables(rotary, 9000, 80, CPU)
     at = torch.tensor([[0, 1, 777, 8191, 8192, 8999]])
     wanted = rotary(bf16(1), at)
     assert made.turned == 64

@@ -5,16 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from twellctl.bench.results import (
-    DENSE,
-    DENSE_FP8,
-    FP8_ROUNDING,
-    TWELL,
-    Bench,
-    Candidate,
-    Outcome,
-    Point,
-)
+from twellctl.bench import results
 
 
 def point(tokens: int, skipped: dict | None = None, **ms: float):
@@ -24,21 +15,25 @@ def point(tokens: int, skipped: dict | None = None, **ms: float):
         for name, value in ms.items()
     }
     candidates = tuple(
-        Candidate(
+        results.Candidate(
             name=name,
-            kind=next(kind for kind in (DENSE_FP8, DENSE, TWELL) if name.startswith(kind)),
+            kind=next(
+                kind
+                for kind in (results.DENSE_FP8, results.DENSE, results.TWELL)
+                if name.startswith(kind)
+            ),
             samples=(value / 1000, value / 1000, 1.0),
             errors={"error": 0.003, "worst_row_error": 0.004},
         )
         for name, value in names.items()
     )
     about = {"density": 0.01, "auto_took": {}, "without_kernels": None}
-    outcome = Outcome("plain calls", candidates, skipped or {})
-    return Point(tokens, about, "float64", outcome)
+    outcome = results.Outcome("plain calls", candidates, skipped or {})
+    return results.Point(tokens, about, "float64", outcome)
 
 
-def bench(*points: Point, device: str = "NVIDIA H200") -> Bench:
-    return Bench({"device": device}, {}, "this model", points)
+def bench(*points: results.Point, device: str = "NVIDIA H200") -> results.Bench:
+    return results.Bench({"device": device}, {}, "this model", points)
 
 
 def test_ratios_are_over_the_fastest_of_all_dense_candidates():
@@ -109,7 +104,7 @@ def test_dense_fp8_is_never_the_fastest_dense_and_its_errors_are_its_own():
     found = point(64, dense_eager=2, dense_fp8=0.5, twell=1)
     eager, fp8, twell = found.candidates
     spoilt = replace(fp8, errors={"error": 0.9, "worst_row_error": 0.9})
-    found = replace(found, outcome=Outcome("", (eager, spoilt, twell), {}))
+    found = replace(found, outcome=results.Outcome("", (eager, spoilt, twell), {}))
     assert (found.dense, found.wrong) == (eager, [])
 
 
@@ -118,10 +113,10 @@ def test_twell_in_fp8_may_err_as_fp8_rounds():
     eager, twell = right.candidates
     for error, wrong in ((0.2, 0), (0.31, 1), (float("nan"), 1)):
         errors = {"error": error, "worst_row_error": 0.3}
-        outcome = Outcome("", (eager, replace(twell, errors=errors)), {})
-        assert len(replace(right, outcome=outcome, explained=FP8_ROUNDING).wrong) == wrong
+        outcome = results.Outcome("", (eager, replace(twell, errors=errors)), {})
+        assert len(replace(right, outcome=outcome, explained=results.FP8_ROUNDING).wrong) == wrong
         assert len(replace(right, outcome=outcome).wrong) == 2
-    (said,) = replace(right, outcome=outcome, explained=FP8_ROUNDING).wrong
+    (said,) = replace(right, outcome=outcome, explained=results.FP8_ROUNDING).wrong
     assert said.endswith("at 64 tokens, where rounding to FP8 explains 0.3")
 
 
@@ -131,7 +126,7 @@ def test_wrong_results_are_told_and_never_break_the_json(name, value):
     right = point(100, dense_eager=3, twell=1)
     assert bench(right).wrong == []
     eager, twell = right.candidates
-    spoilt = Candidate(**vars(twell) | {"errors": twell.errors | {name: value}})
-    found = Point(100, right.about, "float64", Outcome("", (eager, spoilt), {}))
+    spoilt = results.Candidate(**vars(twell) | {"errors": twell.errors | {name: value}})
+    found = results.Point(100, right.about, "float64", results.Outcome("", (eager, spoilt), {}))
     assert f"twell has a relative {name.replace('_', ' ')} of" in bench(found).wrong[0]
     json.dumps(bench(found).to_json(), allow_nan=False)

@@ -14,14 +14,13 @@ from twellctl.bundle import twell_few_walk
 from twellctl.bundle.twell_few import few_kernels, few_pairs
 from twellctl.bundle.twell_few_walk import (
     LINEAR_TOKENS,
-    WALK_SIZES,
     WALK_TOKENS,
     plan_few_walk,
     suits_few_walk,
     takes_few_walk,
 )
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, WALK_SIZES
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))

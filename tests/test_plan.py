@@ -90,7 +90,7 @@ def test_a_chunk_takes_little_memory(K, N):
     plan = make_plan(size, N, K, slots, cap, H200)
     lists = plan.num_groups * plan.num_panels
     words = plan.M * plan.num_gate_tiles * (slots + 1) + plan.num_pairs * 2
-    words += lists * (plan.group_rounds * 32 + plan.group_batches * planning.BATCH_MASKS)
+    words += lists * (plan.group_rounds * 32 + plan.group_batches * planning.spec.BATCH_MASKS)
     words += plan.M * K if plan.num_panels > 1 else 0
     assert 4 * words <= 2.2 * 2**30 or size == 256
     assert 2 * planning.heavy_window(M, N, K) * (N + K) <= 2**30

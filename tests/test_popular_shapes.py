@@ -346,7 +346,7 @@ def test_attention_of_long_texts(judge):
     for shape in SHAPES:
         for B in range(1, 65):
             for pages in (16, 64, 128, 512, 2048):
-                plan = kernel_decoder.plan_attend(
+                plan = kernel_decoder.attention.plan_attend(
                     B, shape.H, shape.Hkv, shape.D, 64 * pages, judge.limits.num_sms
                 )
                 judge.fits(plan.entry, plan.grid, 32 * plan.num_warps, plan.smem_bytes)

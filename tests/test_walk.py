@@ -9,14 +9,6 @@ from launched import Launches, Map
 from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
-from twellctl.bundle.twell_walk import (
-    FEW_HEAVY,
-    MOST_PAIRS,
-    plan_walk,
-    suits_walk,
-    takes_walk,
-    walk_gate_ffn,
-)
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
@@ -39,7 +31,7 @@ def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> L
         gate, up, down = (torch.ones(n) for n in (N, N, K))
         ffn = replace(FFN(*values, *rest), s_gate=gate, s_up=up, s_down=down)
     here = kernels, H200, x, ffn
-    y = walk_gate_ffn(*here)
+    y = twell_walk.walk_gate_ffn(*here)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 
@@ -80,10 +72,10 @@ def test_heavy_rows_are_those_of_the_walk(end):
     heavy = few, made[f"heavy_hidden{end}"], made[f"heavy_down{end}"]
     for args in heavy:
         assert any(arg is count for arg in args)
-    assert few[13] == FEW_HEAVY
+    assert few[13] == twell_walk.FEW_HEAVY
     for args in heavy[1:]:
         place = next(i for i, arg in enumerate(args) if arg is count)
-        assert args[place + 1] == FEW_HEAVY
+        assert args[place + 1] == twell_walk.FEW_HEAVY
 
 
 def test_no_row_is_heavy_before_the_walk():
@@ -96,8 +88,8 @@ def test_no_row_is_heavy_before_the_walk():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_plans_fit_the_device(shape, end):
     M, K, N = shape
-    plan = plan_walk(M, N, K, H200, end)
-    assert takes_walk(M, N, K, H200, end)
+    plan = twell_walk.plan_walk(M, N, K, H200, end)
+    assert twell_walk.takes_walk(M, N, K, H200, end)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     assert plan.threads * plan.ways <= 1024
@@ -112,14 +104,14 @@ def test_plans_fit_the_device(shape, end):
 
 def test_a_way_has_a_thread_for_eight_columns():
     for K, threads in ((64, 32), (896, 128), (2048, 256), (4096, 512), (5120, 320), (8192, 512)):
-        plan = plan_walk(4096, 5632, K, H200)
+        plan = twell_walk.plan_walk(4096, 5632, K, H200)
         assert (plan.threads, plan.ways) == (threads, 1)
-        plan = plan_walk(4096, 5632, 2 * K, H200, E4M3_END)  # of as many bytes
+        plan = twell_walk.plan_walk(4096, 5632, 2 * K, H200, E4M3_END)  # of as many bytes
         assert (plan.threads, plan.ways) == (threads, 1)
 
 
 def test_few_tokens_are_walked_in_several_ways():
-    ways = [plan_walk(M, 5632, 2048, H200).ways for M in (65, 132, 133, 264, 265, 4096)]
+    ways = [twell_walk.plan_walk(M, 5632, 2048, H200).ways for M in (65, 132, 133, 264, 265, 4096)]
     assert ways == sorted(ways, reverse=True)
     assert ways[0] > 1
     assert ways[-1] == 1
@@ -127,20 +119,20 @@ def test_few_tokens_are_walked_in_several_ways():
 
 def test_it_is_taken_by_the_number_of_pairs():
     N, K = 5632, 2048
-    assert takes_walk(256, N, K, H200)
-    assert suits_walk(256, N, 0.005)
-    assert suits_walk(256, N, None)
+    assert twell_walk.takes_walk(256, N, K, H200)
+    assert twell_walk.suits_walk(256, N, 0.005)
+    assert twell_walk.suits_walk(256, N, None)
     for density in (0.005, 0.02):
-        most = int(MOST_PAIRS / (N * density))
-        assert suits_walk(most, N, density)
-        assert not suits_walk(most + 1, N, density)
-    assert not takes_walk(131072, N, K, H200)
+        most = int(twell_walk.MOST_PAIRS / (N * density))
+        assert twell_walk.suits_walk(most, N, density)
+        assert not twell_walk.suits_walk(most + 1, N, density)
+    assert not twell_walk.takes_walk(131072, N, K, H200)
     small = Limits(132, 8192, (9, 0))
-    assert not takes_walk(256, N, K, small)
+    assert not twell_walk.takes_walk(256, N, K, small)
 
 
 def test_every_row_has_a_place_in_the_window(monkeypatch):
     """Heavy rows are computed in one window."""
     monkeypatch.setattr(twell_walk, "heavy_window", lambda M, N, K: 100)
-    assert takes_walk(100, 96, 64, H200)
-    assert not takes_walk(101, 96, 64, H200)
+    assert twell_walk.takes_walk(100, 96, 64, H200)
+    assert not twell_walk.takes_walk(101, 96, 64, H200)

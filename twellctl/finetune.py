@@ -30,17 +30,9 @@ from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.loading import as_stored, load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.report.notebook import Shown
+from twellctl.training import processes, runs
 from twellctl.training.build import build_trainer, for_model, micro_batch
 from twellctl.training.history import History
-from twellctl.training.processes import (
-    as_launched,
-    check_same,
-    in_all,
-    in_the_first,
-    is_first_to_tell,
-    is_lost_process,
-    told_once,
-)
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
@@ -54,17 +46,6 @@ from twellctl.training.recipe import (
     save_recipe,
 )
 from twellctl.training.recipe import settings as settings_of
-from twellctl.training.runs import (
-    check_alike,
-    check_began_with,
-    checkpoint_state,
-    discard,
-    discard_unstarted,
-    last_checkpoint,
-    prepare_run,
-    run_blocks,
-    run_inputs,
-)
 from twellctl.training.sharded_weights import write_sharded
 from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
 from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher
@@ -131,20 +112,23 @@ def finetune(
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
-    recipe = as_launched(recipe)
+    recipe = processes.as_launched(recipe)
     check_report_to(recipe.report_to)
-    inputs = run_inputs(model, recipe, recipe_file)
+    inputs = runs.run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = progress or Progress()
     progress = progress if world.is_main_process else progress.of_another()
     how = {"resume": resume, "overwrite": overwrite}
-    check_same(settings_of(public_recipe(recipe)) | how, "start all with the same command")
+    asked = settings_of(public_recipe(recipe)) | how
+    processes.check_same(asked, "start all with the same command")
     with contextlib.ExitStack() as held:
-        claim = in_the_first(world, lambda: held.enter_context(_claimed(out, inputs, overwrite)))
-        checkpoint = in_all(lambda: open_checkpoint(model))
+        claim = processes.in_the_first(
+            world, lambda: held.enter_context(_claimed(out, inputs, overwrite))
+        )
+        checkpoint = processes.in_all(lambda: open_checkpoint(model))
         result = _finetune(checkpoint, out, claim, recipe, world, progress, **how)
         if world.is_main_process:
-            discard(run_folder(out), out, progress.note)
+            runs.discard(run_folder(out), out, progress.note)
     return result
 
 
@@ -169,19 +153,21 @@ def _finetune(
     run = run_folder(out)
     checkpoint.require_unquantised()
     checkpoint.require_relu()
-    recipe = in_all(lambda: for_model(recipe, checkpoint))
+    recipe = processes.in_all(lambda: for_model(recipe, checkpoint))
     if how["resume"]:
-        in_all(lambda: check_began_with(run, checkpoint.origin))
+        processes.in_all(lambda: runs.check_began_with(run, checkpoint.origin))
     teacher = choose_teacher(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
-    check_alike(checkpoint, recipe)
+    runs.check_alike(checkpoint, recipe)
     progress.doing("reading and tokenising the text")
-    in_the_first(world, lambda: prepare_run(run, recipe, checkpoint, tokenizer, **how))
-    blocks = in_all(lambda: run_blocks(run, recipe))
+    processes.in_the_first(
+        world, lambda: runs.prepare_run(run, recipe, checkpoint, tokenizer, **how)
+    )
+    blocks = processes.in_all(lambda: runs.run_blocks(run, recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run, progress)
-    with quiet_transformers(), quiet_compiler(), told_once():
+    with quiet_transformers(), quiet_compiler(), processes.told_once():
         try:
             progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
@@ -198,14 +184,14 @@ def _finetune(
             said = bounded(reason(error), 300)
             raise TwellError(f"compiling failed: {said}; go on with --no-compile") from error
         except RuntimeError as error:
-            if not is_lost_process(error):
+            if not processes.is_lost_process(error):
                 raise
-            if not is_first_to_tell():
+            if not processes.is_first_to_tell():
                 raise SystemExit(1) from error
             raise LostProcess(_LOST + _kept(run)) from error
         finally:
             if world.is_main_process:
-                discard_unstarted(run, out, progress.note)
+                runs.discard_unstarted(run, out, progress.note)
     return result
 
 
@@ -214,9 +200,9 @@ def _train(
 ) -> FineTuned:
     sparsity = SparsityCallback(trainer, progress.stopping)
     trainer.tell_first(sparsity)  # a step is reported before it is shown
-    resume_from = last_checkpoint(run)
+    resume_from = runs.last_checkpoint(run)
     if resume_from is not None:
-        trainer.restore(checkpoint_state(resume_from))
+        trainer.restore(runs.checkpoint_state(resume_from))
     resumed_at = int(resume_from.name.split("-")[1]) if resume_from else 0
     history = History(trainer, run, recipe.step_tokens)
     history.go_on(resumed_at)
@@ -282,13 +268,13 @@ def _refuse_diverged(first: float | None, last: float | None, vocabulary: int, r
 
 def _tell_of_the_lost(run: Path, progress: Progress) -> None:
     """Of a process that waits for one that is gone, and will be killed."""
-    if is_first_to_tell():
+    if processes.is_first_to_tell():
         progress.fail(_LOST + _kept(run))
 
 
 def _kept(run: Path) -> str:
     """From where an interrupted run can be resumed."""
-    kept = last_checkpoint(run)
+    kept = runs.last_checkpoint(run)
     return f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
 
 

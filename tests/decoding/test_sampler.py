@@ -7,36 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from twellctl.decoding import sampler
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.sampler import (
-    Field,
-    Variant,
-    _gumbel,
-    choose,
-    cut,
-    fields_of,
-    log_probabilities,
-    variant_of,
-)
 from twellctl.decoding.weighing import Told, Weights
 
 VOCAB = 12
 
 
 def rows_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -> Tensor:
-    fields = np.stack(list(map(fields_of, samplings, seeds)), 1)
-    fields[Field.POSITION] = positions
+    fields = np.stack(list(map(sampler.fields_of, samplings, seeds)), 1)
+    fields[sampler.Field.POSITION] = positions
     return torch.from_numpy(fields)
 
 
-def chosen(logits: Tensor, fields: Tensor, variant: Variant) -> Tensor:
-    return choose(cut(logits, fields) if variant.cut else logits, fields, variant.drawn)
+def chosen(logits: Tensor, fields: Tensor, variant: sampler.Variant) -> Tensor:
+    return sampler.choose(
+        sampler.cut(logits, fields) if variant.cut else logits, fields, variant.drawn
+    )
 
 
 def drawn(logits: Tensor, sampling: Sampling, seed: int, count: int) -> Tensor:
     """Tokens of one seed at positions 0 to `count` - 1, all from the same logits `[VOCAB]`."""
     fields = rows_of([sampling] * count, [seed] * count, list(range(count)))
-    return chosen(logits.expand(count, -1), fields, variant_of(sampling))
+    return chosen(logits.expand(count, -1), fields, sampler.variant_of(sampling))
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def test_top_k_and_top_p_cut_as_transformers_does(logits):
 
 def test_noise_is_gumbels_and_of_no_pattern():
     seeds, positions = [1, 1, 2, 1 << 40], [7, 8, 7, 7]
-    noise = _gumbel(rows_of([Sampling(1)] * 4, seeds, positions), 100_000)
+    noise = sampler._gumbel(rows_of([Sampling(1)] * 4, seeds, positions), 100_000)
     assert noise.isfinite().all()
     assert noise.mean(-1).sub(0.5772).abs().max() < 0.02
     assert noise.var(-1).sub(math.pi**2 / 6).abs().max() < 0.05
@@ -87,7 +80,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
     logits = torch.randn(8, 1000)
     warm, cut, greedy = Sampling(1, 1.0), Sampling(1, 1.2, 0.9, 50), Sampling(1, 0)
     mine = rows_of([warm], [99], [12])
-    alone = chosen(logits[:1], mine, variant_of(warm))
+    alone = chosen(logits[:1], mine, sampler.variant_of(warm))
     for row in range(8):
         mixed = [cut, greedy, warm, cut, greedy, warm, cut, greedy]
         mixed[row] = warm
@@ -95,7 +88,7 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
         seeds[row], positions[row] = 99, 12
         several = logits.clone()
         several[row] = logits[0]
-        tokens = chosen(several, rows_of(mixed, seeds, positions), Variant(True, True))
+        tokens = chosen(several, rows_of(mixed, seeds, positions), sampler.Variant(True, True))
         assert tokens[row] == alone
         others = [i for i in (1, 4, 7) if i != row]
         assert tokens[others].tolist() == several[others].argmax(-1).tolist()
@@ -104,17 +97,17 @@ def test_a_draw_hangs_on_seed_position_and_logits_alone():
 def test_other_seeds_and_positions_draw_other_tokens():
     logits = torch.zeros(1000)
     fields = rows_of([Sampling(1)] * 4, [1, 2, 1, (1 << 32) + 1], [5, 5, 6, 5])
-    assert len(set(chosen(logits.expand(4, -1), fields, Variant(True)).tolist())) == 4
+    assert len(set(chosen(logits.expand(4, -1), fields, sampler.Variant(True)).tolist())) == 4
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(1, 0), Sampling(1, 2, top_k=1), Sampling(1, 2, top_p=0)]
 )
 def test_what_leaves_one_token_is_greedy_and_needs_no_noise(logits, sampling):
-    assert variant_of(sampling) == Variant()
+    assert sampler.variant_of(sampling) == sampler.Variant()
     tied = torch.stack([logits, logits.clone().fill_(1.0)])
     fields = rows_of([sampling] * 2, [1, 2], [3, 4])
-    for variant in (Variant(), Variant(True), Variant(True, True)):
+    for variant in (sampler.Variant(), sampler.Variant(True), sampler.Variant(True, True)):
         assert chosen(tied, fields, variant).tolist() == [int(logits.argmax()), 0]
 
 
@@ -125,13 +118,13 @@ def test_half_precision_is_drawn_from_like_float32(logits):
 
 
 def test_log_probabilities(logits):
-    chosen, ids, values = log_probabilities(logits[None], torch.tensor([4]))
+    chosen, ids, values = sampler.log_probabilities(logits[None], torch.tensor([4]))
     known = logits.log_softmax(-1)
     assert chosen.item() == pytest.approx(known[4].item())
     assert ids.shape == (1, VOCAB)
     assert ids[0].tolist() == known.argsort(descending=True).tolist()
     assert torch.allclose(values[0], known[ids[0]])
-    assert log_probabilities(torch.zeros(2, 100), torch.tensor([1, 2]))[1].shape == (2, 20)
+    assert sampler.log_probabilities(torch.zeros(2, 100), torch.tensor([1, 2]))[1].shape == (2, 20)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64 - 1])
@@ -159,11 +152,11 @@ def test_penalties_weigh_as_transformers_and_openai_say(logits):
 
     tokens, num_prompt, bias = [3, 3, 5, 7, 7, 7], 3, ((1, 2.0), (7, -1.0))
     how = Sampling(1, 0.0, repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=0.5)
-    assert variant_of(how).weighed
+    assert sampler.variant_of(how).weighed
     weights = Weights.of(2, VOCAB, logits.device)
     weights.load([Told(tokens[:-1], num_prompt, bias), None])
     fields = rows_of([how, Sampling(1)], [0, 0], [0, 0])
-    fields[Field.TOKEN] = tokens[-1]
+    fields[sampler.Field.TOKEN] = tokens[-1]
     weights.count(fields)
     got = weights.weighed(logits.expand(2, -1), fields)
     wanted = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([tokens]), logits[None].clone())[0]

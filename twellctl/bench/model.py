@@ -17,15 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twellctl.bench.contest import (
-    Contender,
-    Course,
-    compiled,
-    dense_modes,
-    fresh_compiler,
-    hold,
-    relative_errors,
-)
+from twellctl.bench import contest
 from twellctl.bench.dense_fp8 import SCHEMES, linear_sizes, rounded_copy, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_facts, free_memory
 from twellctl.bench.random_model import WORKSPACE
@@ -49,7 +41,7 @@ def bench_model(
 ) -> Bench:
     """Measure each token count; `note` receives what comes. Raises `TwellError`."""
     settings.check()
-    course = Course(bench_device(settings.device), settings.rounds, note, progress)
+    course = contest.Course(bench_device(settings.device), settings.rounds, note, progress)
     with torch.no_grad():
         subject = open_subject(settings, settings.density, course.device, note)
         ids = {tokens: subject.windows(*settings.shape(tokens)) for tokens in settings.tokens}
@@ -124,18 +116,18 @@ def _point(
     twell: Mapping[str, Any],
     about: dict[str, Any],
     ids: Tensor,
-    course: Course,
+    course: contest.Course,
 ) -> Point:
     tokens, in_fp8 = ids.numel(), subject.models.fp8 is not None
-    body, modes = subject.models.bf16.base_model, dense_modes(course.device)
+    body, modes = subject.models.bf16.base_model, contest.dense_modes(course.device)
     course.note(f"{tokens} tokens: reference in float32")
     expected = _reference(body, ids)
 
-    def contender(name: str, kind: str, body: nn.Module, mode: str) -> Contender:
-        run = compiled(lambda batch: last_hidden(body, batch), mode)
-        return Contender(f"{name} {mode}", kind, lambda number: run(ids))
+    def contender(name: str, kind: str, body: nn.Module, mode: str) -> contest.Contender:
+        run = contest.compiled(lambda batch: last_hidden(body, batch), mode)
+        return contest.Contender(f"{name} {mode}", kind, lambda number: run(ids))
 
-    with fresh_compiler():
+    with contest.fresh_compiler():
         contenders = [contender("dense", DENSE, body, mode) for mode in modes]
         contenders += [
             contender(f"dense FP8 {scheme}", DENSE_FP8, rounded, mode)
@@ -146,10 +138,10 @@ def _point(
         name = "twell FP8" if in_fp8 else "twell"
         name += "" if course.device.type == "cuda" else " plain"
         contenders += [contender(name, TWELL, twin, mode) for mode in modes]
-        outcome = hold(
+        outcome = contest.hold(
             course,
             contenders,
-            lambda y: relative_errors(y[0, : len(expected)], expected),
+            lambda y: contest.relative_errors(y[0, : len(expected)], expected),
             what=f"{tokens} tokens",
             tokens=tokens,
         )

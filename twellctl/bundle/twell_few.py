@@ -17,24 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import twell_spec as spec
 from .twell_few_walk import LINEAR_TOKENS, few_walk_entries, launch_few_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
-from .twell_spec import (
-    FEW_DOWN_STAGES,
-    FEW_OCTETS,
-    FEW_ROWS,
-    FEW_STAYING,
-    FEW_WARPS,
-    FewSizes,
-    few_down_entries,
-    few_entries,
-    shared_kb,
-)
 from .twell_weights import FFN, end_of
 
 FEW_TOKENS = 64
-_BLOCK = 32 * FEW_WARPS
+_BLOCK = 32 * spec.FEW_WARPS
 _DOWN_STATIC = 32  # bytes of shared memory that few_down declares; the other kernels have none
 _ANY_LENGTH = 1 << 20  # of x: too long to stay
 
@@ -76,27 +66,28 @@ def plan_few(M: int, N: int, K: int, limits: Limits, end: str = "") -> FewPlan:
 
 
 def _octets(M: int) -> int:
-    return next(octets for octets in FEW_OCTETS if 8 * octets >= M)
+    return next(octets for octets in spec.FEW_OCTETS if 8 * octets >= M)
 
 
 def _down(name: str, N: int, limits: Limits, end: str) -> Launch:
     """few_down.cu: Down::kBytes, and its list."""
-    sizes = few_down_entries(limits.capability, end)[name]
-    stages = FEW_DOWN_STAGES * 256 * (sizes.weight_bytes * sizes.tiles + max(sizes.octets, 2))
+    sizes = spec.few_down_entries(limits.capability, end)[name]
+    stages = spec.FEW_DOWN_STAGES * 256 * (sizes.weight_bytes * sizes.tiles + max(sizes.octets, 2))
     list_bytes = ceil_div(2 * min(N, sizes.listed), 16) * 16
-    size = list_bytes + FEW_WARPS * max(stages, 512 * sizes.tiles * sizes.octets)
+    size = list_bytes + spec.FEW_WARPS * max(stages, 512 * sizes.tiles * sizes.octets)
     return Launch(name, size)
 
 
 def _linear(M: int, N: int, K: int, ahead: bool, limits: Limits, end: str) -> Launch:
     """few_linear: as _product, or where there is much shared memory another of its builds."""
-    octets, entries = _octets(M), few_entries("few_linear", limits.capability, end)
+    octets, entries = _octets(M), spec.few_entries("few_linear", limits.capability, end)
     plain = _product("few_linear", M, K, 0, limits, end)
     other = f"few_linear_{octets}_{'ahead' if ahead else 'short'}{end}"
-    if shared_kb(limits.capability) < 227 or other not in entries:
+    if spec.shared_kb(limits.capability) < 227 or other not in entries:
         return plain
-    row_blocks = max(1, ceil_div(ceil_div(N, FEW_ROWS), limits.num_sms))
-    wanted = row_blocks * ceil_div(K, 64 * FEW_WARPS)  # stages that hold all of a block's weights
+    row_blocks = max(1, ceil_div(ceil_div(N, spec.FEW_ROWS), limits.num_sms))
+    # stages that hold all of a block's weights
+    wanted = row_blocks * ceil_div(K, 64 * spec.FEW_WARPS)
     stages = entries[f"few_linear_{octets}" if ahead else other].stages
     if wanted <= stages if ahead else wanted > stages:
         return plain
@@ -106,38 +97,38 @@ def _linear(M: int, N: int, K: int, ahead: bool, limits: Limits, end: str) -> La
 
 def _product(kernel: str, M: int, K: int, more_bytes: int, limits: Limits, end: str) -> Launch:
     """x stays if that fits."""
-    octets, entries = _octets(M), few_entries(kernel, limits.capability, end)
+    octets, entries = _octets(M), spec.few_entries(kernel, limits.capability, end)
     name = f"{kernel}_{octets}{end}"
     size = product_bytes(entries[name], M, K) + more_bytes
-    if octets in FEW_STAYING and size > limits.smem_bytes:
+    if octets in spec.FEW_STAYING and size > limits.smem_bytes:
         name = f"{kernel}_{octets}_long{end}"
         size = product_bytes(entries[name], M, K) + more_bytes
     return Launch(name, size)
 
 
-def product_bytes(sizes: FewSizes, M: int, K: int) -> int:
+def product_bytes(sizes: spec.FewSizes, M: int, K: int) -> int:
     """few_product.cuh: kBytes and x_bytes of its Sizes."""
     weight_bytes, octets, stays, at_once, passes, stages, halves = sizes
     wider = 2 // weight_bytes  # x is
     stage = (2 * at_once + (0 if stays else octets * wider)) * 512 * halves
     x_row = 64 * halves * wider  # of a slab
     powers = 32 if (weight_bytes, octets) == (1, 1) else 0  # of rows of x that a warp makes f16
-    x = ceil_div(2 * K, x_row * FEW_WARPS) * M * x_row + powers if stays else 0
-    return FEW_WARPS * (stages * stage + passes * at_once * octets * 512 + x)
+    x = ceil_div(2 * K, x_row * spec.FEW_WARPS) * M * x_row + powers if stays else 0
+    return spec.FEW_WARPS * (stages * stage + passes * at_once * octets * 512 + x)
 
 
 def few_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
     """All entries of the FFN for few tokens on this device; `end` E4M3_END: over such weights."""
     walks = few_walk_entries(end) if limits.hopper else ()
     families = ("few_hidden", "few_linear") if walks else ("few_hidden",)  # a walk's gate product
-    products = (few_entries(family, limits.capability, end) for family in families)
-    return (*chain(*products), *few_down_entries(limits.capability, end), *walks)
+    products = (spec.few_entries(family, limits.capability, end) for family in families)
+    return (*chain(*products), *spec.few_down_entries(limits.capability, end), *walks)
 
 
 def few_dense_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
     """All entries of `few_linear` and `few_gated`; the decode engine alone launches the latter."""
     families = ("few_linear", "few_gated")
-    return tuple(chain(*(few_entries(family, limits.capability, end) for family in families)))
+    return tuple(chain(*(spec.few_entries(family, limits.capability, end) for family in families)))
 
 
 def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:
@@ -181,7 +172,7 @@ def few_union(
     """
     M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_gate)
     plan = plan_few(M, N, K, limits, end)
-    blocks = ceil_div(N, FEW_ROWS)
+    blocks = ceil_div(N, spec.FEW_ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
     kernels.launch(
@@ -198,7 +189,7 @@ def few_union(
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,
-        (K // few_down_entries(limits.capability, end)[plan.down.name].own_columns,),
+        (K // spec.few_down_entries(limits.capability, end)[plan.down.name].own_columns,),
         _BLOCK,
         (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y, ffn.s_down),
         plan.down.smem_bytes,
@@ -255,7 +246,7 @@ def few_linear(
     launch = plan.ahead if ahead else plan.linear
     kernels.launch(
         launch.name,
-        (min(ceil_div(N, FEW_ROWS), limits.num_sms),),
+        (min(ceil_div(N, spec.FEW_ROWS), limits.num_sms),),
         _BLOCK,
         (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None)), scale),
         launch.smem_bytes,
@@ -279,7 +270,7 @@ def few_gated(
     hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,
-        (min(ceil_div(N, FEW_ROWS), limits.num_sms),),
+        (min(ceil_div(N, spec.FEW_ROWS), limits.num_sms),),
         _BLOCK,
         (
             *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),

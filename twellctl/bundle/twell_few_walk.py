@@ -14,17 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import twell_spec as spec
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div, round_up
-from .twell_spec import (
-    FEW_WALK_BATCH,
-    FEW_WALK_BLOCK,
-    FEW_WALK_CHUNKS,
-    FEW_WALK_HEAD,
-    FEW_WALK_QUADS,
-    FEW_WALK_WAYS,
-    WALK_SIZES,
-)
 from .twell_weights import FFN, end_of
 
 WALK_TOKENS = range(4, 65)
@@ -32,7 +24,8 @@ WALK_TOKENS = range(4, 65)
 # faster a little beyond, with random neurons on an H200, but real tokens share more of theirs
 WALK_BYTES, WALK_GROWS = 250_000, 16
 LINEAR_TOKENS = 32  # up to here the gate product over bf16 is few_linear's
-_MOST_K = 8 * FEW_WALK_BLOCK  # over e4m3 threads would do for twice that: not tried with few tokens
+# over e4m3 threads would do for twice that: not tried with few tokens
+_MOST_K = 8 * spec.FEW_WALK_BLOCK
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once
 
@@ -56,14 +49,14 @@ class FewWalkPlan:
 
 def few_walk_entries(end: str = "") -> tuple[str, ...]:
     """All entries, for e4m3 weights with `end` E4M3_END."""
-    return tuple(f"few_walk_{size}{form}{end}" for size in WALK_SIZES for form in ("", "_all"))
+    return tuple(f"few_walk_{size}{form}{end}" for size in spec.WALK_SIZES for form in ("", "_all"))
 
 
 def takes_few_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
     """Whether few_walk takes `M` tokens on this device."""
     if not limits.hopper or M not in WALK_TOKENS or K > _MOST_K:
         return False
-    return _plan(N, K, WALK_SIZES[-1], end).smem_bytes <= limits.smem_bytes
+    return _plan(N, K, spec.WALK_SIZES[-1], end).smem_bytes <= limits.smem_bytes
 
 
 def suits_few_walk(M: int, N: int, K: int, density: float | None, end: str = "") -> bool:
@@ -80,7 +73,7 @@ def _columns(end: str) -> int:
 @lru_cache(maxsize=4096)
 def _plan(N: int, K: int, size: int, end: str = "") -> FewWalkPlan:
     warps, ways = _warps_and_ways(K, end)
-    all_ = FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
+    all_ = spec.FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
     return plan_clusters(f"few_walk_{size}{'_all' if all_ else ''}{end}", K, size, cap, end)
 
@@ -89,34 +82,34 @@ def plan_clusters(name: str, K: int, size: int, cap: int, end: str) -> FewWalkPl
     """Of a kernel whose lists have `cap` places, for K up to `most_inputs`."""
     own, (warps, ways) = _columns(end), _warps_and_ways(K, end)
     columns = own * ceil_div(K // own, size)
-    parts, slots = 2 * warps * FEW_WALK_QUADS * FEW_WALK_BATCH * 4, 4 * size * ways * columns
-    smem_bytes = FEW_WALK_HEAD + 8 * cap + ways * parts + slots
+    parts = 2 * warps * spec.FEW_WALK_QUADS * spec.FEW_WALK_BATCH * 4
+    smem_bytes = spec.FEW_WALK_HEAD + 8 * cap + ways * (parts + 4 * size * columns)
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
 
 
 def _warps_and_ways(K: int, end: str) -> tuple[int, int]:
     own = _columns(end)
     warps = 2 * ceil_div(K, 64 * own)  # of a way
-    return warps, min(FEW_WALK_WAYS * own // 8, FEW_WALK_BLOCK // (32 * warps))
+    return warps, min(spec.FEW_WALK_WAYS * own // 8, spec.FEW_WALK_BLOCK // (32 * warps))
 
 
 def most_inputs(end: str = "") -> int:
     """The largest K that the threads of a block have."""
-    return _columns(end) * FEW_WALK_BLOCK
+    return _columns(end) * spec.FEW_WALK_BLOCK
 
 
 def plan_few_walk(
     M: int, N: int, K: int, limits: Limits, at_once: AtOnce, end: str = ""
 ) -> FewWalkPlan:
     """The largest clusters of which all run at the same time, for what `takes_few_walk`."""
-    for size in WALK_SIZES:
+    for size in spec.WALK_SIZES:
         plan = _plan(N, K, size, end)
         if (
             plan.smem_bytes <= limits.smem_bytes
             and at_once(plan.name, size, plan.threads, plan.smem_bytes) >= M
         ):
             return plan
-    return _plan(N, K, WALK_SIZES[-1], end)
+    return _plan(N, K, spec.WALK_SIZES[-1], end)
 
 
 def launch_few_walk(

@@ -6,19 +6,11 @@ Pure functions, no torch.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from . import twell_spec as spec
 from .twell_plan import Limits, Plan, ceil_div, chunk_tokens, most_panel_rows, round_up, split_down
-from .twell_spec import (
-    BATCH,
-    GRAD_FOUR,
-    GRAD_HEAVY_BLOCK,
-    GRAD_MAP_SLOTS,
-    GRAD_STAGES,
-    GROUP,
-    ROUND,
-)
 
 MOST_TRAINED_TOKENS = 131072
-_MAP_BYTES = 6 * GRAD_MAP_SLOTS  # of grad_lists: a place and a code a slot
+_MAP_BYTES = 6 * spec.GRAD_MAP_SLOTS  # of grad_lists: a place and a code a slot
 _X_CHUNK = 6144
 _WINDOW_BYTES = 36 << 20
 
@@ -47,7 +39,7 @@ class GradPlan:
     @cached_property
     def neuron_fours(self) -> int:
         """Fours of neurons."""
-        return ceil_div(self.plan.N, GRAD_FOUR)
+        return ceil_div(self.plan.N, spec.GRAD_FOUR)
 
     @cached_property
     def token_fours(self) -> int:
@@ -57,8 +49,8 @@ class GradPlan:
     @cached_property
     def neuron_rounds(self) -> int:
         """Rounds for which all lists of neurons have room together."""
-        least = ceil_div(self.plan.num_pairs, ROUND)
-        return least + BATCH * self.neuron_fours * self.token_panels
+        least = ceil_div(self.plan.num_pairs, spec.ROUND)
+        return least + spec.BATCH * self.neuron_fours * self.token_panels
 
     @cached_property
     def x_panels(self) -> int:
@@ -73,8 +65,8 @@ class GradPlan:
     @cached_property
     def token_rounds(self) -> int:
         """Rounds for which all lists of tokens have room together."""
-        least = ceil_div(self.plan.num_pairs, ROUND)
-        return least + BATCH * self.token_fours * self.x_panels
+        least = ceil_div(self.plan.num_pairs, spec.ROUND)
+        return least + spec.BATCH * self.token_fours * self.x_panels
 
     @staticmethod
     def lists_smem(panel_rows: int) -> int:
@@ -84,29 +76,29 @@ class GradPlan:
     @property
     def weights_smem(self) -> int:
         """Dynamic shared memory of grad_gate_up and grad_down."""
-        return 32 * self.token_panel_rows + GRAD_STAGES
+        return 32 * self.token_panel_rows + spec.GRAD_STAGES
 
     @property
     def x_smem(self) -> int:
         """Dynamic shared memory of grad_x."""
-        return 64 * self.x_panel_rows + GRAD_STAGES
+        return 64 * self.x_panel_rows + spec.GRAD_STAGES
 
 
 @lru_cache(maxsize=4096)
 def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
     """The backward pass of `plan`."""
-    most = most_panel_rows(limits.smem_bytes, GRAD_STAGES) // plan.tile_tokens
+    most = most_panel_rows(limits.smem_bytes, spec.GRAD_STAGES) // plan.tile_tokens
     panel_tiles = ceil_div(plan.num_tiles, ceil_div(plan.num_tiles, most))
     tokens, columns = panel_tiles * plan.tile_tokens, plan.K // 16
-    weight_splits = split_down(plan.N, plan.M, columns, tokens, limits.num_sms, GRAD_FOUR)
+    weight_splits = split_down(plan.N, plan.M, columns, tokens, limits.num_sms, spec.GRAD_FOUR)
     x_split = 1
-    while plan.panel_rows > x_split * most_panel_rows(limits.smem_bytes, GRAD_STAGES, 64):
+    while plan.panel_rows > x_split * most_panel_rows(limits.smem_bytes, spec.GRAD_STAGES, 64):
         x_split *= 2
     rows = plan.panel_rows // x_split
-    x_shares = split_down(plan.M, plan.N, columns, rows, limits.num_sms, GRAD_FOUR)
+    x_shares = split_down(plan.M, plan.N, columns, rows, limits.num_sms, spec.GRAD_FOUR)
     chunk = plan.M
     if x_split * plan.num_panels > 1:
-        chunk = round_up(ceil_div(plan.M, ceil_div(plan.M, _X_CHUNK)), GRAD_FOUR)
+        chunk = round_up(ceil_div(plan.M, ceil_div(plan.M, _X_CHUNK)), spec.GRAD_FOUR)
     return GradPlan(plan, panel_tiles, weight_splits, x_split, x_shares, chunk)
 
 
@@ -119,7 +111,7 @@ def training_tokens(N: int, K: int, slots: int, limits: Limits) -> int:
 
 def training_cap(N: int) -> int:
     """Pairs beyond which a row is cheaper densely, forward and backward."""
-    return min(round_up(N, GROUP), round_up(max(128, ceil_div(N, 32)), GROUP))
+    return min(round_up(N, spec.GROUP), round_up(max(128, ceil_div(N, 32)), spec.GROUP))
 
 
 def heavy_grad_window(M: int, N: int) -> int:
@@ -129,4 +121,4 @@ def heavy_grad_window(M: int, N: int) -> int:
 
 def order_heavy_smem(M: int) -> int:
     """Dynamic shared memory of order_heavy."""
-    return 4 * (GRAD_HEAVY_BLOCK + ceil_div(M, 32))
+    return 4 * (spec.GRAD_HEAVY_BLOCK + ceil_div(M, 32))

@@ -7,32 +7,13 @@ size, N neurons, S slots a tile of TILE columns.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from . import twell_spec as spec
 from .twell_config import MAX_COLUMNS, TILE
-from .twell_spec import (
-    BATCH,
-    BATCH_MASKS,
-    COLUMN_BITS,
-    DOWN_BLOCK,
-    DOWN_COLUMNS,
-    DOWN_STAGES,
-    GROUP,
-    HIDDEN_BLOCK,
-    INPUT_BOX_ROWS,
-    PATCH_BYTES,
-    PLAN_CLUSTER,
-    PLAN_CLUSTER_BLOCK,
-    PRODUCT_STAGE_BYTES,
-    PRODUCT_STAGES,
-    ROUND,
-    ROUND_BYTES,
-    SLAB,
-    UP_BLOCK,
-)
 
 MAX_TILE_TOKENS = 1024  # a token in its tile: 10 bits
-MAX_PANEL_ROWS = 1 << COLUMN_BITS
-GATE_PACK_SMEM = PRODUCT_STAGES * PRODUCT_STAGE_BYTES + 1024  # to align the first stage
-HEAVY_SMEM = GATE_PACK_SMEM + PATCH_BYTES
+MAX_PANEL_ROWS = 1 << spec.COLUMN_BITS
+GATE_PACK_SMEM = spec.PRODUCT_STAGES * spec.PRODUCT_STAGE_BYTES + 1024  # to align the first stage
+HEAVY_SMEM = GATE_PACK_SMEM + spec.PATCH_BYTES
 PARTS_BLOCKS = 16  # that go through the pairs of a tile
 _PARTIAL_BYTES = 512 << 20
 _TRAINING_PARTIAL_BYTES = 192 << 20
@@ -47,7 +28,7 @@ _PASS_CLOCKS = 1900  # of a warp: 32 pairs of a neuron group, two slabs
 _PLAN_PAIR_CLOCKS = 1.0
 _START_CLOCKS = 3000
 _USUAL_DENSITY = 0.01
-_PASSES_A_TOKEN = GROUP * _USUAL_DENSITY / 32
+_PASSES_A_TOKEN = spec.GROUP * _USUAL_DENSITY / 32
 
 
 @dataclass(frozen=True)
@@ -110,12 +91,12 @@ class Plan:
     @cached_property
     def num_groups(self) -> int:
         """Groups of GROUP tokens."""
-        return ceil_div(self.M, GROUP)
+        return ceil_div(self.M, spec.GROUP)
 
     @cached_property
     def num_neuron_groups(self) -> int:
         """Groups of GROUP neurons."""
-        return ceil_div(self.N, GROUP)
+        return ceil_div(self.N, spec.GROUP)
 
     @cached_property
     def num_panels(self) -> int:
@@ -130,17 +111,17 @@ class Plan:
     @cached_property
     def group_batches(self) -> int:
         """Batches of those rounds."""
-        return ceil_div(self.group_rounds, BATCH)
+        return ceil_div(self.group_rounds, spec.BATCH)
 
     @cached_property
     def up_smem(self) -> int:
         """Dynamic shared memory of `up`: two slabs of the tile's x."""
-        return 2 * self.tile_tokens * 2 * SLAB
+        return 2 * self.tile_tokens * 2 * spec.SLAB
 
     @cached_property
     def down_smem(self) -> int:
         """Dynamic shared memory of `down`: the panel, and the stages of its warps."""
-        return self.panel_rows * 2 * DOWN_COLUMNS + DOWN_STAGES
+        return self.panel_rows * 2 * spec.DOWN_COLUMNS + spec.DOWN_STAGES
 
     @cached_property
     def up_grid(self) -> tuple[int, int, int]:
@@ -156,8 +137,8 @@ class Plan:
 
     def gather_grid(self, limits: Limits) -> tuple[int, int]:
         """The grid of `hidden` where it has no shared memory."""
-        blocks = ceil_div(self.num_groups * self.num_panels, HIDDEN_BLOCK // 32)
-        most = ceil_div(self.group_rounds, BATCH)
+        blocks = ceil_div(self.num_groups * self.num_panels, spec.HIDDEN_BLOCK // 32)
+        most = ceil_div(self.group_rounds, spec.BATCH)
         return blocks, max(1, min(most, 4 * limits.num_sms // blocks))
 
     @cached_property
@@ -178,12 +159,12 @@ def round_up(a: int, multiple: int) -> int:
 
 def rounds_for(pairs_a_token: int) -> int:
     """Rounds a (group, panel) needs at most, at `pairs_a_token` pairs of each of its tokens."""
-    return ceil_div(GROUP * pairs_a_token, ROUND)
+    return ceil_div(spec.GROUP * pairs_a_token, spec.ROUND)
 
 
 def hopper_cap(N: int) -> int:
     """Pairs beyond which a row is heavy: a block, or a group of the lists, would take too long."""
-    return min(round_up(N, GROUP), round_up(max(64, ceil_div(N, 24)), GROUP))
+    return min(round_up(N, spec.GROUP), round_up(max(64, ceil_div(N, 24)), spec.GROUP))
 
 
 def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
@@ -194,7 +175,7 @@ def why_unfit(K: int, N: int, tile: int, smem_bytes: int) -> str | None:
         return f"a hidden size that is a multiple of 64, not {K}"
     if N % 8 or N > MAX_COLUMNS:
         return f"an intermediate size that is a multiple of 8 up to {MAX_COLUMNS}, not {N}"
-    if max_tile_tokens(N, smem_bytes) < GROUP:
+    if max_tile_tokens(N, smem_bytes) < spec.GROUP:
         return f"a smaller intermediate size on this GPU than {N}: it has too little shared memory"
     return None
 
@@ -211,7 +192,7 @@ def make_plan(
     laid = _lay_up(M, N, K, cap, limits.num_sms, limits.smem_bytes, partial_bytes)
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     if training:
-        panel_rows = round_up(panel_rows, 4 * GROUP)  # so that quarters are whole groups
+        panel_rows = round_up(panel_rows, 4 * spec.GROUP)  # so that quarters are whole groups
     splits = split_down(M, N, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
@@ -221,33 +202,33 @@ def make_plan(
 
 def _cluster_smem(N: int, tile_tokens: int, cap: int, num_panels: int, smem_bytes: int) -> int:
     """Shared memory of a block of `plan_cluster`: half of a multiprocessor's, if that is enough."""
-    groups = ceil_div(tile_tokens // GROUP, PLAN_CLUSTER)
-    least = 16 * ceil_div(N, GROUP) + (12 + 16 * num_panels) * groups
-    least += (40 * num_panels + 3072) * PLAN_CLUSTER_BLOCK // 32 + 256
-    stage = (4 if num_panels == 1 else 5) * groups * GROUP * cap
+    groups = ceil_div(tile_tokens // spec.GROUP, spec.PLAN_CLUSTER)
+    least = 16 * ceil_div(N, spec.GROUP) + (12 + 16 * num_panels) * groups
+    least += (40 * num_panels + 3072) * spec.PLAN_CLUSTER_BLOCK // 32 + 256
+    stage = (4 if num_panels == 1 else 5) * groups * spec.GROUP * cap
     half = (smem_bytes + 1024) // 2 - 1024
     return min(least + stage, half if least + 16384 <= half else smem_bytes - STATIC_SMEM)
 
 
 def choose_panel_rows(N: int, smem_bytes: int) -> int:
     """Columns of a panel: as few panels as shared memory allows, all of nearly one size."""
-    num_panels = ceil_div(N, most_panel_rows(smem_bytes, DOWN_STAGES))
-    return round_up(ceil_div(N, num_panels), GROUP)
+    num_panels = ceil_div(N, most_panel_rows(smem_bytes, spec.DOWN_STAGES))
+    return round_up(ceil_div(N, num_panels), spec.GROUP)
 
 
 def most_panel_rows(smem_bytes: int, stages: int, row_bytes: int = 32) -> int:
     """Rows that fit into shared memory beside `stages`, and into a code."""
     room = smem_bytes - stages - STATIC_SMEM
-    return min(room // row_bytes // (4 * GROUP) * 4 * GROUP, MAX_PANEL_ROWS)
+    return min(room // row_bytes // (4 * spec.GROUP) * 4 * spec.GROUP, MAX_PANEL_ROWS)
 
 
 def max_tile_tokens(N: int, smem_bytes: int) -> int:
     """Tokens whose two slabs of x fit in shared memory, and whose lists would in one block's."""
     slabs = (smem_bytes - 8 * STATIC_SMEM) // 256
     num_panels = ceil_div(N, choose_panel_rows(N, smem_bytes))
-    of_neurons = 12 * ceil_div(N, GROUP) + (40 * num_panels + 1536) * 16 + 256
+    of_neurons = 12 * ceil_div(N, spec.GROUP) + (40 * num_panels + 1536) * 16 + 256
     lists = 2 * (smem_bytes - STATIC_SMEM - of_neurons) // (3 + 4 * num_panels)
-    return min(slabs, lists, MAX_TILE_TOKENS) // GROUP * GROUP
+    return min(slabs, lists, MAX_TILE_TOKENS) // spec.GROUP * spec.GROUP
 
 
 @lru_cache(maxsize=4096)
@@ -256,8 +237,8 @@ def chunk_tokens(M: int, N: int, K: int, slots: int, cap: int, limits: Limits) -
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     num_panels = ceil_div(N, panel_rows)
     entries = 4 * ceil_div(N, TILE) * slots
-    round_bytes = ROUND_BYTES + 4 * ROUND + 4 * BATCH_MASKS // BATCH
-    rounds = round_bytes * num_panels * rounds_for(min(cap, panel_rows)) // GROUP
+    round_bytes = spec.ROUND_BYTES + 4 * spec.ROUND + 4 * spec.BATCH_MASKS // spec.BATCH
+    rounds = round_bytes * num_panels * rounds_for(min(cap, panel_rows)) // spec.GROUP
     sums = 4 * K if num_panels > 1 else 0
     most = max(256, _CHUNK_BYTES // (entries + cap * (4 + 4) + rounds + sums) // 256 * 256)
     return min(M, round_up(ceil_div(M, ceil_div(M, most)), 256))
@@ -271,7 +252,7 @@ def heavy_window(M: int, N: int, K: int, *, training: bool = False) -> int:
 
 def product_grid(rows: int, columns: int, num_sms: int) -> int:
     """Blocks of a persistent product (tile/hopper_product.cuh): pairs, at most one block an SM."""
-    tiles = ceil_div(rows, 4 * INPUT_BOX_ROWS) * ceil_div(columns, 256)
+    tiles = ceil_div(rows, 4 * spec.INPUT_BOX_ROWS) * ceil_div(columns, 256)
     return 2 * max(1, min(num_sms // 2, tiles))
 
 
@@ -290,13 +271,13 @@ def _lay_up(
     for slabs_per_range in sorted({ceil_div(slabs, q) for q in range(1, slabs + 1)}):
         num_ranges = ceil_div(slabs, slabs_per_range)
         for neuron_ranges in (1, 2, 4, 8, 16, 32):
-            if neuron_ranges > 1 and ceil_div(N, GROUP) < 16 * neuron_ranges:
+            if neuron_ranges > 1 and ceil_div(N, spec.GROUP) < 16 * neuron_ranges:
                 break
             share = num_ranges * neuron_ranges
             fewest_waves = ceil_div(fewest_tiles * share, num_sms)
             for waves in range(fewest_waves, fewest_waves + 4):
                 tiles = max(fewest_tiles, waves * num_sms // share)
-                tile_tokens = round_up(ceil_div(M, tiles), GROUP)
+                tile_tokens = round_up(ceil_div(M, tiles), spec.GROUP)
                 tiles = ceil_div(M, tile_tokens)
                 if 4 * num_ranges * tiles * tile_tokens * cap > partial_bytes and num_ranges > 1:
                     continue
@@ -304,7 +285,8 @@ def _lay_up(
                 cost = ceil_div(tiles * share, num_sms) * _up_clocks(N, *laid)
                 cost += 4 * num_ranges * M * N * _USUAL_DENSITY / (num_sms * _L2_BYTES_A_CLOCK)
                 planned = tile_tokens * N * _USUAL_DENSITY * _PLAN_PAIR_CLOCKS
-                cost += ceil_div(PLAN_CLUSTER * tiles, 2 * num_sms) * planned / PLAN_CLUSTER
+                clusters = ceil_div(spec.PLAN_CLUSTER * tiles, 2 * num_sms)
+                cost += clusters * planned / spec.PLAN_CLUSTER
                 if best is None or cost < best[0]:
                     best = (cost, laid)
     assert best is not None
@@ -313,25 +295,25 @@ def _lay_up(
 
 def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: int) -> float:
     """What one block of `up` takes, about: by its warps' passes, or by the weights it reads."""
-    groups = ceil_div(N, GROUP * neuron_ranges)
-    passes = ceil_div(groups, UP_BLOCK // 32) * max(1.0, tile_tokens * _PASSES_A_TOKEN + 0.45)
-    weights = 256 * GROUP * groups / _L2_BYTES_A_CLOCK
+    groups = ceil_div(N, spec.GROUP * neuron_ranges)
+    passes = ceil_div(groups, spec.UP_BLOCK // 32) * max(1.0, tile_tokens * _PASSES_A_TOKEN + 0.45)
+    weights = 256 * spec.GROUP * groups / _L2_BYTES_A_CLOCK
     x = 256 * tile_tokens / _L2_BYTES_A_CLOCK
     steps = ceil_div(slabs_per_range, 2)
     return _START_CLOCKS + steps * (x + max(passes * _PASS_CLOCKS, weights))
 
 
 def split_down(
-    M: int, N: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = GROUP
+    M: int, N: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = spec.GROUP
 ) -> int:
     """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
     groups = ceil_div(M, group_rows)
     stage = _START_CLOCKS + panel_rows * 32 / _L2_BYTES_A_CLOCK
-    group = 4 + group_rows * panel_rows * _USUAL_DENSITY / ROUND * 8
+    group = 4 + group_rows * panel_rows * _USUAL_DENSITY / spec.ROUND * 8
 
     def clocks(splits: int) -> float:
         waves = ceil_div(column_blocks * splits, num_sms)
         return waves * (stage + ceil_div(groups, splits) * group)
 
-    most = min(ceil_div(groups, DOWN_BLOCK // 32), max(1, 4 * num_sms // column_blocks))
+    most = min(ceil_div(groups, spec.DOWN_BLOCK // 32), max(1, 4 * num_sms // column_blocks))
     return min(range(1, max(1, most) + 1), key=clocks)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import twell_spec as spec
 from .twell_e4m3 import quantise_rows
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
@@ -31,21 +32,6 @@ from .twell_plan import (
     hopper_cap,
     make_plan,
     product_grid,
-)
-from .twell_spec import (
-    BATCH_MASKS,
-    DOWN_BLOCK,
-    GRAD_PAIRS_BLOCK,
-    GROUP,
-    HIDDEN_BLOCK,
-    INPUT_BOX_ROWS,
-    PLAN_CLUSTER,
-    PLAN_CLUSTER_BLOCK,
-    PRODUCT_BLOCK,
-    ROUND,
-    ROUND_BYTES,
-    UP_BLOCK,
-    WEIGHT_BOX_ROWS,
 )
 from .twell_walk import Heavy, heavy_products, launch_heavy_walk
 from .twell_weights import FFN, end_of
@@ -119,9 +105,9 @@ def launch_gate_pack(
     kernels.launch(
         f"gate_pack{end_of(w_gate)}",
         (product_grid(M, N, limits.num_sms),),
-        PRODUCT_BLOCK,
+        spec.PRODUCT_BLOCK,
         (
-            *(tensor_map(x, INPUT_BOX_ROWS), tensor_map(w_gate, WEIGHT_BOX_ROWS), b_gate),
+            *(tensor_map(x, spec.INPUT_BOX_ROWS), tensor_map(w_gate, spec.WEIGHT_BOX_ROWS), b_gate),
             *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),
         ),
         GATE_PACK_SMEM,
@@ -161,15 +147,15 @@ def launch_plan(
         pair_start=empty(plan.num_tiles, plan.num_neuron_groups + 1),
         pairs=empty(plan.num_pairs),
         num_rounds=empty(plan.num_groups * P),
-        rounds=empty(plan.num_groups * P, plan.group_rounds, ROUND_BYTES // 4),
-        links=empty(plan.num_groups * P, plan.group_rounds, ROUND),
+        rounds=empty(plan.num_groups * P, plan.group_rounds, spec.ROUND_BYTES // 4),
+        links=empty(plan.num_groups * P, plan.group_rounds, spec.ROUND),
         heavy_rows=empty(M),
         heavy_count=heavy_count,
     )
     kernels.launch(
         "plan_cluster",
-        (plan.num_tiles * PLAN_CLUSTER,),
-        PLAN_CLUSTER_BLOCK,
+        (plan.num_tiles * spec.PLAN_CLUSTER,),
+        spec.PLAN_CLUSTER_BLOCK,
         (
             *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.most, plan.tile_tokens),
             *(plan.panel_rows, P, plan.group_rounds, lists.num_rounds, lists.rounds, lists.links),
@@ -191,7 +177,7 @@ def launch_up(
     kernels.launch(
         f"up{end_of(weight)}",
         plan.up_grid,
-        UP_BLOCK,
+        spec.UP_BLOCK,
         (
             *(x, weight, plan.M, plan.N, plan.K, plan.tile_tokens, plan.cap),
             *(plan.slabs_per_range, lists.pair_start, lists.pairs, partial),
@@ -215,7 +201,7 @@ def launch_hidden(
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
     args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists, token_scales)
-    kernels.launch(f"hidden{end_of(ffn.w_up)}", grid, HIDDEN_BLOCK, args, smem_bytes)
+    kernels.launch(f"hidden{end_of(ffn.w_up)}", grid, spec.HIDDEN_BLOCK, args, smem_bytes)
     return lists
 
 
@@ -227,7 +213,7 @@ def launch_hidden_kept(
         kernels.launch(
             "add_parts",
             (plan.num_tiles, PARTS_BLOCKS),
-            GRAD_PAIRS_BLOCK,
+            spec.GRAD_PAIRS_BLOCK,
             (
                 *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.pair_start, plan.N),
                 *(plan.tile_tokens, plan.cap),
@@ -235,12 +221,12 @@ def launch_hidden_kept(
         )
     lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
     args = _hidden_arguments(plan, partial, 1, ffn, lists)
-    kernels.launch("hidden_kept", plan.gather_grid(limits), HIDDEN_BLOCK, args)
+    kernels.launch("hidden_kept", plan.gather_grid(limits), spec.HIDDEN_BLOCK, args)
     return lists
 
 
 def _masks(plan: Plan, like: Tensor) -> Tensor:
-    size = (plan.num_groups * plan.num_panels, plan.group_batches, BATCH_MASKS)
+    size = (plan.num_groups * plan.num_panels, plan.group_batches, spec.BATCH_MASKS)
     return like.new_empty(size, dtype=torch.int32)
 
 
@@ -273,14 +259,14 @@ def launch_down(
     `token_scales`: of x, if e4m3.
     """
     M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
-    padded = plan.num_groups * GROUP
+    padded = plan.num_groups * spec.GROUP
     sums = y.new_empty((padded, ffn.K), dtype=torch.float32) if P > 1 else None
     scales = () if token_scales is None else (token_scales, ffn.s_down)
     for panel in range(P):
         kernels.launch(
             f"down{end_of(ffn.w_down)}",
             plan.down_grid,
-            DOWN_BLOCK,
+            spec.DOWN_BLOCK,
             (
                 *(ffn.w_down, ffn.b_down, lists.num_rounds, lists.rounds, lists.masks, M, N, K),
                 *(panel, plan.panel_rows, P, plan.group_rounds, sums, y, *scales),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import twell_spec as spec
 from .twell_grad_plan import (
     GradPlan,
     heavy_grad_window,
@@ -34,13 +35,6 @@ from .twell_sequence import (
     launch_plan,
     launch_up,
     packed_buffers,
-)
-from .twell_spec import (
-    GRAD_HEAVY_BLOCK,
-    GRAD_HEAVY_SMEM,
-    GRAD_LISTS_BLOCK,
-    GRAD_PAIRS_BLOCK,
-    GRAD_SUMS_BLOCK,
 )
 from .twell_walk import Heavy, heavy_products
 from .twell_weights import FFN
@@ -96,7 +90,7 @@ def forward(
     kernels.launch(
         "order_heavy",
         (1,),
-        GRAD_HEAVY_BLOCK,
+        spec.GRAD_HEAVY_BLOCK,
         (lists.heavy_rows, heavy_count, plan.M),
         order_heavy_smem(plan.M),
     )
@@ -167,7 +161,7 @@ class _Backward:
         self.kernels.launch(
             "grad_pairs",
             (plan.num_tiles, PARTS_BLOCKS),
-            GRAD_PAIRS_BLOCK,
+            spec.GRAD_PAIRS_BLOCK,
             (
                 *(partial, stride, plan.num_ranges, kept.pair_start, kept.gate_up, self.penalty),
                 *(plan.N, plan.tile_tokens, plan.cap, grads),
@@ -190,13 +184,13 @@ class _Backward:
         self.kernels.launch(
             "grad_heavy",
             (self.limits.num_sms,),
-            GRAD_HEAVY_BLOCK,
+            spec.GRAD_HEAVY_BLOCK,
             (
                 *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, self.penalty),
                 *(self.kept.heavy_rows, self.kept.heavy_count, window, plan.N, plan.K),
                 *(*of_pairs, gate, up, down, x, units),
             ),
-            GRAD_HEAVY_SMEM,
+            spec.GRAD_HEAVY_SMEM,
         )
 
     def _lists(self, fours: int, panels: int, rounds: int, *, hidden: bool) -> tuple:
@@ -223,7 +217,7 @@ class _Backward:
         self.kernels.launch(
             "list_neurons",
             (plan.num_neuron_groups, panels),
-            GRAD_LISTS_BLOCK,
+            spec.GRAD_LISTS_BLOCK,
             (
                 *(kept.pair_start, kept.pairs, *self.values, plan.N, plan.num_tiles),
                 *(plan.tile_tokens, plan.cap, of_pass.panel_tiles, num_listed),
@@ -239,7 +233,7 @@ class _Backward:
             self.kernels.launch(
                 name,
                 (plan.K // 16, of_pass.weight_splits),
-                GRAD_SUMS_BLOCK,
+                spec.GRAD_SUMS_BLOCK,
                 (
                     *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K),
                     *(rows, panels, kept.heavy_count, *sums, *out),
@@ -266,7 +260,7 @@ class _Backward:
         self.kernels.launch(
             "list_tokens",
             (plan.num_groups, panels),
-            GRAD_LISTS_BLOCK,
+            spec.GRAD_LISTS_BLOCK,
             (
                 *(kept.num_rounds, kept.rounds, kept.links, *self.values, plan.M, rows),
                 *(of_pass.x_split, plan.group_rounds, num_listed, heads, codes, pairs, masks),
@@ -279,7 +273,7 @@ class _Backward:
         self.kernels.launch(
             "grad_x",
             (plan.K // 16, of_pass.x_shares),
-            GRAD_SUMS_BLOCK,
+            spec.GRAD_SUMS_BLOCK,
             (
                 *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
                 *(plan.M, plan.N, plan.K, rows, panels, of_pass.x_chunk, sums, grad),

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import twell_spec as spec
 from .twell_config import TILE
 from .twell_e4m3 import quantise_inputs
 from .twell_few_walk import FewWalkPlan, most_inputs, plan_clusters
@@ -41,17 +42,6 @@ from .twell_plan import (
     hopper_cap,
     product_grid,
     round_up,
-)
-from .twell_spec import (
-    E4M3_END,
-    GATHER_BLOCK,
-    HEAVY_WALK_SIZE,
-    INPUT_BOX_ROWS,
-    PRODUCT_BLOCK,
-    PRODUCT_INNER,
-    WALK_BATCH,
-    WALK_BLOCK,
-    WEIGHT_BOX_ROWS,
 )
 from .twell_weights import FFN, end_of
 
@@ -78,12 +68,12 @@ def plan_heavy_walk(
     N: int, K: int, limits: Limits, end: str = "", *, packed: bool
 ) -> FewWalkPlan | None:
     """For N neurons and inputs of K; None of what it does not take. `end`: E4M3_END or ""."""
-    tiles = ceil_div(ceil_div(N, TILE), HEAVY_WALK_SIZE)  # of a block: 32 of the largest N
+    tiles = ceil_div(ceil_div(N, TILE), spec.HEAVY_WALK_SIZE)  # of a block: 32 of the largest N
     if most_inputs(end) < K:
         return None
     name = f"heavy_walk{'' if packed else '_gate'}{end}"
-    cap = tiles * TILE if packed else 8 * ceil_div(N // 8, HEAVY_WALK_SIZE)
-    plan = plan_clusters(name, K, HEAVY_WALK_SIZE, cap, end)
+    cap = tiles * TILE if packed else 8 * ceil_div(N // 8, spec.HEAVY_WALK_SIZE)
+    plan = plan_clusters(name, K, spec.HEAVY_WALK_SIZE, cap, end)
     return plan if plan.smem_bytes + STATIC_SMEM <= limits.smem_bytes else None
 
 
@@ -152,7 +142,7 @@ def heavy_products(
         kernels.launch(
             "heavy_gather",
             (min(window, 4 * limits.num_sms),),
-            GATHER_BLOCK,
+            spec.GATHER_BLOCK,
             (x, heavy.rows, heavy.count, heavy.few, start, window, ffn.shorts, x_rows),
         )
         part = replace(heavy, start=start)
@@ -167,7 +157,7 @@ def widened(
         return ffn.w_down
     wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
     args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy.count, heavy.few, wide
-    kernels.launch("heavy_widen", (4 * limits.num_sms,), GATHER_BLOCK, args, overlap=overlap)
+    kernels.launch("heavy_widen", (4 * limits.num_sms,), spec.GATHER_BLOCK, args, overlap=overlap)
     return wide
 
 
@@ -190,13 +180,13 @@ def launch_heavy(
     """
     (window, N), K, end = hidden.shape, ffn.K, end_of(ffn.w_gate)
     of_window = heavy.count, heavy.few, heavy.start, window, N, K
-    weights = (tensor_map(t, WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
+    weights = (tensor_map(t, spec.WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
     kernels.launch(
         f"heavy_hidden{end}",
         (product_grid(window, 2 * N, limits.num_sms),),
-        PRODUCT_BLOCK,
+        spec.PRODUCT_BLOCK,
         (
-            *(tensor_map(rows, INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
+            *(tensor_map(rows, spec.INPUT_BOX_ROWS), *weights, ffn.b_gate, ffn.b_up),
             *(heavy.rows, *of_window, hidden, token_scales, ffn.s_gate, ffn.s_up),
         ),
         HEAVY_SMEM,
@@ -205,9 +195,9 @@ def launch_heavy(
     kernels.launch(
         f"heavy_down{end}",
         (product_grid(window, K, limits.num_sms),),
-        PRODUCT_BLOCK,
+        spec.PRODUCT_BLOCK,
         (
-            *(tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, PRODUCT_INNER)),
+            *(tensor_map(hidden, spec.INPUT_BOX_ROWS), tensor_map(w_down, spec.PRODUCT_INNER)),
             *(ffn.b_down, heavy.rows, *of_window, y, ffn.s_down),
         ),
         HEAVY_SMEM,
@@ -219,7 +209,7 @@ MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
 _MOST_OF_A_WAY = 512  # threads
-_MOST_WAYS = {"": 4, E4M3_END: 8}  # at a time
+_MOST_WAYS = {"": 4, spec.E4M3_END: 8}  # at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -239,9 +229,9 @@ def plan_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> WalkPlan
     chunks = ceil_div(K, 16 if end else 8)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
     cap = min(hopper_cap(N), _MOST_CAP)
-    most_ways = min(_MOST_WAYS[end], cap // WALK_BATCH)
+    most_ways = min(_MOST_WAYS[end], cap // spec.WALK_BATCH)
     ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
-    while 2 * ways <= most_ways and 2 * ways * threads * tokens <= WALK_BLOCK:
+    while 2 * ways <= most_ways and 2 * ways * threads * tokens <= spec.WALK_BLOCK:
         ways *= 2
     size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 or end else 0)
     return WalkPlan(threads, ways, cap, size)

@@ -16,16 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
-from twellctl.bundle.twell_spec import (
-    ATTEND_LOADS,
-    HEAD_DIMS,
-    HEADS_A_BLOCK,
-    NORM_PARTS,
-    NORM_WARPS,
-)
 
-LONGEST_ROW = 32 * NORM_WARPS * NORM_PARTS * 8  # K of the norms
+LONGEST_ROW = 32 * spec.NORM_WARPS * spec.NORM_PARTS * 8  # K of the norms
 _MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
@@ -37,7 +31,7 @@ _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find n
 
 def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
     """None if `attend` takes such heads, else a sentence."""
-    most = max(HEAD_DIMS)
+    most = max(spec.HEAD_DIMS)
     if D % 2 or most < D:
         said = f"an even number of columns up to {most}"
         return f"the attention kernel takes heads of {said}, not of {D}"
@@ -92,17 +86,17 @@ class AttendPlan:
 
 
 def _heads_of_block(sharing: int) -> int:
-    return next((heads for heads in HEADS_A_BLOCK if heads >= sharing), HEADS_A_BLOCK[-1])
+    return next((heads for heads in spec.HEADS_A_BLOCK if heads >= sharing), spec.HEADS_A_BLOCK[-1])
 
 
 def head_width(D: int) -> int:
     """Columns that the kernel has of heads of D, in the cache too: zeros behind D."""
-    return next(width for width in HEAD_DIMS if width >= D)
+    return next(width for width in spec.HEAD_DIMS if width >= D)
 
 
 def batch_positions(D: int) -> int:
     """Positions that a warp of `attend` takes at a time."""
-    return ATTEND_LOADS * _side_by_side(D)
+    return spec.ATTEND_LOADS * _side_by_side(D)
 
 
 def _side_by_side(D: int) -> int:
@@ -299,4 +293,4 @@ def embed_norm(
 
 
 def _norm_block(K: int) -> int:
-    return min(32 * NORM_WARPS, -(-K // 256) * 32)
+    return min(32 * spec.NORM_WARPS, -(-K // 256) * 32)

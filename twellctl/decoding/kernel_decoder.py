@@ -47,37 +47,12 @@ from twellctl.bundle.twell_model import (
 from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
-from twellctl.decoding.attention import (
-    AttendLayer,
-    AttendPlan,
-    Rotary,
-    add_norm,
-    attend,
-    embed_norm,
-    head_width,
-    open_workspace,
-    plan_attend,
-    rms_norm,
-    rotary_tables,
-)
+from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.down_copies import DownCopies
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.kernel_fit import (
-    entry_end,
-    head_dim,
-    is_relu,
-    most_rows,
-    own_neurons,
-    rows_at_once,
-    step_sizes,
-    why_not,
-    why_not_one_kernel,
-    why_not_screened,
-    window_of,
-)
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
@@ -99,18 +74,21 @@ class KernelDecoder:
     @staticmethod
     def why_not(model: PreTrainedModel) -> str | None:
         """None if `model` can be driven so, else what stands against it."""
-        return why_not(model)
+        return kernel_fit.why_not(model)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
         # of another activation than ReLU, which leaves nothing out
-        self._ways = None if is_relu(model) else [_way(ffn) for ffn in gated_ffns(model)]
+        self._ways: list[Way] | None = None
+        if not kernel_fit.is_relu(model):
+            activations = map(activation_of, gated_ffns(model))
+            self._ways = list(map(with_activation, activations))
         sparse = sparse and self._ways is None
         self._model, self._sparse = model, sparse
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
-        self.max_rows, self._end = most_rows(model), entry_end(model)
-        self._at_once = rows_at_once(model)
+        self.max_rows, self._end = kernel_fit.most_rows(model), kernel_fit.entry_end(model)
+        self._at_once = kernel_fit.rows_at_once(model)
         if sparse:
             _put_over_twell(model)
             if self._end:  # now, so that the cache is sized by what is left
@@ -121,7 +99,7 @@ class KernelDecoder:
             raise ValueError("this model runs over TwELL already: make its dense form before")
         screens = sparse and gates == SCREENED and self._may_screen()
         self.screens = open_screens(model) if screens else None
-        self._plain = HFDecoder(model, head_width)
+        self._plain = HFDecoder(model, attention.head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
         self.neurons, self.mapped = self._plain.neurons if sparse else [], self._plain.mapped
@@ -130,7 +108,7 @@ class KernelDecoder:
             getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
         ]
         self._scales = scales_of(model)
-        self._plans: dict[tuple[int, int], AttendPlan] = {}
+        self._plans: dict[tuple[int, int], attention.AttendPlan] = {}
 
     def open_cache(self, num_pages: int) -> None:
         self._plain.open_cache(num_pages)
@@ -150,10 +128,10 @@ class KernelDecoder:
         # for any number of rows: some want more room than the most rows do
         rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
         plans = [self._plan(B, W) for B in rows for W in widths]
-        self._workspace = open_workspace(plans, self.device)
+        self._workspace = attention.open_workspace(plans, self.device)
         self._whole_steps = self._make_whole_steps()
         config, num_layers = self._model.config, len(self._layers)
-        of = f"{step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
+        of = f"{kernel_fit.step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
         told = None not in self._densities
         self._choice = FormChoice(
             self.device,
@@ -209,15 +187,15 @@ class KernelDecoder:
         table = self._model.get_input_embeddings().weight
         norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
         first = norms[0] if norms[0] is not None else self._last_norm
-        how = {"scale": self._scales.embeddings}
-        x, h = embed_norm(self.kernels, tokens, table, first, self._scales.eps, counts, **how)
+        given = (self.kernels, tokens, table, first, self._scales.eps, counts)
+        x, h = attention.embed_norm(*given, scale=self._scales.embeddings)
         if norms[0] is None:
             h = x
         for i, layer in enumerate(self._layers):
             qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
             if layer.q_k_norms is not None:
                 self._normalise_q_and_k(qkv, *layer.q_k_norms)
-            h = attend(
+            h = attention.attend(
                 self.kernels,
                 plan,
                 layer.attend,
@@ -253,24 +231,25 @@ class KernelDecoder:
         """
         if behind is not None:
             y = block(residual=None)
-            return add_norm(self.kernels, y, behind, x, norm, self._scales.eps)
+            return attention.add_norm(self.kernels, y, behind, x, norm, self._scales.eps)
         x = block(residual=x)
-        return x, rms_norm(self.kernels, x, norm, self._scales.eps)
+        return x, attention.rms_norm(self.kernels, x, norm, self._scales.eps)
 
     def _normalise_q_and_k(self, qkv: Tensor, of_q: Tensor, of_k: Tensor) -> None:
         """All heads of each together."""
         q, k, _ = qkv.split((len(of_q), len(of_k), qkv.shape[1] - len(of_q) - len(of_k)), dim=1)
-        rms_norm(self.kernels, q, of_q, self._scales.eps, out=q)
-        rms_norm(self.kernels, k, of_k, self._scales.eps, out=k)
+        attention.rms_norm(self.kernels, q, of_q, self._scales.eps, out=q)
+        attention.rms_norm(self.kernels, k, of_k, self._scales.eps, out=k)
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, if the model is such."""
-        if why_not_one_kernel(self._model) is not None:
+        if kernel_fit.why_not_one_kernel(self._model) is not None:
             return {}
         layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
-            layers = [replace(layer, ffn=_by_neurons(layer.ffn)) for layer in layers]
-        sizes = step_sizes(self._model)
+            ffns = [replace(one.ffn, w_down=one.ffn.w_down.t().contiguous()) for one in layers]
+            layers = [replace(one, ffn=ffn) for one, ffn in zip(layers, ffns, strict=True)]
+        sizes = kernel_fit.step_sizes(self._model)
         make = partial(
             WholeStep,
             self.kernels,
@@ -296,12 +275,13 @@ class KernelDecoder:
 
     @cached_property
     def _own_neurons(self) -> int:
-        return max(own_neurons(ffn) for ffn in gated_ffns(self._model))
+        return max(kernel_fit.own_neurons(ffn) for ffn in gated_ffns(self._model))
 
     def _may_screen(self) -> bool:
-        if why_not_screened(self._model) is not None:
+        if kernel_fit.why_not_screened(self._model) is not None:
             return False
-        return takes_mapped(step_sizes(self._model), self._own_neurons, "screened", self._limits)
+        sizes = kernel_fit.step_sizes(self._model)
+        return takes_mapped(sizes, self._own_neurons, "screened", self._limits)
 
     def _linear(
         self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False
@@ -309,44 +289,47 @@ class KernelDecoder:
         how = {"scale": of.scale, "residual": residual, "ahead": ahead, "overlap": True}
         return linear(self.kernels, self._limits, x, of.weight, of.bias, **how)
 
-    def _plan(self, B: int, width: int) -> AttendPlan:
+    def _plan(self, B: int, width: int) -> attention.AttendPlan:
         if (B, width) not in self._plans:
-            config, D = self._model.config, head_dim(self._model)
+            config, D = self._model.config, kernel_fit.head_dim(self._model)
             heads = config.num_attention_heads, config.num_key_value_heads
-            self._plans[B, width] = plan_attend(B, *heads, D, width * PAGE, self._limits.num_sms)
+            how = (B, *heads, D, width * PAGE, self._limits.num_sms)
+            self._plans[B, width] = attention.plan_attend(*how)
         return self._plans[B, width]
 
-    def _turned_by(self, reach: int) -> list[Rotary]:
+    def _turned_by(self, reach: int) -> list[attention.Rotary]:
         """Of each layer; those of layers of a kind are the same."""
         kinds = [turned_by(self._model, layer) for layer in self._model.model.layers]
-        D, made = head_dim(self._model), {}
+        D, made = kernel_fit.head_dim(self._model), {}
         for kind in set(kinds):
             if kind is None:
-                made[kind] = Rotary.none(reach, D, self.device)
+                made[kind] = attention.Rotary.none(reach, D, self.device)
             else:
-                made[kind] = rotary_tables(rotary_of(self._model, kind), reach, D, self.device)
+                rotary = rotary_of(self._model, kind)
+                made[kind] = attention.rotary_tables(rotary, reach, D, self.device)
         return [made[kind] for kind in kinds]
 
     def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> DecoderLayer:
-        attention = layer.self_attn
-        q_and_k = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        own = layer.self_attn
+        q_and_k = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
         q_k_norms = None if None in q_and_k else tuple(map(norm_weight, q_and_k))
-        of_heads = q_k_norms is not None and len(q_k_norms[0]) == (D := head_dim(self._model))
+        D = kernel_fit.head_dim(self._model)
+        of_heads = q_k_norms is not None and len(q_k_norms[0]) == D
         if of_heads:
-            q_k_norms = [F.pad(weight, (0, head_width(D) - D)) for weight in q_k_norms]
+            q_k_norms = [F.pad(weight, (0, attention.head_width(D) - D)) for weight in q_k_norms]
         return DecoderLayer(
             norms_of(layer),
-            _qkv(attention),
-            AttendLayer(
+            _qkv(own),
+            attention.AttendLayer(
                 keys,
                 values,
-                attention.scaling,
-                window_of(self._model, attention.layer_idx),
+                own.scaling,
+                kernel_fit.window_of(self._model, own.layer_idx),
                 *(q_k_norms if of_heads else (None, None)),
                 eps=self._model.config.rms_norm_eps,
                 cap=self._scales.scores_cap,
             ),
-            _linear(attention.o_proj),
+            _linear(own.o_proj),
             self._ffn_of(layer.mlp),
             None if of_heads else q_k_norms,
         )
@@ -365,10 +348,6 @@ class KernelDecoder:
         return FFN(gate.weight, up.weight, w_down, *biases, *scales)
 
 
-def _way(ffn: nn.Module) -> Way:
-    return with_activation(activation_of(ffn))
-
-
 def _with_rows_behind(weight: nn.Parameter) -> Tensor:
     """The weight `[V, K]`; in memory more rows are behind it, up to a multiple of STEP_QUAD."""
     V, K = weight.shape
@@ -380,19 +359,15 @@ def _with_rows_behind(weight: nn.Parameter) -> Tensor:
     return weight
 
 
-def _by_neurons(ffn: FFN) -> FFN:
-    return replace(ffn, w_down=ffn.w_down.t().contiguous())
-
-
 def _linear(module: nn.Linear) -> Linear:
     scale = module.weight_scale.flatten() if isinstance(module, Fp8Linear) else None
     return Linear(module.weight, module.bias, scale)
 
 
-def _qkv(attention: nn.Module) -> Linear:
-    if hasattr(attention, "qkv_proj"):
-        return _linear(attention.qkv_proj)
-    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+def _qkv(own: nn.Module) -> Linear:
+    if hasattr(own, "qkv_proj"):
+        return _linear(own.qkv_proj)
+    layers = [own.q_proj, own.k_proj, own.v_proj]
     lay_together(*layers)
     q_k_v = [_linear(layer) for layer in layers]
     return Linear(

@@ -9,24 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
-from twellctl.bundle.twell_spec import (
-    ENTRY_FILES,
-    FEW_ROWS,
-    MOST_OF_BLOCK,
-    STEP_HEAD_DIMS,
-    STEP_MOST_MAPPED,
-    STEP_QUAD,
-    STEP_WARPS,
-    step_entry,
-)
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
 
-_THREADS = 32 * (STEP_WARPS + 1)  # a warp asks for weights
+_THREADS = 32 * (spec.STEP_WARPS + 1)  # a warp asks for weights
 
 
 @dataclass(frozen=True)
@@ -63,22 +54,21 @@ class StepSizes:
 
     def entry(self, form: str) -> str:
         """Of one of STEP_FORMS."""
-        return step_entry(self.K, self.D, form, self.end)
+        return spec.step_entry(self.K, self.D, form, self.end)
 
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     """None if `step` takes such a model on a Hopper GPU of these limits, else a sentence."""
     K, num_sms = sizes.K, limits.num_sms
-    if sizes.entry("sparse") not in ENTRY_FILES or sizes.H * sizes.D != K:
+    if sizes.entry("sparse") not in spec.ENTRY_FILES or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
-        taken = "; ".join(
-            f"{K} in heads of {' or '.join(map(str, dims))}" for K, dims in STEP_HEAD_DIMS.items()
-        )
+        kinds = spec.STEP_HEAD_DIMS.items()
+        taken = "; ".join(f"{K} in heads of {' or '.join(map(str, dims))}" for K, dims in kinds)
         return f"the kernel of a whole step takes {taken}, not {said}"
-    own_quads, most_rows = MOST_OF_BLOCK[K]
-    if ceil_div(K // STEP_QUAD, num_sms) > own_quads or num_sms < sizes.H:
+    quad, (own_quads, most_rows) = spec.STEP_QUAD, spec.MOST_OF_BLOCK[K]
+    if ceil_div(K // quad, num_sms) > own_quads or num_sms < sizes.H:
         return f"{num_sms} multiprocessors are too few for a step in one kernel"
-    if ceil_div(sizes.N // STEP_QUAD, num_sms) * STEP_QUAD > most_rows or sizes.N % STEP_QUAD:
+    if ceil_div(sizes.N // quad, num_sms) * quad > most_rows or sizes.N % quad:
         return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
     return None
 
@@ -86,11 +76,12 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
 def takes_mapped(sizes: StepSizes, num_own: int, form: str, limits: Limits) -> bool:
     """Whether a block of this form has room for its part of `num_own` neurons and of those behind
     them, which share a gate; of sizes that `step` takes."""
-    rows = FEW_ROWS if form == "screened" else STEP_QUAD
-    blocks, most_rows = ceil_div(num_own, rows), MOST_OF_BLOCK[sizes.K][1]
+    quad = spec.STEP_QUAD
+    rows = spec.FEW_ROWS if form == "screened" else quad
+    blocks, most_rows = ceil_div(num_own, rows), spec.MOST_OF_BLOCK[sizes.K][1]
     own = rows * ceil_div(blocks, limits.num_sms)
-    mapped = ceil_div(max(0, sizes.N - rows * blocks) // STEP_QUAD, limits.num_sms) * STEP_QUAD
-    return own <= most_rows and STEP_QUAD + mapped <= STEP_MOST_MAPPED
+    mapped = ceil_div(max(0, sizes.N - rows * blocks) // quad, limits.num_sms) * quad
+    return own <= most_rows and quad + mapped <= spec.STEP_MOST_MAPPED
 
 
 class WholeStep:
@@ -139,7 +130,7 @@ class WholeStep:
         int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them.
         """
         sizes, device = self._sizes, tokens.device
-        embeddings, V = self._embeddings, ceil_div(sizes.V, STEP_QUAD) * STEP_QUAD
+        embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
         if (scale := self._scales.embeddings) != 1:  # a table of one row
             embeddings, tokens = F.embedding(tokens, embeddings) * scale, torch.zeros_like(tokens)
         counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)

@@ -20,19 +20,7 @@ from twellctl.bundle.twell_config import (
 from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
-from twellctl.models.checks import (
-    EMBEDDINGS,
-    FP8,
-    HEAD,
-    FfnShape,
-    activation_key,
-    compare_sizes,
-    ffn_shape,
-    ffns_of,
-    refuse_dtypes,
-    refuse_quantised,
-    refuse_unsupported,
-)
+from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped, with_own_head
 from twellctl.models.shards import TensorInfo, other_weights, read_shards
 
@@ -57,7 +45,7 @@ class Checkpoint:
     config: dict
     tensors: dict[str, TensorInfo]
     shards: tuple[str, ...]
-    ffn: FfnShape
+    ffn: checks.FfnShape
     corrections: dict = field(default_factory=dict)
     silu_form: dict | None = None
 
@@ -73,7 +61,7 @@ class Checkpoint:
     @property
     def activation_key(self) -> str:
         """What config.json calls the activation."""
-        return activation_key(self.config)
+        return checks.activation_key(self.config)
 
     @property
     def map_neurons(self) -> int:
@@ -92,7 +80,7 @@ class Checkpoint:
 
     def ffn_weights(self, layer: int) -> list[str]:
         """The names of the weights of a layer's FFN; layers count from 0."""
-        ffns = ffns_of(self.tensors)
+        ffns = checks.ffns_of(self.tensors)
         in_order = sorted(ffns, key=lambda ffn: [int(number) for number in re.findall(r"\d+", ffn)])
         return [tensor.name for tensor in ffns[in_order[layer]].values()]
 
@@ -211,14 +199,14 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     stored = read_json(path / "config.json")
     config = completed(stored)
     if not is_fp8(config):
-        refuse_quantised(name, config)
-    refuse_unsupported(name, config)
+        checks.refuse_quantised(name, config)
+    checks.refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
-    refuse_dtypes(name, tensors, {FP8} if is_fp8(config) else set())
+    checks.refuse_dtypes(name, tensors, {checks.FP8} if is_fp8(config) else set())
     refuse_wrapped(name, tensors)
-    ffn = ffn_shape(name, config, tensors)
-    compare_sizes(name, config, tensors, ffn)
-    both = [tensors[weight] for weight in (EMBEDDINGS, HEAD) if weight in tensors]
+    ffn = checks.ffn_shape(name, config, tensors)
+    checks.compare_sizes(name, config, tensors, ffn)
+    both = [tensors[weight] for weight in (checks.EMBEDDINGS, checks.HEAD) if weight in tensors]
     config = with_own_head(config, len(both) == 2, lambda: _are_equal(path, *both))
     corrections = {key: config[key] for key in config if config[key] != stored.get(key, ...)}
     checkpoint = Checkpoint(name, path, config, tensors, shards, ffn, corrections)
