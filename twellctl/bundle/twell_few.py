@@ -12,6 +12,7 @@ kernels/tile/few_product.cuh and in their heads.
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from . import twell_spec as spec
 from .twell_few_walk import LINEAR_TOKENS, few_walk_entries, launch_few_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
-from .twell_weights import FFN, end_of
+from .twell_weights import FFN, Onto, end_of
 
 FEW_TOKENS = 64
 _BLOCK = 32 * spec.FEW_WARPS
@@ -156,20 +157,10 @@ def _static(name: str) -> int:
 
 
 def few_union(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
 ) -> Tensor:
-    """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous: over all that fires.
-
-    `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
-    neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
-    """
+    """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous: over all that fires."""
+    overlap = onto.get("overlap", False)
     M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_gate)
     plan = plan_few(M, N, K, limits, end)
     blocks = ceil_div(N, spec.FEW_ROWS)
@@ -181,7 +172,7 @@ def few_union(
         _BLOCK,
         (
             *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K),
-            *(hidden, fired, counts, ffn.s_gate, ffn.s_up),
+            *(hidden, fired, onto.get("counts"), ffn.s_gate, ffn.s_up),
         ),
         plan.hidden.smem_bytes,
         overlap=overlap,
@@ -191,7 +182,7 @@ def few_union(
         plan.down.name,
         (K // spec.few_down_entries(limits.capability, end)[plan.down.name].own_columns,),
         _BLOCK,
-        (ffn.w_down, hidden, fired, ffn.b_down, residual, M, N, K, y, ffn.s_down),
+        (ffn.w_down, hidden, fired, ffn.b_down, onto.get("residual"), M, N, K, y, ffn.s_down),
         plan.down.smem_bytes,
         overlap=overlap,
     )
@@ -199,26 +190,19 @@ def few_union(
 
 
 def few_pairs(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
 ) -> Tensor:
     """The same for what `takes_few_walk`: each token over what fires for it.
 
     Over e4m3 weights torch has no product of inputs that are not rounded.
     """
     if by_linear := x.shape[0] <= LINEAR_TOKENS or ffn.s_gate is not None:
-        product = ffn.w_gate, ffn.b_gate
-        gate = few_linear(kernels, limits, x, *product, scale=ffn.s_gate, overlap=overlap)
+        how = {"scale": ffn.s_gate, "overlap": onto.get("overlap", False)}
+        gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, **how)
     else:
         gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    how = {"residual": residual, "counts": counts, "overlap": by_linear}
-    return launch_few_walk(kernels, limits, x, gate, ffn, **how)
+    onto["overlap"] = by_linear
+    return launch_few_walk(kernels, limits, x, gate, ffn, **onto)
 
 
 def few_linear(
@@ -264,7 +248,7 @@ def few_gated(
     counts: Tensor | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` as in `few_union`."""
+    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` and `overlap` as in `Onto`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_few(M, N, K, limits, end_of(ffn.w_gate))
     hidden = x.new_empty(M, N)

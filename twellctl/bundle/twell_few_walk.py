@@ -10,6 +10,7 @@ e4m3 with a scale a row; inputs are bf16. What it does stands in kernels/ffn/few
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from . import twell_spec as spec
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div, round_up
-from .twell_weights import FFN, end_of
+from .twell_weights import FFN, Onto, end_of
 
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
@@ -113,17 +114,9 @@ def plan_few_walk(
 
 
 def launch_few_walk(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    gate: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = True,
+    kernels: KernelSet, limits: Limits, x: Tensor, gate: Tensor, ffn: FFN, **onto: Unpack[Onto]
 ) -> Tensor:
-    """`[M, K]` and `[M, N]`, the gate of x, to `[M, K]`; the rest is as `few_union` has it.
+    """`[M, K]` and `[M, N]`, the gate of x, to `[M, K]`.
 
     With `overlap` it starts before the gate product in front of it ends. That must be few_linear's
     then, which lets nothing start before all that came before itself has been written.
@@ -136,11 +129,11 @@ def launch_few_walk(
         (M * plan.size,),
         plan.threads,
         (
-            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, residual),
+            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, onto.get("residual")),
             *(plan.columns, N, K, plan.cap, plan.ways, plan.warps),
-            *(counts, y, ffn.s_up, ffn.s_down),
+            *(onto.get("counts"), y, ffn.s_up, ffn.s_down),
         ),
         plan.smem_bytes,
-        overlap=overlap,
+        overlap=onto.get("overlap", False),
     )
     return y

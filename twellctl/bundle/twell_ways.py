@@ -65,7 +65,7 @@ class Problem:
 class Way:
     """One way. `own`: over what fires. `suits`: whether it is the one, by the rule.
 
-    `run(kernels, limits, x, ffn, slots)`; those for few tokens also take what `few_union` does.
+    `run(kernels, limits, x, ffn, slots)`; those for few tokens also take what `Onto` has.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,18 @@ def lay_together(*layers: nn.Linear) -> None:
             whole = torch.cat([part.data for part in parts])
         for part, own in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = own
+
+
+class Onto(TypedDict, total=False):
+    """What an FFN for few tokens takes besides, each if it is wanted.
+
+    `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
+    neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
+    """
+
+    residual: Tensor | None
+    counts: Tensor | None
+    overlap: bool
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import FFN, Onto
 
 OWN_PRODUCTS = 32  # with more rows PyTorch's dense products are faster than our own
 
@@ -77,15 +78,10 @@ def _hidden(
 
 
 def _by_columns(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
 ) -> Tensor:
+    residual, counts = onto.get("residual"), onto.get("counts")
+    overlap = onto.get("overlap", False)
     if ffn.s_gate is not None and by_torch(x, ffn.s_gate):
         by_columns = replace(ffn, w_down=ffn.w_down.t())
         return dense_e4m3_ffn(kernels, limits, x, by_columns, residual=residual, counts=counts)
@@ -95,36 +91,22 @@ def _by_columns(
 
 
 def _in_place(
-    kernels: KernelSet,
-    limits: Limits,
-    x: Tensor,
-    ffn: FFN,
-    *,
-    residual: Tensor | None = None,
-    counts: Tensor | None = None,
-    overlap: bool = False,
+    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
 ) -> Tensor:
-    hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
-    added = [tensor for tensor in (residual, ffn.b_down) if tensor is not None]
+    hidden = _hidden(kernels, limits, x, ffn, onto.get("counts"), onto.get("overlap", False))
+    added = [tensor for tensor in (onto.get("residual"), ffn.b_down) if tensor is not None]
     return torch.addmm(sum(added), hidden, ffn.w_down) if added else hidden @ ffn.w_down
 
 
 def with_activation(activation: nn.Module) -> Way:
-    """Over all neurons, bf16, of an FFN with another activation than ReLU."""
+    """Over all neurons, bf16, of an FFN with another activation than ReLU. Nothing is counted."""
 
     def run(
-        kernels: KernelSet,
-        limits: Limits,
-        x: Tensor,
-        ffn: FFN,
-        *,
-        residual: Tensor | None = None,
-        counts: None = None,
-        overlap: bool = False,
+        kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
     ) -> Tensor:
-        product = partial(linear, kernels, limits, overlap=overlap)
+        product = partial(linear, kernels, limits, overlap=onto.get("overlap", False))
         hidden = activation(product(x, ffn.w_gate, ffn.b_gate)) * product(x, ffn.w_up, ffn.b_up)
-        return product(hidden, ffn.w_down, ffn.b_down, residual=residual)
+        return product(hidden, ffn.w_down, ffn.b_down, residual=onto.get("residual"))
 
     return replace(BY_COLUMNS, run=run)
 
