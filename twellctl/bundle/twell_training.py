@@ -17,25 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import twell_grad_plan, twell_sequence
 from . import twell_spec as spec
-from .twell_grad_plan import (
-    GradPlan,
-    heavy_grad_window,
-    make_grad_plan,
-    order_heavy_smem,
-    training_cap,
-)
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
-from .twell_sequence import (
-    PairLists,
-    launch_down,
-    launch_gate_pack,
-    launch_hidden_kept,
-    launch_plan,
-    launch_up,
-    packed_buffers,
-)
 from .twell_walk import Heavy, heavy_products
 from .twell_weights import FFN
 
@@ -70,35 +55,37 @@ class Grads:
     w_down: Tensor | None = None
 
 
-def make_training_plan(M: int, N: int, K: int, slots: int, limits: Limits) -> GradPlan:
+def make_training_plan(
+    M: int, N: int, K: int, slots: int, limits: Limits
+) -> twell_grad_plan.GradPlan:
     """The plan of `M` >= 1 tokens, for both passes."""
-    plan = make_plan(M, N, K, slots, training_cap(N), limits, training=True)
-    return make_grad_plan(plan, limits)
+    plan = make_plan(M, N, K, slots, twell_grad_plan.training_cap(N), limits, training=True)
+    return twell_grad_plan.make_grad_plan(plan, limits)
 
 
 def forward(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int
-) -> tuple[Tensor, Tensor, PairLists]:
+) -> tuple[Tensor, Tensor, twell_sequence.PairLists]:
     """(y `[M, K]`, how many fired, what backward needs) of x `[M, K]`, M >= 1."""
     plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits).plan
-    counts, entries, heavy_count = packed_buffers(plan, x.device)
+    counts, entries, heavy_count = twell_sequence.packed_buffers(plan, x.device)
     packed = counts, entries, heavy_count
-    launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
+    twell_sequence.launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
     fired = (counts & 0x3FFFFFFF).sum()
-    lists = launch_plan(kernels, plan, counts, entries, heavy_count)
+    lists = twell_sequence.launch_plan(kernels, plan, counts, entries, heavy_count)
     del counts, entries
     kernels.launch(
         "order_heavy",
         (1,),
         spec.GRAD_HEAVY_BLOCK,
         (lists.heavy_rows, heavy_count, plan.M),
-        order_heavy_smem(plan.M),
+        twell_grad_plan.order_heavy_smem(plan.M),
     )
-    partial = launch_up(kernels, plan, x, ffn.w_up, lists)
-    lists = launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
+    partial = twell_sequence.launch_up(kernels, plan, x, ffn.w_up, lists)
+    lists = twell_sequence.launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
     del partial
     y = torch.empty_like(x)
-    launch_down(kernels, plan, ffn, lists, y)
+    twell_sequence.launch_down(kernels, plan, ffn, lists, y)
     lists = replace(lists, masks=None)
     heavy = Heavy(lists.heavy_rows, heavy_count)
     heavy_products(kernels, limits, x, y, ffn, heavy, training=True)
@@ -112,7 +99,7 @@ def backward(
     ffn: FFN,
     grad_y: Tensor,
     penalty: Tensor | None,
-    kept: PairLists,
+    kept: twell_sequence.PairLists,
     slots: int,
     wanted: Wanted,
     weight_dtype: torch.dtype = torch.bfloat16,
@@ -137,12 +124,12 @@ class _Backward:
         self,
         kernels: KernelSet,
         limits: Limits,
-        plan: GradPlan,
+        plan: twell_grad_plan.GradPlan,
         x: Tensor,
         ffn: FFN,
         grad_y: Tensor,
         penalty: Tensor | None,
-        kept: PairLists,
+        kept: twell_sequence.PairLists,
     ):
         self.kernels, self.limits = kernels, limits
         self.of_pass, self.plan = plan, plan.plan
@@ -155,7 +142,7 @@ class _Backward:
     def _pair_grads(self) -> Tensor:
         """grad_gate | grad_up << 16 of each pair, by its place."""
         plan, kept = self.plan, self.kept
-        partial = launch_up(self.kernels, plan, self.grad_y, self.ffn.w_down, kept)
+        partial = twell_sequence.launch_up(self.kernels, plan, self.grad_y, self.ffn.w_down, kept)
         stride = np.int64(plan.num_pairs)
         grads = torch.empty_like(kept.gate_up)
         self.kernels.launch(
@@ -178,7 +165,7 @@ class _Backward:
     ) -> None:
         """Of the heavy rows: sums of gate, up and down, and grad_x; those there are."""
         plan, ffn = self.plan, self.ffn
-        window = heavy_grad_window(plan.M, plan.N)
+        window = twell_grad_plan.heavy_grad_window(plan.M, plan.N)
         of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
         units = torch.zeros(2, dtype=torch.int32, device=self.x.device)
         self.kernels.launch(

@@ -15,15 +15,8 @@ from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns, 
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE, few_entries
+from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
-from twellctl.decoding.families import (
-    FAMILIES,
-    norms_of,
-    num_turned,
-    scaled_embeddings,
-    scales_of,
-    turned_by,
-)
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
@@ -48,7 +41,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
     if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
-    if config.model_type not in FAMILIES:
+    if config.model_type not in families.FAMILIES:
         return f"the decode kernels do not know the family {config.model_type}"
     limits = device_limits(model.device.index)
     if limits.capability < (8, 0):
@@ -72,8 +65,8 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
     if not is_relu(model):
         return "a step in one kernel has ReLU"
-    layers = model.model.layers
-    if len({(window_of(model, i), turned_by(model, of)) for i, of in enumerate(layers)}) > 1:
+    layers = enumerate(model.model.layers)
+    if len({(window_of(model, i), families.turned_by(model, of)) for i, of in layers}) > 1:
         return "a step in one kernel has the same window and positions in all layers"
     if not _is_like_llama(model):
         return "a step in one kernel has Llama's norms and heads"
@@ -192,11 +185,11 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
 def _why_not_layers(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     head, embeddings = model.lm_head, model.model.embed_tokens
-    kind = type(embeddings) if scaled_embeddings(embeddings) else nn.Embedding
+    kind = type(embeddings) if families.scaled_embeddings(embeddings) else nn.Embedding
     if not (is_plain(head, nn.Linear) and is_plain(embeddings, kind)):
         return f"the embeddings or the LM head of {name} are not plain layers"
     for layer in model.model.layers:
-        if norms_of(layer) is None:
+        if families.norms_of(layer) is None:
             return f"the layers of {name} have other parts than the decode kernels know"
         if entry_end(model) and not _is_relu(activation_of(layer.mlp)):
             return f"the FFNs of {name} are in FP8 and not ReLU"
@@ -219,10 +212,10 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
 
 
 def _is_like_llama(model: PreTrainedModel) -> bool:
-    norms = [norms_of(layer) for layer in model.model.layers]
+    norms = [families.norms_of(layer) for layer in model.model.layers]
     others = [of.behind_attention is not None or of.behind_ffn is not None for of in norms]
-    capped = scales_of(model).scores_cap is not None
-    return not any(others) and not capped and num_turned(model) == {head_dim(model)}
+    capped = families.scales_of(model).scores_cap is not None
+    return not any(others) and not capped and families.num_turned(model) == {head_dim(model)}
 
 
 def _is_relu(activation: nn.Module) -> bool:

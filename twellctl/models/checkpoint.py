@@ -9,14 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from twellctl.bundle.twell_config import (
-    SILU_FORM,
-    check_twell,
-    is_fp8,
-    is_silu_form,
-    new_twell,
-    stays_silu,
-)
+from twellctl.bundle import twell_config
 from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
@@ -119,7 +112,7 @@ class Checkpoint:
     @property
     def is_fp8(self) -> bool:
         """Whether it is an FP8 export."""
-        return is_fp8(self.config)
+        return twell_config.is_fp8(self.config)
 
     @property
     def twell(self) -> dict:
@@ -128,9 +121,9 @@ class Checkpoint:
         A `source` that is no hub id, but a folder of some machine, is left out.
         """
         if "twell" not in self.config:
-            return new_twell(self.ffn.num_layers, self.hub_id, self.activation)
+            return twell_config.new_twell(self.ffn.num_layers, self.hub_id, self.activation)
         try:
-            twell = check_twell(self.config["twell"], self.ffn.num_layers)
+            twell = twell_config.check_twell(self.config["twell"], self.ffn.num_layers)
         except ValueError as error:
             raise TwellError(f"{self.name}: config.json's {error}") from error
         is_public = _HUB_ID.fullmatch(str(twell.get("source")))
@@ -198,11 +191,11 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
         raise TwellError(f"{name} {why}")
     stored = read_json(path / "config.json")
     config = completed(stored)
-    if not is_fp8(config):
+    if not twell_config.is_fp8(config):
         checks.refuse_quantised(name, config)
     checks.refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
-    checks.refuse_dtypes(name, tensors, {checks.FP8} if is_fp8(config) else set())
+    checks.refuse_dtypes(name, tensors, {checks.FP8} if twell_config.is_fp8(config) else set())
     refuse_wrapped(name, tensors)
     ffn = checks.ffn_shape(name, config, tensors)
     checks.compare_sizes(name, config, tensors, ffn)
@@ -211,15 +204,15 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     corrections = {key: config[key] for key in config if config[key] != stored.get(key, ...)}
     checkpoint = Checkpoint(name, path, config, tensors, shards, ffn, corrections)
     twell = checkpoint.twell  # refuses a block that is not sound
-    return _read_as_relu(checkpoint) if is_silu_form(twell) else checkpoint
+    return _read_as_relu(checkpoint) if twell_config.is_silu_form(twell) else checkpoint
 
 
 def _read_as_relu(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` of a folder in SiLU form; `TwellError` if the form is not that of its FFNs."""
     name, config = checkpoint.name, checkpoint.config
-    form = {key: config["twell"][key] for key in SILU_FORM}
+    form = {key: config["twell"][key] for key in twell_config.SILU_FORM}
     counts = {len(k) for k in form["sharpness"] if isinstance(k, list)}
-    partly = any(map(stays_silu, form["sharpness"])) and not checkpoint.is_silu
+    partly = any(map(twell_config.stays_silu, form["sharpness"])) and not checkpoint.is_silu
     fits = counts <= {checkpoint.ffn.intermediate_size} and checkpoint.activation in GATED
     if partly or not fits:
         raise TwellError(

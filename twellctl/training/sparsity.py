@@ -14,18 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twellctl.bundle import twell_model
 from twellctl.bundle.twell_config import new_twell
-from twellctl.bundle.twell_model import (
-    TwellFFN,
-    gated_ffns,
-    lay_weights,
-    put_over_twell,
-    use_kernels,
-)
 from twellctl.bundle.twell_train import FfnMeter, plain_train_ffn
 from twellctl.here.own_kernels import own_kernels
 
-_uncompiled_forward = torch.compiler.disable(TwellFFN.forward)
+_uncompiled_forward = torch.compiler.disable(twell_model.TwellFFN.forward)
 
 
 class FfnPenalty:
@@ -41,12 +35,12 @@ class FfnPenalty:
     gates = ()
 
     def __init__(self, model: nn.Module, *, compiled: bool = False):
-        self.ffns = gated_ffns(model)
+        self.ffns = twell_model.gated_ffns(model)
         self.state = None  # nothing of its own to keep
         self._stock = [type(ffn) for ffn in self.ffns]
-        put_over_twell(model, new_twell(len(self.ffns), "", ""))
-        use_kernels(model, own_kernels())
-        lay_weights(model, trained=True)
+        twell_model.put_over_twell(model, new_twell(len(self.ffns), "", ""))
+        twell_model.use_kernels(model, own_kernels())
+        twell_model.lay_weights(model, trained=True)
         self._meters = [FfnMeter() for _ in self.ffns]
         for ffn, meter in zip(self.ffns, self._meters, strict=True):
             ffn.twell_meter = meter
