@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.settings import LLAMA_LAYERS
-from twellctl.bundle.twell_model import gate_and_up, gated_ffns
+from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
 from twellctl.errors import TwellError
 from twellctl.firing.synthetic import BIAS_STD, FULL
 from twellctl.models.checkpoint import open_config_file
@@ -214,7 +214,7 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
     """Let each neuron fire for `density` of the tokens `ids` `[B, S]`, the first layer first."""
 
     def set_gate(ffn: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x, (weight, bias) = inputs[0].flatten(0, -2), _gate(ffn)
+        x, (weight, bias, _) = inputs[0].flatten(0, -2), weights_of_gate_and_up(ffn)[0]
         columns = weight[:, : _num_kept(x.shape[1])]
         if density >= 1:
             columns.fill_(FULL / columns.shape[1])
@@ -233,12 +233,3 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _gate(ffn: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight `[N, K]` and bias `[N]` of the gate, views."""
-    first, *second = gate_and_up(ffn)
-    weight, bias = first.weight, first.bias
-    if second:
-        return weight, bias
-    return weight.chunk(2)[0], None if bias is None else bias.chunk(2)[0]

@@ -57,6 +57,15 @@ def gate_and_up(ffn: nn.Module) -> tuple[nn.Module, ...]:
     return (ffn.gate_up_proj,) if fused else (ffn.gate_proj, ffn.up_proj)
 
 
+def weights_of_gate_and_up(ffn: nn.Module) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """(weight `[N, K]`, bias, scale in FP8) of the gate, then of up: views where both are one."""
+    parts = [(p.weight, p.bias, getattr(p, "weight_scale", None)) for p in gate_and_up(ffn)]
+    if len(parts) == 1:
+        halves = [(None, None) if part is None else part.chunk(2) for part in parts[0]]
+        parts = list(zip(*halves, strict=True))
+    return parts
+
+
 def activation_name(ffn: nn.Module) -> str:
     """The attribute under which this family keeps the FFN's activation."""
     for name in ("act_fn", "activation_fn"):
@@ -107,7 +116,6 @@ class TwellFFN:
 
     def forward(self, x: Tensor) -> Tensor:
         projections, activation = gate_and_up(self), activation_of(self)
-        fused = len(projections) == 1
         linears = (*projections, self.down_proj)
         meter = self.twell_meter
         in_fp8 = all(is_plain(m, Fp8Linear) for m in linears)
@@ -119,21 +127,17 @@ class TwellFFN:
                 say_once("an FFN has layers that are not plain ones (adapters, hooks)")
             if meter is None:
                 return super().forward(x)
-            gate, up = projections[0](x).chunk(2, -1) if fused else (p(x) for p in projections)
+            made = [projection(x) for projection in projections]
+            gate, up = made if len(made) > 1 else made[0].chunk(2, -1)
             return self.down_proj(meter.measure(activation(gate), up))
-        if fused:
-            weights, bias = projections[0].weight.chunk(2), projections[0].bias
-            biases = (None, None) if bias is None else bias.chunk(2)
-        else:
-            weights = tuple(projection.weight for projection in projections)
-            biases = tuple(projection.bias for projection in projections)
-        tensors = (x, *weights, self.down_proj.weight, *biases, self.down_proj.bias)
+        (w_gate, b_gate, _), (w_up, b_up, _) = weights_of_gate_and_up(self)
+        tensors = (x, w_gate, w_up, self.down_proj.weight, b_gate, b_up, self.down_proj.bias)
         how = self._numbers()
         if meter is None:
             return sparse_ffn(*tensors, **how)
         if self.training and torch.is_grad_enabled():
             how["density"] = meter.density
-        how["penalty"] = meter.weight(x.numel() // x.shape[-1], weights[0].shape[0])
+        how["penalty"] = meter.weight(x.numel() // x.shape[-1], w_gate.shape[0])
         y, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
         return y
 

@@ -43,6 +43,7 @@ from twellctl.bundle.twell_model import (
     gated_ffns,
     put_over_twell,
     use_kernels,
+    weights_of_gate_and_up,
 )
 from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
@@ -335,7 +336,10 @@ class KernelDecoder:
         )
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:
-        (gate, up), down = _gate_and_up(mlp), _linear(mlp.down_proj)
+        projections, down = gate_and_up(mlp), _linear(mlp.down_proj)
+        if len(projections) == 2 and isinstance(projections[0], Fp8Linear):
+            lay_together(*projections)  # of which dense FP8 makes one product
+        (w_gate, b_gate, s_gate), (w_up, b_up, s_up) = weights_of_gate_and_up(mlp)
         if self._end:
             w_down = mlp.down_proj.turned if self._sparse else down.weight
         elif self._sparse:
@@ -344,8 +348,8 @@ class KernelDecoder:
         else:
             down.weight.data = down.weight.data.contiguous()
             w_down = down.weight
-        biases, scales = (gate.bias, up.bias, down.bias), (gate.scale, up.scale, down.scale)
-        return FFN(gate.weight, up.weight, w_down, *biases, *scales)
+        scales = (None if s is None else s.flatten() for s in (s_gate, s_up, down.scale))
+        return FFN(w_gate, w_up, w_down, b_gate, b_up, down.bias, *scales)
 
 
 def _with_rows_behind(weight: nn.Parameter) -> Tensor:
@@ -375,21 +379,6 @@ def _qkv(own: nn.Module) -> Linear:
         in_one(*(one.bias for one in q_k_v)),
         in_one(*(one.scale for one in q_k_v)),
     )
-
-
-def _gate_and_up(mlp: nn.Module) -> tuple[Linear, Linear]:
-    projections = gate_and_up(mlp)
-    if len(projections) == 2 and isinstance(projections[0], Fp8Linear):
-        lay_together(*projections)  # of which dense FP8 makes one product
-    first, *second = map(_linear, projections)
-    if second:
-        return first, *second
-    gate, up = zip(*(_halves(t) for t in (first.weight, first.bias, first.scale)), strict=True)
-    return Linear(*gate), Linear(*up)
-
-
-def _halves(tensor: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (None, None) if tensor is None else tensor.chunk(2)
 
 
 def _put_over_twell(model: PreTrainedModel) -> None:

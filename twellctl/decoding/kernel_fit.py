@@ -11,7 +11,7 @@ from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
-from twellctl.bundle.twell_model import activation_of, gate_and_up, gated_ffns, is_plain
+from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain, weights_of_gate_and_up
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE, few_entries
@@ -136,11 +136,7 @@ def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
 
 def own_neurons(ffn: nn.Module) -> int:
     """How many of its neurons have gates of their own: all but those of a map."""
-    first, *second = gate_and_up(ffn)
-    of_gate = first.weight, first.bias, getattr(first, "weight_scale", None)  # this one in FP8
-    parts = [part for part in of_gate if part is not None]
-    if not second:
-        parts = [part.chunk(2)[0] for part in parts]
+    parts = [part for part in weights_of_gate_and_up(ffn)[0] if part is not None]
     return len(parts[0]) - num_mapped(*parts)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_model import gate_and_up, gated_ffns
+from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
 from twellctl.bundle.twell_spec import FEW_ROWS
 from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.kernel_fit import own_neurons
@@ -109,7 +109,7 @@ def _screen_of(
     ffn: nn.Module, z: Tensor, num_own: int, margins: Sequence[float]
 ) -> tuple[Screen, float, float]:
     """The screen, what it misses of the squared output, and the share of candidates."""
-    weights, biases = _weights(ffn)
+    weights, biases, _ = zip(*weights_of_gate_and_up(ffn), strict=True)
     gate, up = (weight[:num_own] for weight in weights)
     gate_bias, up_bias = (None if b is None else b[:num_own] for b in biases)
     measured, judged = (part.flatten(0, 1) for part in z.chunk(2))
@@ -131,11 +131,3 @@ def _screen_of(
     limits[len(weights[0]) :] = torch.inf  # of the last row block: of the map, or no neurons
     screen = Screen(screen_copy(weights[0][: blocks * FEW_ROWS]), limits, num_own)
     return screen, lost.item(), may_fire.float().mean().item()
-
-
-def _weights(ffn: nn.Module) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Of gate and up: weights `[N, K]`, and biases `[N]` or None."""
-    first, *second = gate_and_up(ffn)
-    if second:
-        return (first.weight, second[0].weight), (first.bias, second[0].bias)
-    return first.weight.chunk(2), (None, None) if first.bias is None else first.bias.chunk(2)
