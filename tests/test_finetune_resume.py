@@ -181,7 +181,12 @@ def as_by_torchrun(started):
                 for process in both:
                     process.send_signal(number)
 
-        return stop, lambda: [process.wait() for process in both], both[0].stderr
+        def wait() -> None:
+            both[0].wait()
+            both[1].send_signal(signal.SIGTERM)  # as torchrun ends those that are left
+            both[1].wait()
+
+        return stop, wait, both[0].stderr
 
     return start
 
