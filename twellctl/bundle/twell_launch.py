@@ -8,7 +8,6 @@ the one in front has ended: `start` launches all, whether they overlap or not.
 
 import ctypes
 import functools
-import hashlib
 import itertools
 import struct
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_nvrtc import Cubin, KernelError, load_cubin, static_shared, what_is_missing
+from .twell_nvrtc import Cubin, KernelError, digest_of, load_cubin, static_shared, what_is_missing
 from .twell_plan import Limits
 from .twell_spec import ENTRY_FILES
 
@@ -94,7 +93,8 @@ def start(
     pointers = frame.pointers.get(kinds)
     if pointers is None:
         base = ctypes.addressof(frame.values)
-        places = [base + offset for offset in _offsets(kinds)]
+        sizes = (struct.calcsize("=" + _place(kind)) for kind in kinds[:-1])
+        places = list(itertools.accumulate(sizes, initial=base))
         pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
     size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
     attribute = frame.early_at if overlap else frame.together_at if together else 0
@@ -114,11 +114,6 @@ def _layout(kinds: tuple[type, ...]) -> tuple[struct.Struct, tuple[int, ...], tu
     tensors = (i for i, kind in enumerate(kinds) if issubclass(kind, Tensor))
     others = (i for i, kind in enumerate(kinds) if kind in (NoneType, np.void))
     return struct.Struct("=" + "".join(map(_place, kinds))), tuple(tensors), tuple(others)
-
-
-def _offsets(kinds: tuple[type, ...]) -> list[int]:
-    sizes = [struct.calcsize("=" + _place(kind)) for kind in kinds]
-    return [0, *itertools.accumulate(sizes[:-1])]
 
 
 def _place(kind: type) -> str:
@@ -184,13 +179,10 @@ def device_limits(index: int) -> Limits:
 
 def register_sources(files: Mapping[str, bytes]) -> str:
     """Make `files` ({"ffn/pack.cu": text, "ptx/mma.cuh": text}) known; their digest names them."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        for part in (name.encode(), files[name]):
-            digest.update(len(part).to_bytes(8, "little") + part)
+    digest = digest_of(part for name in sorted(files) for part in (name.encode(), files[name]))
     with _lock:
-        _sources.setdefault(digest.hexdigest(), dict(files))
-    return digest.hexdigest()
+        _sources.setdefault(digest, dict(files))
+    return digest
 
 
 def kernels_for(sources: str, index: int) -> "KernelSet":

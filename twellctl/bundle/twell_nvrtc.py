@@ -16,7 +16,7 @@ import importlib.util
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,8 @@ class Nvrtc:
             return Cubin(self._read("CUBIN", program), self._log(program))
         except KernelError as error:
             version = ".".join(map(str, self.version))
-            said = _first_error(self._log(program)) or str(error)
+            lines = (line.strip() for line in self._log(program).splitlines())
+            said = next((line for line in lines if "error" in line.lower()), "") or str(error)
             message = f"NVRTC {version} does not compile {name} for {arch}: {said}"
             raise KernelError(message) from error
         finally:
@@ -125,11 +126,6 @@ class Nvrtc:
         if status := getattr(self._library, function)(*args):
             said = self._library.nvrtcGetErrorString(status).decode()
             raise KernelError(f"{function}: {said}")
-
-
-def _first_error(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines()]
-    return next((line for line in lines if "error" in line.lower()), "")
 
 
 def nvrtc_paths() -> Iterator[str]:
@@ -206,10 +202,13 @@ def _key(name: str, sources: Mapping[str, bytes], arch: str, version: tuple[int,
     parts = [repr((version, arch, OPTIONS, name)).encode()]
     for key, text in sorted(compiled_files(name, sources, arch).items()):
         parts += [key.encode(), text]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+    return digest_of(parts)
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    """sha256 of `parts`, which no others have, however they are cut."""
+    joined = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.sha256(joined).hexdigest()
 
 
 def _read(content: bytes | None) -> Cubin | None:
