@@ -150,9 +150,11 @@ def test_least_squares_are_those_of_float64():
     products = Products(12, 5, features.device)
     for part in (slice(0, 200), slice(200, 500)):
         products.add(features[part], rest[part])
+    products.over_processes()
     f, y = features.double(), rest.double()
     gram = f.T @ f
     means = torch.cat([gram.diagonal()[:8].mean().expand(8), gram.diagonal()[8:].mean().expand(4)])
+    torch.testing.assert_close(products.gram.double(), gram, rtol=1e-4, atol=1e-3)
     expected = torch.linalg.solve(gram + torch.diag(0.01 * means), f.T @ y)
     found = solved(products, (8, 4), 0.01)
     assert found.is_contiguous()  # GPUs send nothing else to each other
@@ -165,6 +167,7 @@ def test_products_through_a_map_are_those_of_mapped_features():
     products, mapped = Products(12, 5, features.device), Products(10, 5, features.device)
     products.add(features, rest)
     mapped.add(torch.cat([features[:, :8], features[:, 8:] @ last.T], 1), rest)
+    products.over_processes(), mapped.over_processes()
     through = products.through(last)
     torch.testing.assert_close(through.gram, mapped.gram, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(through.right, mapped.right, rtol=1e-4, atol=1e-3)

@@ -16,6 +16,7 @@ from twellctl.errors import TwellError
 from twellctl.training.processes import is_one_of_several
 
 MOST_RIDGE = 1.0
+BLOCKS = 8  # of columns of a symmetric product: above its diagonal nothing is computed twice
 
 
 class NotSolved(TwellError):
@@ -23,7 +24,10 @@ class NotSolved(TwellError):
 
 
 class Products:
-    """The sums over tokens: `gram` `[P, P]` and `right` `[P, K]`, of weighted tokens."""
+    """The sums over tokens: `gram` `[P, P]` and `right` `[P, K]`, of weighted tokens.
+
+    `gram` has its upper half from `over_processes` on.
+    """
 
     def __init__(self, num_features: int, num_outputs: int, device: torch.device):
         self.gram = torch.zeros(num_features, num_features, device=device)
@@ -32,12 +36,17 @@ class Products:
     def add(self, features: Tensor, rest: Tensor) -> None:
         """Of tokens `[T, P]` and `[T, K]`, each already times the root of its weight."""
         with _tf32():
-            self.gram.addmm_(features.T, features)
+            width = -(-len(self.gram) // BLOCKS)
+            for first in range(0, len(self.gram), width):
+                some = features[:, first : first + width]
+                self.gram[first:, first : first + width].addmm_(features[:, first:].T, some)
             self.right.addmm_(features.T, rest)
 
     def over_processes(self) -> None:
         """Make them the sums over the tokens of all processes."""
+        self.gram.tril_()
         sum_over_processes(self.gram, self.right)
+        self.gram += self.gram.tril(-1).T
 
     def through(self, last: Tensor) -> "Products":
         """Those of other features: the last ones `z` `[T, Z]` became `last @ z` `[T, R]`."""
