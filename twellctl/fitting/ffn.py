@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import gate_and_up
+from twellctl.bundle.twell_model import weights_of_gate_and_up
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,7 @@ class GatedFfn:
     @classmethod
     def of(cls, ffn: nn.Module) -> "GatedFfn":
         """The weights of a stock module, packed or separate."""
-        projections = gate_and_up(ffn)
-        if len(projections) == 2:
-            (gate, gate_bias), (up, up_bias) = ((p.weight, p.bias) for p in projections)
-        else:
-            gate, up = projections[0].weight.chunk(2)
-            both = projections[0].bias
-            gate_bias, up_bias = (None, None) if both is None else both.chunk(2)
+        (gate, gate_bias, _), (up, up_bias, _) = weights_of_gate_and_up(ffn)
         down = ffn.down_proj
         return cls(gate, up, down.weight, gate_bias, up_bias, down.bias)
 

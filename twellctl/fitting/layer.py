@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from twellctl.fitting.ffn import GatedFfn
-from twellctl.fitting.least_squares import Products, same_in_all, solved, sum_over_processes
+from twellctl.fitting.least_squares import (
+    Products,
+    same_in_all,
+    solved,
+    sum_over_processes,
+    tf32,
+)
 from twellctl.fitting.steps import LayerText, Steps, take_steps
 
 DIRECTION_RIDGE = 1e-4
@@ -95,6 +101,7 @@ def _products(
     """
     N, K = ffn.gate.shape
     products = Products(N + K, K, line.device)
+    weights = torch.cat([ffn.down, line], 1)
     fired = torch.zeros(2, dtype=torch.float64, device=line.device)
     for part in _parts(len(text)):
         z, root = text.z[part], text.weights[part, None].sqrt()
@@ -103,7 +110,8 @@ def _products(
         hidden = gate.relu_().mul_(ffn.ups(z)).float()
         mapped = (z * (z @ direction.to(z.dtype)).relu()[:, None]).float()
         features = torch.cat([hidden, mapped], 1)
-        rest = text.wanted(part) - features @ torch.cat([ffn.down, line], 1).T
+        with tf32():
+            rest = text.wanted(part) - features @ weights.T
         if ffn.down_bias is not None:
             rest -= ffn.down_bias
         products.add(features.mul_(root), rest.mul_(root))

@@ -16,7 +16,8 @@ from twellctl.errors import TwellError
 from twellctl.training.processes import is_one_of_several
 
 MOST_RIDGE = 1.0
-BLOCKS = 8  # of columns of a symmetric product: above its diagonal nothing is computed twice
+BLOCKS = 8  # of columns of a symmetric product, of which what is above the diagonal is left out
+COMPUTED = (1 + 1 / BLOCKS) / 2  # of it
 
 
 class NotSolved(TwellError):
@@ -35,7 +36,7 @@ class Products:
 
     def add(self, features: Tensor, rest: Tensor) -> None:
         """Of tokens `[T, P]` and `[T, K]`, each already times the root of its weight."""
-        with _tf32():
+        with tf32():
             width = -(-len(self.gram) // BLOCKS)
             for first in range(0, len(self.gram), width):
                 some = features[:, first : first + width]
@@ -101,7 +102,7 @@ def same_in_all(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _tf32:
+class tf32:
     """Products of float32 as TF32 inside, on GPUs that have it."""
 
     def __enter__(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twellctl.errors import UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
+from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device
@@ -83,7 +84,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
     forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
     in_steps = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
     passes = 2 if fit.steps else 1
-    sums = passes * 2 * T * P * (P + 2 * K)
+    sums = passes * 2 * T * P * (COMPUTED * P + 2 * K)
     solves = 2 * passes * (P**3 / 3 + 2 * P * P * K)
     seconds = (forward + in_steps) / rates[0] + (sums + 8 * solves) / rates[1]
     states = 2 * 4 * T * K + (2 if on_gpu else 4) * T * K
@@ -112,12 +113,8 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
     on_gpu = device.type == "cuda"
     size = PROBE[device.type]
     a = torch.randn(size, size, device=device, dtype=dtype if on_gpu else torch.float32)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
+    with tf32():
         return 2 * size**3 / _seconds(lambda: a @ a, on_gpu)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _seconds(run: Callable[[], Tensor], on_gpu: bool) -> float:
