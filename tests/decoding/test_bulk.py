@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from greedy import greedy
 
 from twellctl.decoding import bulk
 from twellctl.decoding.bulk import Bulk, answers
@@ -23,20 +24,8 @@ ENDS = frozenset(range(0, 512, 9))  # random models seldom find one end
 
 @pytest.fixture(scope="module")
 def opened(make_model):
-    """`opened(family, **config)`: a random model, and its greedy answers by transformers."""
-
-    def opened(family: str = "llama", **changes):
-        model = load_model(open_checkpoint(make_model(family, **changes)))
-
-        def greedy(prompt: list[int], most: int, ends: frozenset[int] = frozenset()) -> list[int]:
-            ids = torch.tensor([prompt])
-            how = {"do_sample": False, "max_new_tokens": most, "pad_token_id": 0}
-            made = model.generate(ids, **how, eos_token_id=[*ends] or 511)[0, len(prompt) :]
-            return made.tolist()
-
-        return model, greedy
-
-    return opened
+    """`opened(family, **config)`: a random model."""
+    return lambda family="llama", **how: load_model(open_checkpoint(make_model(family, **how)))
 
 
 def ragged(count: int, seed: int = 0) -> list[list[int]]:
@@ -58,17 +47,17 @@ def run(model, prompts, most: int, ends=ENDS, temperature: float = 0.0, **how) -
 @pytest.fixture(scope="module")
 def with_ends(opened):
     """A model, prompts, and what it answers to each."""
-    (model, greedy), prompts = opened(), ragged(30)
-    return model, prompts, {i: greedy(prompt, 20, ENDS) for i, prompt in enumerate(prompts)}
+    model, prompts = opened(), ragged(30)
+    return model, prompts, {i: greedy(model, prompt, 20, ENDS) for i, prompt in enumerate(prompts)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_generate(opened, tokenizer, family):
-    model, greedy = opened(family)
+    model = opened(family)
     before, prompts = model.config._attn_implementation, ragged(7)
     made = dict(answers(model, tokenizer, prompts, max_new_tokens=12, rows=4))
     assert model.config._attn_implementation == before
-    assert [made[i] for i in range(len(prompts))] == [greedy(p, 12, {0}) for p in prompts]
+    assert [made[i] for i in range(len(prompts))] == [greedy(model, p, 12, [0]) for p in prompts]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -93,14 +82,14 @@ def test_rows_end_and_are_taken_again(with_ends, monkeypatch, kind, late):
 
 
 def test_a_window_hides_what_lies_before_it(opened):
-    model, greedy = opened("mistral", sliding_window=24)
+    model = opened("mistral", sliding_window=24)
     prompts = ragged(8)
-    known = {i: greedy(prompt, 30, ENDS) for i, prompt in enumerate(prompts)}
+    known = {i: greedy(model, prompt, 30, ENDS) for i, prompt in enumerate(prompts)}
     assert run(model, prompts, 30, rows=3) == known
 
 
 def test_a_draw_does_not_depend_on_who_is_beside_it(opened):
-    model, _ = opened()
+    model = opened()
     prompts = ragged(20)
     made = run(model, prompts, 20, temperature=1.0, rows=5)
     assert made == run(model, prompts, 20, temperature=1.0, rows=16)
@@ -110,7 +99,7 @@ def test_a_draw_does_not_depend_on_who_is_beside_it(opened):
 
 
 def test_what_does_not_fit_is_refused(opened, tokenizer, make_model):
-    model, _ = opened()
+    model = opened()
     with pytest.raises(TwellError, match="need room for 300 tokens, there is room for 256"):
         list(answers(model, tokenizer, [[1] * 100], max_new_tokens=200))
     with pytest.raises(TwellError, match="needs at least one token before it"):
@@ -121,7 +110,7 @@ def test_what_does_not_fit_is_refused(opened, tokenizer, make_model):
 
 
 def test_numbers_that_are_none_end_it(opened, tokenizer):
-    model, _ = opened()
+    model = opened()
     model.lm_head.weight.data[:] = torch.nan
     with pytest.raises(TwellError, match="computed NaN"):
         list(answers(model, tokenizer, [[1]], max_new_tokens=9))

@@ -15,13 +15,10 @@ from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, OWN_PRODUCTS
 M, N, K = OWN_PRODUCTS, 256, 128
 
 
-class Taken(list):
-    """What ran: the names of our own kernels, and of what stands in for PyTorch's over e4m3."""
-
-
 @pytest.fixture
-def taken(monkeypatch) -> Taken:
-    made = Taken()
+def taken(monkeypatch) -> list[str]:
+    """What ran: the names of our own kernels, and of what stands in for PyTorch's over e4m3."""
+    made = []
 
     def noted(name: str, run):
         return lambda *given, **how: (made.append(name), run(*given, **how))[1]

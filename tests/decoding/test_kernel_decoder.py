@@ -208,45 +208,25 @@ def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
     assert "the FFNs of LlamaForCausalLM are in FP8 and not ReLU" in KernelDecoder.why_not(model)
 
 
-def wide_norm(model) -> None:
-    model.model.norm.float()
-
-
-def other_head(model) -> None:
-    model.lm_head = nn.Sequential(model.lm_head)
-
-
-def hook(model) -> None:
-    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *given: None)
-
-
-def hook_on_ffn(model) -> None:
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *given: None)
-
-
-def hook_on_layer(model) -> None:
-    model.model.layers[0].register_forward_hook(lambda *given: None)
-
-
-def biases_in_part(model) -> None:
-    q_proj = model.model.layers[1].self_attn.q_proj
-    q_proj.bias = nn.Parameter(q_proj.weight.new_zeros(len(q_proj.weight)))
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (biases_in_part, "some of q, k and v of LlamaForCausalLM have a bias, some have none"),
-        (hook, "self_attn.o_proj of LlamaForCausalLM has hooks"),
-        (hook_on_ffn, "mlp of LlamaForCausalLM has hooks"),
-        (hook_on_layer, "a layer of LlamaForCausalLM has hooks"),
-        (wide_norm, "take bf16, not float32"),
-        (other_head, "the LM head of LlamaForCausalLM are not plain layers"),
+        (lambda m, layer: setattr(layer.self_attn.q_proj, "bias", m.model.norm.weight),
+         "some of q, k and v of LlamaForCausalLM have a bias, some have none"),
+        (lambda m, layer: layer.self_attn.o_proj.register_forward_hook(print),
+         "self_attn.o_proj of LlamaForCausalLM has hooks"),
+        (lambda m, layer: layer.mlp.register_forward_pre_hook(print),
+         "mlp of LlamaForCausalLM has hooks"),
+        (lambda m, layer: layer.register_forward_hook(print),
+         "a layer of LlamaForCausalLM has hooks"),
+        (lambda m, layer: m.model.norm.float(), "take bf16, not float32"),
+        (lambda m, layer: setattr(m, "lm_head", nn.Sequential(m.lm_head)),
+         "the LM head of LlamaForCausalLM are not plain layers"),
     ],
-)
+)  # fmt: skip
 def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     model = tiny(**SIZES).bfloat16()
-    change(model)
+    change(model, model.model.layers[1])
     assert said in KernelDecoder.why_not(model)
 
 

@@ -51,18 +51,17 @@ def test_draws_have_the_shares_of_softmax(logits, temperature):
     assert chi_square(tokens, (logits / temperature).softmax(-1)) < 35  # 11 degrees: 1 in 4000
 
 
-def test_top_k_and_top_p_cut_as_transformers_does(logits):
-    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+def test_top_k_top_p_and_min_p_cut_as_transformers_does(logits):
+    from transformers.generation import logits_process as stock
 
-    for top_k, top_p in [(3, 1.0), (5, 0.7), (0, 0.999), (100, 0.3)]:
+    kinds = (stock.TopKLogitsWarper, stock.TopPLogitsWarper, stock.MinPLogitsWarper)
+    cuts = [(3, 1.0, 0.0), (5, 0.7, 0.0), (0, 0.999, 0.0), (100, 0.3, 0.0)]
+    for top_k, top_p, min_p in cuts + [(0, 1.0, share) for share in (0.05, 0.2, 0.7, 1.0)]:
         warped = logits[None] / 0.9
-        if top_k:
-            warped = TopKLogitsWarper(top_k)(None, warped)
-        if top_p < 1:
-            warped = TopPLogitsWarper(top_p)(None, warped)
-        tokens = drawn(logits, Sampling(1, 0.9, top_p, top_k), 5, 20_000)
-        shares = warped[0].softmax(-1)
-        assert chi_square(tokens, shares) < 35, (top_k, top_p)
+        for kind, value in zip(kinds, (top_k, top_p % 1, min_p), strict=True):
+            warped = kind(value)(None, warped) if value else warped
+        tokens = drawn(logits, Sampling(1, 0.9, top_p, top_k, min_p=min_p), 5, 20_000)
+        assert chi_square(tokens, warped[0].softmax(-1)) < 35, (top_k, top_p, min_p)
 
 
 def test_noise_is_gumbels_and_of_no_pattern():
@@ -136,15 +135,6 @@ def test_any_seed_of_64_bits(logits, seed):
 def test_a_top_k_that_cuts_nothing(logits, top_k):
     sampling = Sampling(1, 1.0, 0.999999, top_k)
     assert torch.equal(drawn(logits, sampling, 7, 300), drawn(logits, Sampling(1), 7, 300))
-
-
-def test_min_p_cuts_as_transformers_does(logits):
-    from transformers.generation.logits_process import MinPLogitsWarper
-
-    for min_p in (0.05, 0.2, 0.7, 1.0):
-        warped = MinPLogitsWarper(min_p)(None, logits[None] / 0.9)
-        tokens = drawn(logits, Sampling(1, 0.9, min_p=min_p), 5, 20_000)
-        assert chi_square(tokens, warped[0].softmax(-1)) < 35, min_p
 
 
 def test_penalties_weigh_as_transformers_and_openai_say(logits):
