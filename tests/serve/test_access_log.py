@@ -1,5 +1,6 @@
 """serve-local: the access log, and what /v1 and unknown URLs answer."""
 
+import contextlib
 import json
 import re
 
@@ -21,26 +22,21 @@ LINE = re.compile(
 
 @pytest.fixture
 def logged(tokenizer):
-    """`with logged(engine) as (client, lines)`: what is asked, the status and the tokens."""
+    """`with logged(engine) as (client, told)`: what is asked, the status and the tokens."""
 
-    class Logged:
-        def __init__(self, engine=None, **settings):
-            self.lines = []
-            served = ServedModel("model", tokenizer, engine or Scripted([5, 6, 0]))
-            self.context = running(served, log=self.lines.append, **settings)
+    @contextlib.contextmanager
+    def logged(engine=None):
+        lines, served = [], ServedModel("model", tokenizer, engine or Scripted([5, 6, 0]))
 
-        def __enter__(self):
-            return self.context.__enter__(), self.told
+        def told(count):
+            assert eventually(lambda: len(lines) >= count), lines
+            assert len(lines) == count
+            return [LINE.fullmatch(line).groups() for line in lines]
 
-        def __exit__(self, *error):
-            return self.context.__exit__(*error)
+        with running(served, log=lines.append) as client:
+            yield client, told
 
-        def told(self, count):
-            assert eventually(lambda: len(self.lines) >= count), self.lines
-            assert len(self.lines) == count
-            return [LINE.fullmatch(line).groups() for line in self.lines]
-
-    return Logged
+    return logged
 
 
 def test_a_line_a_request_with_its_tokens(logged, tokenizer):
@@ -62,8 +58,10 @@ def test_what_fails_is_logged_as_what_it_is(logged, tokenizer):
     engine = Scripted(tokenizer.encode("print"), EngineError("lost"))
     count = len(engine.tokens)
     with logged(engine) as (client, told):
+        got = []
         with pytest.raises(openai.APIError, match="lost"):
-            list(complete(client, prompt=[5, 6], stream=True))
+            got.extend(c.choices[0].text for c in complete(client, prompt=[5, 6], stream=True))
+        assert "".join(got) == "print"
         with pytest.raises(openai.BadRequestError):
             complete(client, max_tokens=-1)
         get(client, "/nothing")

@@ -16,22 +16,8 @@ from serving_client import (
 )
 
 from twellctl.decoding.opening import open_engine
-from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.serve_local import load_served_model
-
-
-def test_an_export_is_served_alike(relu_llama, reference, tokenizer, tmp_path):
-    export(relu_llama, tmp_path / "exported")
-    exported = load_served_model(open_checkpoint(tmp_path / "exported"))
-    try:
-        assert exported.name == "exported"
-        assert engine_tokens(exported.engine, PROMPT, 20, tokenizer) == reference(
-            tokenizer.encode(PROMPT), 20
-        )
-    finally:
-        exported.engine.close()
 
 
 def test_engine_takes_end_tokens_but_no_habits_from_generation_config(
@@ -117,12 +103,6 @@ def test_a_draw_leaves_the_callers_random_numbers_alone(client):
     torch.manual_seed(5)
     complete(client, temperature=1, seed=1)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_top_k_and_top_p_narrow_the_draw_to_the_greedy_one(client):
-    greedy = complete(client).choices[0].text
-    assert complete(client, temperature=2, extra_body={"top_k": 1}).choices[0].text == greedy
-    assert complete(client, temperature=2, top_p=0).choices[0].text == greedy
 
 
 def test_n_choices_differ_and_count(client):

@@ -26,7 +26,6 @@ from serving_client import (
     told_at_start,
 )
 
-from twellctl.decoding.engine import EngineClosed, EngineError
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import open_checkpoint
@@ -66,16 +65,6 @@ def test_unexpected_failure_is_logged_in_one_line(served, client, monkeypatch, c
     (record,) = caplog.records
     assert record.getMessage() == "POST /v1/completions failed: IndexError: no such layer"
     assert complete(client).choices[0].text
-
-
-@pytest.mark.parametrize("failure", [EngineError("lost"), EngineClosed("stopping")])
-def test_failure_within_a_stream_is_an_error_event(tokenizer, failure, caplog):
-    tokens = tokenizer.encode("print")
-    with running(ServedModel("model", tokenizer, Scripted(tokens, failure))) as client:
-        got = []
-        with pytest.raises(openai.APIError, match=str(failure)):
-            got.extend(c.choices[0].text for c in complete(client, stream=True))
-    assert "".join(got) == "print"
 
 
 def test_no_half_characters_in_a_stream(tokenizer):
@@ -132,15 +121,6 @@ def test_a_silu_model_is_served_densely(silu_llama):
     with running(served) as client:
         assert complete(client, prompt="x = 1", max_tokens=5).choices[0].text
     assert served.engine.stats().densities == ()
-
-
-def test_a_model_without_a_tokenizer_is_refused(relu_llama, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).symlink_to(relu_llama / name)
-    with pytest.raises(TwellError, match="has no tokenizer"):
-        serve_local(bare)
 
 
 def test_busy_port_is_one_line(relu_llama):

@@ -114,12 +114,6 @@ def test_bad_body_is_refused(client, body, told):
     assert answer["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_body_too_large(client):
-    with pytest.raises(openai.APIStatusError) as caught:
-        complete(client, prompt="x" * (5 << 20))
-    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
-
-
 def test_what_is_no_request_of_this_api(client):
     status, answer = post(client, b"{}", "/v1/embeddings")
     assert (status, answer["error"]["code"]) == (404, "unknown_url")
