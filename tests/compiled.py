@@ -22,15 +22,6 @@ from unittest import mock
 import pytest
 
 from twellctl.bundle import twell_nvrtc, twell_spec
-from twellctl.bundle.twell_nvrtc import (
-    Cubin,
-    KernelError,
-    Nvrtc,
-    compiled_files,
-    nvrtc_paths,
-    sections,
-    static_shared,
-)
 from twellctl.bundle.twell_spec import E4M3_END, HEAD_DIMS, MOST_OF_BLOCK
 from twellctl.here.resources import kernel_files
 
@@ -52,22 +43,29 @@ _SIZED, _MAX_THREADS, _PARAMETER, _CLUSTER = 4, 0x05, 0x17, 0x3D
 
 
 @functools.cache
-def nvrtc(major: int) -> Nvrtc:
+def nvrtc(major: int) -> twell_nvrtc.Nvrtc:
     """The NVRTC of a CUDA version; skips the test if it is not here."""
-    for path in nvrtc_paths():
+    for path in twell_nvrtc.nvrtc_paths():
         if path.endswith(f".{major}"):
             try:
-                return Nvrtc(path)
-            except (OSError, KernelError):
+                return twell_nvrtc.Nvrtc(path)
+            except (OSError, twell_nvrtc.KernelError):
                 continue
     pytest.skip(f"no NVRTC of CUDA {major}: pip install 'twellctl[test]' on Linux")
 
 
 @functools.cache
-def compiled(name: str, arch: str, major: int = 13) -> Cubin:
+def compiled(name: str, arch: str, major: int = 13) -> twell_nvrtc.Cubin:
     """The cubin of a source with `entries_for`; skips the test without that NVRTC."""
     library, entries = nvrtc(major), entries_for(name, arch, major)
-    read = repr((name, sorted(compiled_files(name, SOURCES, arch).items()), library.version, arch))
+    read = repr(
+        (
+            name,
+            sorted(twell_nvrtc.compiled_files(name, SOURCES, arch).items()),
+            library.version,
+            arch,
+        )
+    )
     key = hashlib.sha256((read + repr(entries)).encode()).hexdigest()
     with (Path(os.environ["TWELL_TEST_BUILDS"]) / key).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
@@ -91,7 +89,7 @@ def is_hurried(name: str, arch: str, major: int) -> bool:
 def static_bytes(name: str, arch: str, major: int = 13) -> dict[str, int]:
     """Shared memory that each kernel of a source declares."""
     more = HURRIED_BYTES if is_hurried(name, arch, major) else 0
-    found = static_shared(compiled(name, arch, major).code)
+    found = twell_nvrtc.static_shared(compiled(name, arch, major).code)
     found = {entry: found[entry] for entry in found if entry in twell_spec.ENTRY_FILES}
     return {entry: size - (more if size >= more else 0) for entry, size in found.items()}
 
@@ -113,7 +111,7 @@ def entries_for(name: str, arch: str, major: int) -> Mapping[str, tuple] | Itera
 def specified_alike(name: str, one: str, other: str) -> bool:
     """Whether a source is built for the same sizes on two architectures; its instructions, which
     ptx/ chooses by architecture, may be others."""
-    files, others = (compiled_files(name, SOURCES, arch) for arch in (one, other))
+    files, others = (twell_nvrtc.compiled_files(name, SOURCES, arch) for arch in (one, other))
     chosen = [file for file, text in files.items() if b"__CUDA_ARCH__" in text]
     return files == others and all(file.startswith("ptx/") for file in chosen)
 
@@ -157,7 +155,7 @@ def _product_of(code: bytes, entry: str, wanted: int) -> int:
 
 
 def _attributes(code: bytes, entry: str) -> Iterator[tuple[int, bytes]]:
-    info, at = sections(code)[f".nv.info.{entry}"].content, 0
+    info, at = twell_nvrtc.sections(code)[f".nv.info.{entry}"].content, 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         sized = size if form == _SIZED else 0

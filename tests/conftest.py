@@ -278,6 +278,30 @@ def cli(monkeypatch, capfd):
     signal.signal(signal.SIGTERM, terminate)
 
 
+@pytest.fixture
+def refusal(cli):
+    """`refusal(*words, code=1)`: the line of stderr that a command ends with, and says no more."""
+
+    def run(*words, code: int = 1) -> str:
+        ended, out, err = cli(*words)
+        assert (ended, out, len(err)) == (code, "", 1), (out, err)
+        return err[0]
+
+    return run
+
+
+@pytest.fixture
+def success(cli):
+    """`success(*words)`: stdout, and the lines of stderr, of a command that ends well."""
+
+    def run(*words) -> tuple[str, list[str]]:
+        code, out, err = cli(*words)
+        assert code == 0, err
+        return out, err
+
+    return run
+
+
 def write_texts(path: Path, characters: int) -> Path:
     """A jsonl of real text: the beginnings of some twenty sources of the standard library."""
     lines = (json.dumps({"text": text[:characters]}) + "\n" for text in stdlib_texts(20))

@@ -112,10 +112,9 @@ def test_bench_model_times_the_body_in_fp8(has_fp8, count_less, quantize):
     assert " as fast as dense FP8 (" in said
 
 
-def test_bench_model_takes_an_fp8_export(cli, fp8_export, text_file):
+def test_bench_model_takes_an_fp8_export(success, fp8_export, text_file):
     words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
-    code, out, err = cli("bench", "model", fp8_export, *words, "--device", "cpu", "--json", "-")
-    assert code == 0, err
+    out, _ = success("bench", "model", fp8_export, *words, "--device", "cpu", "--json", "-")
     found = json.loads(out)
     (point,) = found["points"]
     assert list(point["candidates"]) == ["dense eager", "twell FP8 plain eager"]
@@ -202,11 +201,10 @@ def test_a_rival_that_fails_is_left_out(has_fp8, both_forms, count_less, monkeyp
 
 
 def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(
-    cli, count_less, fp8_export, text_file
+    success, count_less, fp8_export, text_file
 ):
     words = ("--data", text_file, "--prompt-tokens", "16", "--new-tokens", "15", "--batch", "1")
-    code, out, err = cli("bench", "decode", fp8_export, *words, "--device", "cpu", "--json", "-")
-    assert code == 0, err
+    out, _ = success("bench", "decode", fp8_export, *words, "--device", "cpu", "--json", "-")
     found = json.loads(out)
     (point,) = found["models"][0]["points"]
     assert (list(point["forms"]), point["skipped"]) == (["dense"], {})

@@ -86,21 +86,19 @@ def test_a_random_model_is_measured():
     assert said.startswith("on this CPU this model (random, 2 layers) is ")
 
 
-def test_an_export_is_measured_with_its_own_numbers(cli, relu_llama, text_file, tmp_path):
+def test_an_export_is_measured_with_its_own_numbers(success, relu_llama, text_file, tmp_path):
     measured = profile(relu_llama, [str(text_file)], windows=4, seq_len=32)
     export(relu_llama, tmp_path / "export", profile=measured)
     words = ("--data", text_file, "--tokens", "64", "--seq-len", "32", "--rounds", "1")
     words += ("--device", "cpu")
-    code, out, err = cli("bench", "model", tmp_path / "export", *words, "--json", "-")
-    assert code == 0, err
+    out, _ = success("bench", "model", tmp_path / "export", *words, "--json", "-")
     found = json.loads(out)
     (point,) = found["points"]
     assert [layer["slots"] for layer in point["layers"]] == [s.slots for s in measured.layers]
     assert point["density"] == pytest.approx(measured.density, rel=0.3)
     assert (point["batch"], point["seq_len"]) == (2, 32)
     assert found["sentences"][0].startswith("on this CPU this model is ")
-    code, out, _ = cli("bench", "model", tmp_path / "export", *words)
-    assert code == 0
+    out, _ = success("bench", "model", tmp_path / "export", *words)
     assert "first layer" in out
 
 
@@ -129,14 +127,13 @@ def test_bad_calls_are_refused(relu_llama, text_file, tmp_path):
         bench_model(ModelSettings(**real | texts | {"tokens": (2**19,)}))
 
 
-def test_json_goes_to_a_file_beside_the_tables(cli, tmp_path):
+def test_json_goes_to_a_file_beside_the_tables(cli, success, tmp_path):
     file, other = tmp_path / "bench.json", tmp_path / "other.json"
     other.write_text('{"mine": 1}')
     words = ("bench", "model", "--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64")
     words += ("--density", "0.02", "--rounds", "1", "--device", "cpu", "--json")
     for _ in range(2):  # its own kind is replaced
-        code, out, err = cli(*words, file)
-        assert code == 0, err
+        out, _ = success(*words, file)
         assert "64 tokens" in "".join(out)
         assert json.loads(file.read_text())["command"] == "bench model"
     code, out, err = cli(*words, other)

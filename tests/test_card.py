@@ -110,9 +110,8 @@ def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
     assert "nan" not in (tmp_path / "two" / "README.md").read_text()
 
 
-def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, sparse, tmp_path):
-    code, _, err = cli("export", sparse, tmp_path / "out")
-    assert code == 0
+def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sparse, tmp_path):
+    _, err = success("export", sparse, tmp_path / "out")
     assert any(line.startswith("nobody has measured what this model writes") for line in err)
     report = json.loads((sparse / "twell_finetune.json").read_text())
     section = card_of(tmp_path / "out")[1].partition("## What it writes\n\n")[2]
@@ -177,24 +176,21 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
         ({"answers": {"answers": 3, "kl": 0.1}}, "is no whole evaluation"),
     ],
 )
-def test_what_is_no_evaluation_is_refused(cli, sparse, tmp_path, changes, sentence):
+def test_what_is_no_evaluation_is_refused(refusal, sparse, tmp_path, changes, sentence):
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse, **changes)))
-    code, _, err = cli("export", sparse, tmp_path / "out", "--eval", judged)
-    assert (code, len(err)) == (1, 1)
-    assert sentence in err[0]
+    assert sentence in refusal("export", sparse, tmp_path / "out", "--eval", judged)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_eval_writes_goes_into_the_card(
-    cli, sparse, relu_llama, text_file, tmp_path, no_answers
+    cli, success, sparse, relu_llama, text_file, tmp_path, no_answers
 ):
     judged, task = tmp_path / "eval.json", tmp_path / "sums.jsonl"
     row = {"query": "1 + 1 =", "choices": [" 2", " 3"], "gold": 0}
     task.write_text((json.dumps(row) + "\n") * 3)
     words = ["--data", text_file, "--windows", 2, "--seq-len", 16, "--tasks", task]
-    code, _, _ = cli("eval", sparse, "--reference", relu_llama, *words, "--json", judged)
-    assert code == 0
+    success("eval", sparse, "--reference", relu_llama, *words, "--json", judged)
     found = json.loads(judged.read_text())
     export(sparse, tmp_path / "out", evaluation=judged)
     loss = found["text"]["score"]["cross_entropy"]
@@ -286,13 +282,11 @@ def test_the_rival_is_dense_in_the_same_precision(relu_llama, tmp_path, quantize
 
 
 @pytest.mark.usefixtures("count_less")
-def test_what_bench_decode_writes_goes_into_the_card(cli, relu_llama, text_file, tmp_path):
+def test_what_bench_decode_writes_goes_into_the_card(success, relu_llama, text_file, tmp_path):
     file = tmp_path / "bench.json"
     words = ["--data", text_file, "--prompt-tokens", 8, "--new-tokens", 12, "--batch", 1]
-    code, _, _ = cli("bench", "decode", relu_llama, *words, "--device", "cpu", "--json", file)
-    assert code == 0
-    code, _, _ = cli("export", relu_llama, tmp_path / "out", "--bench", file)
-    assert code == 0
+    success("bench", "decode", relu_llama, *words, "--device", "cpu", "--json", file)
+    success("export", relu_llama, tmp_path / "out", "--bench", file)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "by\n`twellctl bench decode` on one CPU (twellctl " in card
     assert "TwELL was not run there: the decode kernels need an NVIDIA GPU." in card
@@ -310,15 +304,13 @@ def test_what_bench_decode_writes_goes_into_the_card(cli, relu_llama, text_file,
         ({"of another": True}, "is of another model"),
     ],
 )
-def test_what_is_no_bench_of_it_is_refused(cli, relu_llama, tmp_path, change, sentence):
+def test_what_is_no_bench_of_it_is_refused(refusal, relu_llama, tmp_path, change, sentence):
     found = bench(relu_llama, point(1, 0.002, twell=0.001)) | change
     if "of another" in change:
         found["models"][0]["model"]["fingerprint"] = "0"
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(found))
-    code, _, err = cli("export", relu_llama, tmp_path / "out", "--bench", file)
-    assert (code, len(err)) == (1, 1)
-    assert sentence in err[0]
+    assert sentence in refusal("export", relu_llama, tmp_path / "out", "--bench", file)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,9 +11,8 @@ from twellctl.evaluation.answers import Answer
 from twellctl.models import verdict
 
 
-def test_a_model_agrees_with_itself(cli, silu_llama):
-    code, out, _ = cli("compare", silu_llama, silu_llama, "--limit", 2, "--max-tokens", 8)
-    assert code == 0
+def test_a_model_agrees_with_itself(success, silu_llama):
+    out, _ = success("compare", silu_llama, silu_llama, "--limit", 2, "--max-tokens", 8)
     shown = out.splitlines()
     assert shown[0] == f"1. {PROMPTS[0]}"
     assert shown[1].startswith("   the same to the end, 8 tokens: ")
@@ -22,7 +21,7 @@ def test_a_model_agrees_with_itself(cli, silu_llama):
     assert shown[-1].startswith(f"{silu_llama}: {verdict.STEPS[0][1]}")
 
 
-def test_it_shows_where_answers_part(cli, silu_llama, relu_llama, tokenizer, monkeypatch):
+def test_it_shows_where_answers_part(success, silu_llama, relu_llama, tokenizer, monkeypatch):
     said = {
         "silu": ["the sum is 391.", "<b>", "one two three"],
         "relu": ["the sum is 401.", "Yes, and more", "one two two" + " two" * 60],
@@ -33,8 +32,7 @@ def test_it_shows_where_answers_part(cli, silu_llama, relu_llama, tokenizer, mon
         return [Answer(tuple(tokenizer.encode(text)), text, ended=len(text) < 40) for text in texts]
 
     monkeypatch.setattr(sys.modules["twellctl.compare"], "answers", spoken)
-    code, out, _ = cli("compare", silu_llama, relu_llama, "--limit", 3)
-    assert code == 0
+    out, _ = success("compare", silu_llama, relu_llama, "--limit", 3)
     shown = out.splitlines()
     same = tokenizer.encode("the sum is 391."), tokenizer.encode("the sum is 401.")
     tokens = next(i for i, (a, b) in enumerate(zip(*same, strict=False)) if a != b)

@@ -146,15 +146,12 @@ def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
         choices.answer(stock, tokenizer, 256, task)
 
 
-def test_the_screen_says_what_was_cut_and_what_is_guessed(cli, relu_llama, tmp_path):
+def test_the_screen_says_what_was_cut_and_what_is_guessed(success, relu_llama, tmp_path):
     rows = [{"query": stdlib_texts(1)[0][:3000], "choices": ["a", "b"], "gold": n} for n in (0, 1)]
     written(tmp_path / "tasks" / "long.jsonl", rows)
     packed = gzip.compress(f"{json.dumps(GOOD)}\n".encode() * 40)
     (tmp_path / "tasks" / "short.jsonl.gz").write_bytes(packed)
-    code, out, err = cli(
-        "eval", relu_llama, "--reference", relu_llama, "--tasks", tmp_path / "tasks"
-    )
-    assert code == 0
+    out, err = success("eval", relu_llama, "--reference", relu_llama, "--tasks", tmp_path / "tasks")
     assert "long: 2 of 2 questions are longer than the model's context" in err[0]
     assert "no better than guessing, by 3 standard errors: long" in err[1]
     assert "no better than one answer to all questions, by 3 standard errors: short" in err[2]

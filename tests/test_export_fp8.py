@@ -209,7 +209,7 @@ def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, source):
         assert torch.equal(load_model(cut)(IDS).logits, load_model(whole)(IDS).logits)
 
 
-def test_what_reads_models_takes_it(exported, text_file, tmp_path, cli, no_answers):
+def test_what_reads_models_takes_it(exported, text_file, tmp_path, success, no_answers):
     found = profile(exported, [str(text_file)], windows=2, seq_len=32)
     assert 0.2 < found.layers[0].density < 0.8
     assert "".join(generate(exported, "def f", max_tokens=5))
@@ -217,8 +217,7 @@ def test_what_reads_models_takes_it(exported, text_file, tmp_path, cli, no_answe
     assert diagnosis.broken == []
     assert "qwen2, relu as SiLU of sharpness 256, FP8, 2 gated FFNs" in diagnosis.folder[0].what
     words = ("--data", text_file, "--windows", 2, "--seq-len", 32)
-    code, _, err = cli("eval", exported, "--reference", exported, *words)
-    assert code == 0, err
+    success("eval", exported, "--reference", exported, *words)
 
 
 def test_a_server_serves_it_and_says_what_it_is(exported):

@@ -76,20 +76,19 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
         assert not run_folder(out).exists()
 
 
-def test_an_out_without_a_name_is_refused(cli, relu_llama, text_file, tmp_path, monkeypatch):
+def test_an_out_without_a_name_is_refused(refusal, relu_llama, text_file, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for out in (".", "..", "/"):
-        code, _, stderr = cli("finetune", relu_llama, out, "--data", text_file)
-        assert (code, len(stderr)) == (1, 1), stderr
-        assert stderr[0].startswith(f"error: {out} ")
-        assert ": choose another " in stderr[0]
+        said = refusal("finetune", relu_llama, out, "--data", text_file)
+        assert said.startswith(f"error: {out} ")
+        assert ": choose another " in said
     assert run_folder(Path()) == tmp_path / "here.run"
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
 def test_several_files_after_one_flag_and_the_models_own_context(
-    cli, relu_llama, text_file, tmp_path, monkeypatch
+    success, relu_llama, text_file, tmp_path, monkeypatch
 ):
     read, read_texts = [], runs.read_texts
     monkeypatch.setattr(runs, "read_texts", lambda p, *more: read.extend(p) or read_texts(p, *more))
@@ -97,8 +96,7 @@ def test_several_files_after_one_flag_and_the_models_own_context(
     other.write_text("print('hello')\n" * 400, encoding="utf-8")
     settings = ["--max-steps=1", "--batch-size=2", "--eval-blocks=1", "--l1=1e-3"]
     arguments = [relu_llama, tmp_path / "out", "--data", text_file, other, *settings]
-    code, _, stderr = cli("finetune", *arguments)
-    assert code == 0, stderr
+    success("finetune", *arguments)
     assert read == [str(text_file), str(other)]
     assert resolve_recipe(tmp_path / "out" / "recipe.yaml").seq_len == 256
 
@@ -145,11 +143,10 @@ def test_a_weight_that_is_not_there_is_not_made_up(relu_llama, text_file, tmp_pa
     assert not run_folder(tmp_path / "out").exists()
 
 
-def test_a_target_out_of_reach_ends_with_a_sentence(cli, relu_llama, text_file, tmp_path):
+def test_a_target_out_of_reach_ends_with_a_sentence(success, relu_llama, text_file, tmp_path):
     settings = {**SMALL, "max_steps": 2, "density": 0.01, "data": text_file}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    code, stdout, stderr = cli("finetune", relu_llama, tmp_path / "out", *flags)
-    assert code == 0
+    stdout, stderr = success("finetune", relu_llama, tmp_path / "out", *flags)
     assert (tmp_path / "out" / "config.json").exists()
     assert "the target of 1.00% density was not met in this budget" in " ".join(stderr)
     reached = json.loads((tmp_path / "out" / "twell_finetune.json").read_text())["density"]

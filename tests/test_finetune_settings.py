@@ -237,13 +237,12 @@ def test_of_each_data_equally_many_tokens_are_taken(mixed, limit, share):
 
 
 @pytest.mark.parametrize(("steps", "said"), [(4, None), (40, r", the text \d+\.\d times$")])
-def test_how_often_the_text_is_read_is_said(cli, relu_llama, text_file, tmp_path, steps, said):
+def test_how_often_the_text_is_read_is_said(success, relu_llama, text_file, tmp_path, steps, said):
     data = tmp_path / "text.txt"
     data.write_text("yes and no " * 400)
     flags = ["--seq-len=32", f"--max-steps={steps}", "--batch-size=4", "--save-steps=0"]
     flags += ["--teacher=none", "--optimizer=adamw", "--eval-fraction=0", f"--data={data}"]
-    code, _, stderr = cli("finetune", relu_llama, tmp_path / "out", *flags)
-    assert code == 0
+    _, stderr = success("finetune", relu_llama, tmp_path / "out", *flags)
     (line,) = (line for line in stderr if f"{steps} steps of 128 tokens" in line)
     assert re.search(said, line) if said else line.endswith("tokens")
 
@@ -278,13 +277,12 @@ def test_weights_without_a_size_leave_no_learning_rate(make_model, text_file, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_the_first_line_says_which_schedule(cli, relu_llama, text_file, tmp_path):
+def test_the_first_line_says_which_schedule(success, relu_llama, text_file, tmp_path):
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in (SMALL | {"max_steps": 1}).items()]
     cases = (("constant", "price held constant at 0.001"), ("target", "steered until"))
     for schedule, said in cases:
         extra = [f"--data={text_file}", f"--l1-schedule={schedule}", "--teacher=none"]
-        code, _, stderr = cli("finetune", relu_llama, tmp_path / schedule, *flags, *extra)
-        assert code == 0
+        _, stderr = success("finetune", relu_llama, tmp_path / schedule, *flags, *extra)
         assert said in stderr[0]
         assert "no teacher" in stderr[0]
         assert stderr[0].endswith("1 steps of 128 tokens")

@@ -103,9 +103,8 @@ def test_the_context_bounds_the_text(relu_llama, tokenizer):
         generate(relu_llama, prompt + " x" * 50, chat=False)
 
 
-def test_the_command_streams_and_tells(cli, relu_llama, stock, tokenizer):
-    code, out, err = cli("generate", relu_llama, PROMPT, "--no-chat", "--max-tokens", "8")
-    assert code == 0
+def test_the_command_streams_and_tells(success, relu_llama, stock, tokenizer):
+    out, err = success("generate", relu_llama, PROMPT, "--no-chat", "--max-tokens", "8")
     ids = tokenizer.encode(PROMPT)
     known = stock.tokens(ids, 8)
     kept = [token for token in known if token != tokenizer.eos_token_id]
@@ -183,13 +182,9 @@ def test_a_silu_model_runs_densely_and_says_so(cli, silu_llama, tokenizer):
     assert out.strip()
 
 
-def test_models_that_do_not_fit_are_refused(cli, relu_llama, tmp_path):
-    code, out, err = cli("generate", tmp_path / "none", PROMPT)
-    assert (code, out, len(err)) == (1, "", 1)
-    assert "does not exist: give a model folder" in err[0]
-    code, _, err = cli("generate", relu_llama)
-    assert (code, len(err)) == (2, 1)
-    assert "PROMPT" in err[0]
+def test_models_that_do_not_fit_are_refused(refusal, relu_llama, tmp_path):
+    assert "does not exist: give a model folder" in refusal("generate", tmp_path / "none", PROMPT)
+    assert "PROMPT" in refusal("generate", relu_llama, code=2)
 
 
 def test_no_template_is_told_if_chat_is_asked_for(relu_llama, monkeypatch):

@@ -228,7 +228,7 @@ def test_json_comes_back_equal(relu_llama, tmp_path, text_file):
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
+def test_a_short_text_counts_once(success, relu_llama, tmp_path, text_file):
     """Its windows overlap: they say less of it than as many of a long text would."""
     short = tmp_path / "short.txt"
     short.write_text(next(iter(read_texts([str(text_file)], "text")))[:400])
@@ -236,13 +236,11 @@ def test_a_short_text_counts_once(cli, relu_llama, tmp_path, text_file):
     assert few.distinct_tokens == 64
     assert many.tokens == 64 * 16 > many.text_tokens == many.distinct_tokens
     words = ("profile", relu_llama, "--data", short, "--windows", "64", "--seq-len", "16")
-    code, _, err = cli(*words)
-    assert code == 0
+    _, err = success(*words)
     assert f"the text has {many.text_tokens} tokens: its windows overlap" in err
     for windows, overlap in ((64, True), (2, False)):
         words = ("eval", relu_llama, "--data", short, "--windows", windows, "--seq-len", "16")
-        code, _, err = cli(*words)
-        assert code == 0
+        _, err = success(*words)
         assert any("its windows overlap" in line for line in err) == overlap
 
 

@@ -17,12 +17,6 @@ from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_ways
 from twellctl.bundle.twell_cache import reasons_said, say_once
 from twellctl.bundle.twell_config import ROUTES
 from twellctl.bundle.twell_few import few_kernels, plan_few, takes_few
-from twellctl.bundle.twell_ffn import (
-    register_sources,
-    sparse_ffn,
-    takes_hopper_kernels,
-    why_no_kernels,
-)
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_plan import Limits
@@ -33,7 +27,7 @@ from twellctl.convert import convert
 from twellctl.export import export
 
 H200 = Limits(132, 232448, (9, 0))
-SOURCES = register_sources({"pack.cu": b"no kernel"})
+SOURCES = twell_ffn.register_sources({"pack.cu": b"no kernel"})
 
 
 def problem(dtype=torch.bfloat16, biases: bool = False) -> tuple[Tensor | None, ...]:
@@ -55,7 +49,7 @@ def equation(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> Te
 def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
     tensors = problem(dtype, biases)
     wanted = equation(*tensors)
-    found = sparse_ffn(*tensors, slots=3, sources=SOURCES, route=route)
+    found = twell_ffn.sparse_ffn(*tensors, slots=3, sources=SOURCES, route=route)
     assert torch.equal(found, wanted)
     assert not caplog.records
 
@@ -76,7 +70,7 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
 
 def test_gradients_are_those_of_the_plain_form():
     tensors = [t.requires_grad_() for t in problem(torch.float32, biases=True)]
-    found = sparse_ffn(*tensors, sources=SOURCES)
+    found = twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
     wanted = equation(*tensors)
     grads = (torch.autograd.grad(y.square().sum(), tensors) for y in (found, wanted))
     for a, b in zip(*grads, strict=True):
@@ -86,7 +80,7 @@ def test_gradients_are_those_of_the_plain_form():
 def test_autocast_computes_in_its_dtype():
     tensors = problem(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, found = equation(*tensors), sparse_ffn(*tensors, sources=SOURCES)
+        wanted, found = equation(*tensors), twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, wanted)
 
@@ -95,7 +89,7 @@ def test_autocast_computes_in_its_dtype():
 def test_any_leading_shape(shape):
     _, *weights = problem()
     x = torch.randn(shape).bfloat16()
-    assert sparse_ffn(x, *weights, sources=SOURCES).shape == shape
+    assert twell_ffn.sparse_ffn(x, *weights, sources=SOURCES).shape == shape
 
 
 def test_the_operator_holds_to_torch_rules():
@@ -144,7 +138,7 @@ def test_a_model_spread_over_devices_runs_over_twell(make_model, tmp_path, monke
 
     def counted(*args, **kwargs):
         calls.append(args)
-        return sparse_ffn(*args, **kwargs)
+        return twell_ffn.sparse_ffn(*args, **kwargs)
 
     monkeypatch.setattr(twell_model, "sparse_ffn", counted)
     with torch.no_grad():
@@ -164,8 +158,8 @@ def test_unknown_sources_are_refused():
     with pytest.raises(KernelError, match="no kernel sources are registered under 'nothing'"):
         kernels_for("nothing", 0)
     assert kernels_for(SOURCES, 0) is kernels_for(SOURCES, 0)
-    assert register_sources({"pack.cu": b"no kernel"}) == SOURCES
-    assert register_sources({"pack.cu": b"another"}) != SOURCES
+    assert twell_ffn.register_sources({"pack.cu": b"no kernel"}) == SOURCES
+    assert twell_ffn.register_sources({"pack.cu": b"another"}) != SOURCES
 
 
 def test_a_reason_is_said_once(caplog):
@@ -205,7 +199,7 @@ def test_without_cupy_nothing_is_compiled(on_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(twell_reasons, "what_is_missing", twell_nvrtc.what_is_missing)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
+    assert twell_ffn.why_no_kernels(SOURCES, 0).startswith("CuPy, which launches the kernels, ")
     assert not list(tmp_path.iterdir())
 
 
@@ -219,8 +213,8 @@ def test_a_failed_load_is_tried_again_and_no_other_failure(on_gpu, monkeypatch):
                 raise failure
 
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: Kernels())
-    assert why_no_kernels("a", 0) == "out of memory"
-    assert [why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
+    assert twell_ffn.why_no_kernels("a", 0) == "out of memory"
+    assert [twell_ffn.why_no_kernels("a", 0) for _ in range(2)] == ["does not compile"] * 2
     assert failures == [None]
 
 
@@ -232,7 +226,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
     on_gpu(limits)
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
-    assert why_no_kernels(SOURCES, 0) is None
+    assert twell_ffn.why_no_kernels(SOURCES, 0) is None
     many = twell_reasons.HOPPER_KERNELS if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
@@ -244,7 +238,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
 def test_which_kernels(on_gpu):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         on_gpu(Limits(132, 232448, capability))
-        assert takes_hopper_kernels(0) is hopper
+        assert twell_ffn.takes_hopper_kernels(0) is hopper
 
 
 def test_reasons_are_collected_in_place_of_the_log(caplog):
@@ -336,12 +330,12 @@ def test_copies_of_the_code_share_what_is_equal(tmp_path):
     with (tmp_path / "changed" / "twell_plan.py").open("a") as file:
         file.write("\n# of another version\n")
     tensors = problem()
-    wanted = sparse_ffn(*tensors, sources=SOURCES)
+    wanted = twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
     same = imported_copy(tmp_path / "same", "copy_of_the_same")
     changed = imported_copy(tmp_path / "changed", "copy_of_another")
-    assert same.sparse_ffn is sparse_ffn
-    assert same.register_sources({"x.cu": b""}) == register_sources({"x.cu": b""})
-    assert changed.sparse_ffn is not sparse_ffn
+    assert same.sparse_ffn is twell_ffn.sparse_ffn
+    assert same.register_sources({"x.cu": b""}) == twell_ffn.register_sources({"x.cu": b""})
+    assert changed.sparse_ffn is not twell_ffn.sparse_ffn
     assert changed._gated_ffn_op is not twell_ffn._gated_ffn_op
     assert torch.equal(changed.sparse_ffn(*tensors, sources=SOURCES), wanted)
 
@@ -351,4 +345,4 @@ def test_shapes_alone_are_enough():
         torch.empty(*s, device="meta") for s in ((2, 3, 64), (96, 64), (96, 64), (64, 96))
     )
     with torch.no_grad():
-        assert sparse_ffn(x, *weights, sources=SOURCES).shape == (2, 3, 64)
+        assert twell_ffn.sparse_ffn(x, *weights, sources=SOURCES).shape == (2, 3, 64)

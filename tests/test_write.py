@@ -100,7 +100,7 @@ def test_rows_are_full_and_no_more_are_begun_than_wanted(silu_llama, tmp_path, m
     assert one.texts == 1
 
 
-def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path, small):
+def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, success, tmp_path, small):
     out = tmp_path / "own.jsonl"
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in small.items()]
     for mine in ('{"text": "mine"}\n', "mine\n", "[1]\n", "\xff\n"):
@@ -113,8 +113,7 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, tmp_path, small)
     code, _, err = cli("write", silu_llama, out, *flags)
     assert (code, out.read_text()) == (1, OURS)
     assert "exists: choose another name, or replace it with --overwrite" in err[-1]
-    code, said, _ = cli("write", silu_llama, out, *flags, "--overwrite")
-    assert code == 0
+    said, _ = success("write", silu_llama, out, *flags, "--overwrite")
     assert said.startswith(f"{out}: {len(chats(out))} texts, ")
     assert said.endswith(f"next: twellctl convert {silu_llama} RELU --data {out}\n")
 

@@ -129,12 +129,11 @@ def test_addresses_and_names_are_allowed():
     assert access.hosts == {"::1", "box.lan", "10.0.0.1"}
 
 
-def test_the_key_of_the_environment(cli, monkeypatch, relu_llama):
+def test_the_key_of_the_environment(refusal, monkeypatch, relu_llama):
     monkeypatch.setenv("TWELL_API_KEY", "a b")
-    code, _, err = cli("serve-local", relu_llama)
-    assert (code, len(err)) == (2, 1)
-    assert "the key must be" in err[0]
-    assert "a b" not in err[0]
+    said = refusal("serve-local", relu_llama, code=2)
+    assert "the key must be" in said
+    assert "a b" not in said
 
 
 ASKS_FIRST = {
